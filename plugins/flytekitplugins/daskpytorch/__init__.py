@@ -1,0 +1,53 @@
+"""Distributed PyTorch training on ephemeral Dask clusters as typed, cached, retryable Flyte tasks.
+
+Importing it registers the task types with flytekit. Neither Dask nor torch is imported before they are needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch import task as _register_task_types  # noqa: F401
+from flytekitplugins.daskpytorch.blame import GangError, GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.context import RankContext, current_rank
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = [
+    "DaskCluster",
+    "DaskDDP",
+    "Gang",
+    "GangError",
+    "GangStartError",
+    "RankContext",
+    "Scheduler",
+    "Wandb",
+    "WorkerGroup",
+    "WorkerLostError",
+    "current_client",
+    "current_rank",
+]
+
+__version__ = version("flytekitplugins-daskpytorch")
+
+
+def current_client() -> Client:
+    """The client of the cluster that this `DaskCluster` task runs on.
+
+    Raises:
+        RuntimeError: Called outside such a task.
+    """
+    from flytekitplugins.daskpytorch import cluster
+
+    return cluster.current_client()
+
+
+def __getattr__(name: str) -> Any:
+    """`daskpytorch.dispatch`, imported with the Dask it needs when it is first named."""
+    if name == "dispatch":
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,235 @@
+"""Which rank really failed: the records of a gang's end, and the rules that find the cause among the consequences.
+
+Pure, so that the rules can be tested case by case; the driver applies them, ranks and agents fill in the records.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import re
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import cloudpickle
+
+__all__ = ["Failure", "GangError", "GangStartError", "RankExit", "WorkerLostError", "describe", "find_culprit", "verdict"]
+
+CONSEQUENCES = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
+    r"|remote process|store->|tcpstore|timed out (after|waiting)",
+    re.IGNORECASE,
+)
+"""What torch, gloo and NCCL say in a rank whose peer has gone."""
+CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+class GangError(RuntimeError):
+    """A gang failed: who, where and why.
+
+    Where the failing rank raised an exception that can be rebuilt, the driver raises that exception, and this one is
+    its `__cause__`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        worker: str | None = None,
+        host: str | None = None,
+        cause: str | None = None,
+        rank_traceback: str = "",
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that failed first in earnest; None where no rank did."""
+        self.worker = worker
+        """The address of its Dask worker."""
+        self.host = host
+        """The name of its host."""
+        self.cause = cause
+        """How it ended, in a line."""
+        self.rank_traceback = rank_traceback
+        """The traceback of the exception it raised, or an empty string."""
+        self.log_tail = log_tail
+        """The last lines that it wrote; its whole log stands in the task's own log, marked with its rank."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))
+
+
+class WorkerLostError(GangError):
+    """A worker, the scheduler or a rank's process was taken away: the infrastructure failed, not the user's code."""
+
+
+class GangStartError(GangError):
+    """The gang could not be formed: workers or ranks did not come in time."""
+
+
+def _rebuild(cls: type[GangError], message: str, fields: dict[str, object]) -> GangError:
+    error = cls(message)
+    vars(error).update(fields)
+    return error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception as its rank saw it."""
+
+    type_name: str
+    message: str
+    traceback: str
+    """As Python prints it."""
+    pickled: bytes | None
+    """The exception itself, where pickling it forth and back works."""
+    time: float
+    """Seconds since the epoch when it reached the top of the rank."""
+    is_consequence: bool
+    """It reads like the loss of a peer."""
+
+    @classmethod
+    def of(cls, error: BaseException, time: float, sources: str = "") -> Failure:
+        """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
+        name = type(error).__name__
+        text = str(error)
+        # The first frame is the rank's own call of the function.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        lines = traceback.format_exception(type(error), error, trace)
+        return cls(
+            type_name=name,
+            message=text,
+            traceback="".join(lines).replace(f"{sources}/", "") if sources else "".join(lines),
+            pickled=_pickled(error),
+            time=time,
+            is_consequence=isinstance(error, ConnectionError)
+            or name in CONSEQUENCE_TYPES
+            or (isinstance(error, (RuntimeError, OSError)) and CONSEQUENCES.search(text) is not None),
+        )
+
+    def rebuilt(self) -> Exception | None:
+        """The exception in its own type: unpickled, or of a builtin type with the same text; None where neither can be.
+
+        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt.
+        """
+        error: object = None
+        if self.pickled is not None:
+            try:
+                error = cloudpickle.loads(self.pickled)
+            except Exception:  # noqa: BLE001 - a user's class may fail in any way where it is not importable
+                error = None
+        if error is None:
+            kind = getattr(builtins, self.type_name, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                try:
+                    error = kind(self.message)
+                except TypeError:  # UnicodeDecodeError and its like
+                    error = None
+        return error if isinstance(error, Exception) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit:
+    """The end of one rank, or of the worker under it."""
+
+    rank: int
+    worker: str
+    host: str
+    exitcode: int | None
+    """As `os.waitstatus_to_exitcode` has it; None: the worker went, and took the rank along."""
+    failure: Failure | None
+    """The exception it reported."""
+    log_tail: str
+    time: float
+    """Seconds since the epoch, where the exit was seen."""
+    out_of_memory: bool = False
+    """The container's out-of-memory killer was at work on its host."""
+    stopped: bool = False
+    """We ended it, after another rank's failure."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """It may well have ended because another rank did."""
+        return self.stopped or (self.failure is not None and self.failure.is_consequence)
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """Taken away from outside: with its worker, or by a signal that code does not send itself by accident."""
+        taken = self.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+        return self.failure is None and (self.exitcode is None or taken)
+
+
+def find_culprit(exits: Iterable[RankExit]) -> RankExit:
+    """The exit that caused the others.
+
+    A rank's own exception comes before signals and unexpected exits, these before a lost worker, and that before
+    errors that read like the loss of a peer, and before ranks that we stopped; among equals the first in time.
+    """
+    return min(exits, key=lambda e: (_severity(e), e.failure.time if e.failure else e.time))
+
+
+def _severity(exit_: RankExit) -> int:
+    if exit_.stopped:
+        return 5
+    if exit_.failure is not None:
+        return 4 if exit_.failure.is_consequence else 0
+    if exit_.exitcode is None:
+        return 3
+    return 2 if exit_.out_of_memory else 1
+
+
+def describe(exit_: RankExit) -> str:
+    """How a rank ended, in a line."""
+    if exit_.failure is not None:
+        text = exit_.failure.message
+        return f"{exit_.failure.type_name}: {text}" if text else exit_.failure.type_name
+    if exit_.exitcode is None:
+        return "its Dask worker was lost"
+    if exit_.out_of_memory:
+        return "killed for memory: the container's limit was reached (raise the workers' mem limit, or use less)"
+    if exit_.exitcode < 0:
+        number = -exit_.exitcode
+        hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
+        return f"ended by signal {number}, {signal.Signals(number).name}{hint}"
+    return f"its process ended early with exit code {exit_.exitcode}, without returning a result"
+
+
+def verdict(exits: Iterable[RankExit], world_size: int) -> Exception:
+    """What the driver raises for a failed gang: the culprit's own exception from a `GangError`, or that error alone."""
+    culprit = find_culprit(exits)
+    lost = culprit.is_infrastructure and not culprit.out_of_memory
+    kind = WorkerLostError if lost else GangError
+    message = f"rank {culprit.rank} of {world_size} failed on {culprit.worker} (host {culprit.host}): {describe(culprit)}"
+    rank_traceback = culprit.failure.traceback if culprit.failure else ""
+    if rank_traceback:
+        message += f"\n\nTraceback of rank {culprit.rank}:\n{rank_traceback.rstrip()}"
+    if culprit.log_tail:
+        message += f"\n\nThe end of rank {culprit.rank}'s log (all of it is in this task's log, marked [rank {culprit.rank}]):\n"
+        message += culprit.log_tail.rstrip()
+    error = kind(
+        message,
+        rank=culprit.rank,
+        worker=culprit.worker,
+        host=culprit.host,
+        cause=describe(culprit),
+        rank_traceback=rank_traceback,
+        log_tail=culprit.log_tail,
+    )
+    original = culprit.failure.rebuilt() if culprit.failure else None
+    if original is None:
+        return error
+    original.__cause__ = error
+    return original
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = cloudpickle.dumps(error)
+        if type(pickle.loads(data)) is not type(error):  # noqa: S301 - our own bytes
+            return None
+    except Exception:  # noqa: BLE001 - any way a user's exception can fail to pickle means the same
+        return None
+    return bytes(data)

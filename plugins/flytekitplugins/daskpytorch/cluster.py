@@ -1,0 +1,153 @@
+"""A ready Dask client for one task: to the cluster that the backend made, or to one made here. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from dask.system import cpu_count
+from distributed import Client, LocalCluster
+
+from flytekitplugins.daskpytorch import forkserver
+from flytekitplugins.daskpytorch.blame import GangStartError
+
+__all__ = ["current_client", "is_local", "num_workers_here", "opened"]
+
+SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
+"""Set by the Dask operator in the job-runner's pod."""
+POLL_INTERVAL = 0.1
+SETTLE_TIME = 30.0
+"""Seconds without a new worker after which a gang that may be smaller starts with those that came."""
+NOTICE_INTERVAL = 10.0
+
+_clients: list[Client] = []
+"""The clients of the tasks that run in this process, the newest last; threads of a task find theirs, too."""
+
+
+def current_client() -> Client:
+    """The client of the cluster that this `DaskCluster` task runs on.
+
+    Raises:
+        RuntimeError: Called outside such a task.
+    """
+    if not _clients:
+        raise RuntimeError(
+            "no Dask client here: current_client() works inside a task with task_config=DaskCluster(...). In a rank "
+            "use current_rank(); elsewhere make a distributed.Client yourself."
+        )
+    return _clients[-1]
+
+
+def is_local() -> bool:
+    """Whether a task makes its own cluster in this process, because no backend gave it one."""
+    return not os.environ.get(SCHEDULER_VARIABLE)
+
+
+@contextlib.contextmanager
+def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
+    """A client whose workers are there; closed at the end, together with a cluster made here.
+
+    A local cluster's workers are threads of this process: the ranks are processes of their own anyway, and such a
+    cluster starts in a twentieth of a second.
+
+    Raises:
+        GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
+    """
+    deadline = time.monotonic() + start_timeout
+    with contextlib.ExitStack() as stack:
+        if is_local():
+            forkserver.connect().close()  # its imports take seconds and run beside ours
+            stack.callback(forkserver.shutdown)
+            client = stack.enter_context(_local_client(num_workers))
+        else:
+            client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
+        _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
+        if client.dashboard_link and _has_dashboard(client):
+            print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr)
+        _clients.append(client)
+        stack.callback(_clients.remove, client)
+        yield client
+
+
+def num_workers_here(client: Client) -> int:
+    """How many workers the scheduler knows now."""
+    return len(client.sync(client.scheduler.identity)["workers"])
+
+
+@contextlib.contextmanager
+def _local_client(num_workers: int) -> Iterator[Client]:
+    with (
+        LocalCluster(
+            n_workers=num_workers,
+            threads_per_worker=max(1, cpu_count() // num_workers),
+            processes=False,
+            dashboard_address=":0" if find_spec("bokeh") else None,
+        ) as local,
+        Client(local) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def _connected(address: str, deadline: float) -> Iterator[Client]:
+    """Connect, again and again: the scheduler starts at the same time as this, and its name may not resolve yet."""
+    notice = _Notice()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            client = Client(address, timeout=max(0.1, min(left, 10.0)))
+            break
+        except (OSError, TimeoutError) as error:
+            if time.monotonic() + 1.0 >= deadline:
+                raise GangStartError(
+                    f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) within the start time-out: {error}. "
+                    "Look at the scheduler pod's log; an image without this package or its dask-scheduler command "
+                    "does not start."
+                ) from error
+            notice.give(f"waiting for the Dask scheduler at {address}")
+            time.sleep(min(1.0, max(0.0, left)))
+    with client:
+        yield client
+
+
+def _wait_for_workers(client: Client, wanted: int, least: int, deadline: float, start_timeout: float) -> None:
+    notice = _Notice()
+    here, newest_at = -1, time.monotonic()
+    while True:
+        now = time.monotonic()
+        if (count := num_workers_here(client)) != here:
+            here, newest_at = count, now
+        if here >= wanted:
+            return
+        if here >= least and (now - newest_at >= SETTLE_TIME or now >= deadline):
+            print(f"going on with {here} of {wanted} Dask workers (at least {least} were asked for)", file=sys.stderr)
+            return
+        if now >= deadline:
+            raise GangStartError(
+                f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s, at least "
+                f"{least} are needed. Likely causes: the worker pods are still pending (kubectl get pods; GPUs, spot "
+                "capacity, tolerations), their image cannot be pulled, or their image lacks this package, whose "
+                "dask-worker command they start. Raise Gang(start_timeout=...) if they only need longer."
+            )
+        notice.give(f"{here} of {wanted} Dask workers are here, waiting for the others")
+        time.sleep(POLL_INTERVAL)
+
+
+def _has_dashboard(client: Client) -> bool:
+    return "dashboard" in client.sync(client.scheduler.identity).get("services", {})
+
+
+class _Notice:
+    """Says why we wait: soon, then now and again."""
+
+    def __init__(self) -> None:
+        self._due_at = time.monotonic() + 2.0
+
+    def give(self, text: str) -> None:
+        if time.monotonic() >= self._due_at:
+            print(text, file=sys.stderr)
+            self._due_at = time.monotonic() + NOTICE_INTERVAL

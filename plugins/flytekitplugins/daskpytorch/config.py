@@ -1,0 +1,199 @@
+"""What a user may ask for, and whether it makes sense. Read where tasks are defined; imports neither Dask nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from flytekitplugins.dask import Scheduler, WorkerGroup
+
+if TYPE_CHECKING:
+    from flytekit import Secret
+
+__all__ = ["DaskCluster", "DaskDDP", "Gang", "Scheduler", "Wandb", "WorkerGroup"]
+
+BACKENDS = ("auto", "gloo", "nccl")
+WANDB_MODES = ("online", "offline", "disabled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gang:
+    """How the ranks of one training run are formed."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """The process group's backend; `auto` is nccl where every rank has a GPU of its own, else gloo."""
+    ranks_per_worker: int | Literal["auto"] = "auto"
+    """Ranks on each Dask worker; `auto` is the number of GPUs in the worker's limits, else 1."""
+    min_workers: int | None = None
+    """Start with at least this many workers when the others do not come; None waits for all of them."""
+    max_restarts: int = 0
+    """How often a failed gang starts again. Only 0 is available so far: the first failure ends the gang."""
+    start_timeout: float = 600.0
+    """Seconds within which the scheduler answers, the workers come and all ranks form their process group."""
+    hang_timeout: float | None = None
+    """Seconds without progress after which a gang counts as hung. Only None (never) is available so far."""
+
+    def __post_init__(self) -> None:
+        problems = _Problems("Gang")
+        problems.unless(self.backend in BACKENDS, "backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        problems.unless(
+            self.ranks_per_worker == "auto" or _is_count(self.ranks_per_worker),
+            "ranks_per_worker",
+            self.ranks_per_worker,
+            "'auto' or a whole number from 1 up",
+        )
+        problems.unless(
+            self.min_workers is None or _is_count(self.min_workers),
+            "min_workers",
+            self.min_workers,
+            "None or a whole number from 1 up",
+        )
+        problems.unless(
+            self.max_restarts == 0, "max_restarts", self.max_restarts, "0: restarts are not available in this version"
+        )
+        problems.unless(_is_positive(self.start_timeout), "start_timeout", self.start_timeout, "seconds above 0")
+        problems.unless(
+            self.hang_timeout is None,
+            "hang_timeout",
+            self.hang_timeout,
+            "None: the hang watchdog is not available in this version",
+        )
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    """One Weights & Biases run for the whole gang, fed by rank 0."""
+
+    project: str
+    """The project that the run belongs to."""
+    entity: str | None = None
+    """The user or team; None is the key's default."""
+    secret: Secret | None = None
+    """The Flyte secret that holds the API key; None takes the key from `WANDB_API_KEY`."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """None is online with a key, else offline with one line of notice; never a prompt."""
+    id: str | None = None
+    """The run's id; None derives it from the execution and the node, so that a retry continues the run."""
+    name: str | None = None
+    """The run's display name; None is the task's name."""
+    group: str | None = None
+    """Groups runs on the project's page."""
+    tags: tuple[str, ...] = ()
+    """Labels of the run."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Added to the run's configuration beside the task's inputs and the gang's shape."""
+    host: str = "https://wandb.ai"
+    """The server whose page the Flyte console links to."""
+    dir: str | None = None
+    """Where offline runs are written; None is `WANDB_DIR`, or the directory that the task was started in."""
+
+    def __post_init__(self) -> None:
+        problems = _Problems("Wandb")
+        problems.unless(bool(self.project), "project", self.project, "a project's name")
+        problems.unless(
+            self.mode is None or self.mode in WANDB_MODES, "mode", self.mode, f"None or one of {', '.join(WANDB_MODES)}"
+        )
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskDDP:
+    """`@task(task_config=DaskDDP(...))`: the function runs in every rank of a gang on an ephemeral Dask cluster.
+
+    Rank 0's return value is the task's output.
+    """
+
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    """The scheduler pod's image and resources."""
+    workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
+    """The worker pods' number, image and resources."""
+    gang: Gang = field(default_factory=Gang)
+    """How the ranks are formed on the workers."""
+    wandb: Wandb | None = None
+    """Record the run in Weights & Biases; None does not."""
+
+    def __post_init__(self) -> None:
+        problems = _Problems("DaskDDP")
+        _check_workers(problems, self.workers)
+        workers, least = self.workers.number_of_workers, self.gang.min_workers
+        problems.unless(
+            least is None or not _is_count(workers) or least <= (workers or 0),
+            "gang.min_workers",
+            least,
+            f"at most workers.number_of_workers, which is {workers}",
+        )
+        problems.raise_any()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of Dask workers asked for."""
+        return int(self.workers.number_of_workers or 1)
+
+    @property
+    def ranks_per_worker(self) -> int:
+        """Ranks on each worker: as the gang says, else one per GPU in the worker's limits (or requests), else 1."""
+        if self.gang.ranks_per_worker != "auto":
+            return int(self.gang.ranks_per_worker)
+        return _num_gpus(self.workers) or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskCluster:
+    """`@task(task_config=DaskCluster(...))`: the function runs once, with `current_client()` at its service."""
+
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    """The scheduler pod's image and resources."""
+    workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
+    """The worker pods' number, image and resources."""
+    start_timeout: float = 600.0
+    """Seconds within which the scheduler answers and all the workers come."""
+
+    def __post_init__(self) -> None:
+        problems = _Problems("DaskCluster")
+        _check_workers(problems, self.workers)
+        problems.unless(_is_positive(self.start_timeout), "start_timeout", self.start_timeout, "seconds above 0")
+        problems.raise_any()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of Dask workers asked for."""
+        return int(self.workers.number_of_workers or 1)
+
+
+class _Problems:
+    """Gathers everything that is wrong with one config, so that a user sees it all at once."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._found: list[str] = []
+
+    def unless(self, ok: bool, name: str, value: object, allowed: str) -> None:
+        """Note a problem with the field unless it is `ok`."""
+        if not ok:
+            self._found.append(f"{self._owner}({name}={value!r}): must be {allowed}")
+
+    def raise_any(self) -> None:
+        """Raise one `ValueError` that names every problem found."""
+        if self._found:
+            raise ValueError("; ".join(self._found))
+
+
+def _check_workers(problems: _Problems, workers: WorkerGroup) -> None:
+    count = workers.number_of_workers
+    problems.unless(_is_count(count), "workers.number_of_workers", count, "a whole number from 1 up")
+
+
+def _num_gpus(workers: WorkerGroup) -> int:
+    for resources in (workers.limits, workers.requests):
+        if resources is not None and resources.gpu:
+            return int(resources.gpu)
+    return 0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,217 @@
+"""Runs a PyTorch function as a gang on any Dask cluster. Runs in the driver; its `_serve` runs on the workers.
+
+    futures = dispatch.run(client, train, epochs=5)
+    first, *others = futures.result()
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from typing import Any, Literal, overload
+
+from distributed import Client, get_worker, secede
+from distributed import Future as DaskFuture
+from distributed.comm import get_address_host
+from distributed.utils import get_ip
+
+from flytekitplugins.daskpytorch import agent, ship
+from flytekitplugins.daskpytorch.agent import AgentOrder
+from flytekitplugins.daskpytorch.blame import GangStartError
+from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch.gang import GangCancelledError, Observer, Request, Supervisor
+from flytekitplugins.daskpytorch.placement import worker_order
+
+__all__ = ["DaskAgents", "GangFutures", "run"]
+
+
+def run(
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    *args: Any,
+    backend: Literal["auto", "gloo", "nccl"] = "auto",
+    pass_local_rank: bool = False,
+    gang: Gang | None = None,
+    **kwargs: Any,
+) -> GangFutures:
+    """Call a function in every rank of a new gang on the client's workers, all of which take part.
+
+    Inside it `torch.distributed` is initialised and `current_rank()` tells which rank it is. Every call trains anew,
+    and gangs may run side by side on one cluster.
+
+    Args:
+        client: Connected to any Dask cluster whose workers have this package.
+        pytorch_function: What each rank calls. Its module need not exist on the workers.
+        *args: Its positional arguments, the same in every rank; they must pickle.
+        backend: Overrides `gang.backend` unless it is `auto`.
+        pass_local_rank: Also pass `local_rank`, the rank's index among those of its worker.
+        gang: How to form it.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        One future per rank, in the order of the ranks; the whole has `result`, `exception` and `cancel` too.
+
+    Raises:
+        GangStartError: The cluster has no workers, or fewer than `gang.min_workers`.
+        TypeError: The function or an argument cannot be pickled.
+    """
+    settings = gang or Gang()
+    if backend != "auto":
+        settings = replace(settings, backend=backend)
+    agents = DaskAgents(client)
+    if len(agents.workers) < (settings.min_workers or 1):
+        raise GangStartError(
+            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers; at least {settings.min_workers or 1} "
+            "must be there. Start workers, or wait for them with client.wait_for_workers(n)."
+        )
+    request = Request(
+        name=getattr(pytorch_function, "__qualname__", "the function"),
+        call=ship.pack_call(pytorch_function, args, kwargs),
+        code=ship.pack_code(),
+        ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
+        settings=settings,
+        pass_local_rank=pass_local_rank,
+    )
+    return GangFutures(Supervisor(request, agents, [_Echo()]), len(agents.workers) * request.ranks_per_worker)
+
+
+class GangFutures(Sequence["Future[Any]"]):
+    """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends."""
+
+    def __init__(self, supervisor: Supervisor, world_size: int) -> None:
+        self._supervisor = supervisor
+        self._futures: list[Future[Any]] = [Future() for _ in range(world_size)]
+        for future in self._futures:
+            future.set_running_or_notify_cancel()
+        threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
+
+    @overload
+    def __getitem__(self, index: int) -> Future[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Future[Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Future[Any] | list[Future[Any]]:
+        return self._futures[index]
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Every rank's return value, in rank order.
+
+        Raises:
+            TimeoutError: The gang has not ended within `timeout` seconds; it goes on.
+            GangError: It failed; where the failing rank raised an exception, that exception, caused by such an error.
+            concurrent.futures.CancelledError: It was cancelled.
+        """
+        self._futures[0].result(timeout)
+        return [future.result() for future in self._futures]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that `result` would raise, or None."""
+        self._futures[0].exception(timeout)
+        return next((error for future in self._futures if (error := future.exception()) is not None), None)
+
+    def done(self) -> bool:
+        """Whether the gang has ended."""
+        return all(future.done() for future in self._futures)
+
+    def cancel(self) -> bool:
+        """End all the ranks; False where the gang had ended before."""
+        if self.done():
+            return False
+        self._supervisor.cancel()
+        return True
+
+    def _settle(self) -> None:
+        try:
+            results = self._supervisor.run()
+        except BaseException as error:  # noqa: BLE001 - whoever waits must learn of it
+            cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
+            for future in self._futures:
+                future.set_exception(cause)
+            return
+        # The last first: `result` waits for future 0 alone.
+        for future, result in reversed(list(zip(self._futures, results, strict=False))):
+            try:
+                future.set_result(pickle.loads(result))  # noqa: S301 - from our own ranks
+            except Exception as error:  # noqa: BLE001 - a user's class may fail in any way
+                future.set_exception(error)
+        for future in self._futures[len(results) :]:
+            future.set_exception(GangStartError("this rank's worker did not come; the gang ran without it"))
+
+
+class DaskAgents:
+    """Starts a gang's agents on the workers of a Dask cluster, one each, pinned."""
+
+    def __init__(self, client: Client, num_workers: int | None = None) -> None:
+        if client.asynchronous:
+            raise TypeError("dispatch needs a synchronous client: Client(..., asynchronous=False)")
+        self._client = client
+        self._futures: list[DaskFuture] = []
+        self.scheduler: str = client.scheduler.address
+        infos = client.sync(client.scheduler.identity)["workers"]
+        # In-process workers have addresses without an order; their names are 0, 1, 2, ...
+        by_label = {
+            f"local worker {info['name']}" if address.startswith("inproc:") else address: address
+            for address, info in infos.items()
+        }
+        labels = sorted(by_label, key=worker_order)[:num_workers]
+        self._addresses = {label: by_label[label] for label in labels}
+        self.workers: Sequence[str] = labels
+        is_local = self.scheduler.startswith("inproc:")
+        self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
+        """Submit the agents."""
+        for order in orders:
+            address = self._addresses[order.worker]
+            # Pinned, but allowed elsewhere: a task whose worker has gone would wait for ever; so it starts, and fails.
+            future = self._client.submit(
+                _serve,
+                address,
+                order.worker,
+                order.driver,
+                order.token,
+                workers=[address],
+                allow_other_workers=True,
+                pure=False,
+                retries=0,
+            )
+            future.add_done_callback(lambda done, worker=order.worker: _report_failure(done, worker, on_failure))
+            self._futures.append(future)
+
+    def close(self) -> None:
+        """Forget the agents' tasks."""
+        if self._client.status == "running":
+            self._client.cancel(self._futures, force=True)
+        self._futures.clear()
+
+
+def _serve(address: str, worker: str, driver: tuple[str, int], token: bytes) -> None:
+    """Be the agent on one worker: a Dask task."""
+    here = get_worker().address
+    if here != address:
+        raise RuntimeError(f"worker {address} was lost before it could start its ranks")
+    secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
+    agent.run(AgentOrder(worker=worker, driver=tuple(driver), token=token))
+
+
+def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Exception], None]) -> None:
+    if done.status == "error":
+        error = done.exception()
+        on_failure(worker, error if isinstance(error, Exception) else RuntimeError(str(error)))
+    elif done.status in ("cancelled", "lost"):
+        on_failure(worker, RuntimeError("the scheduler was lost"))
+
+
+class _Echo(Observer):
+    """Writes what the ranks write to this process's standard error, with their ranks."""
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))

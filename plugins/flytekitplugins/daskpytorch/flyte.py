@@ -1,0 +1,130 @@
+"""Flyte's context, carried from the driver into the ranks, and rank 0's outputs, carried back as literals.
+
+`capture` runs in the driver; `entered`, `literals` and `decks` run in a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+from flytekit.bin.entrypoint import setup_execution
+from flytekit.core.context_manager import FlyteContext, FlyteContextManager
+from flytekit.core.interface import Interface
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.literals import LiteralMap
+
+__all__ = ["FlyteSettings", "TaskOutput", "capture", "decks", "entered", "literals"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlyteSettings:
+    """What a rank needs to stand in the driver's Flyte execution."""
+
+    raw_output_prefix: str
+    """Where files that are outputs go."""
+    output_metadata_prefix: str | None
+    checkpoint: str | None
+    """Where this attempt's intratask checkpoint goes."""
+    previous_checkpoint: str | None
+    """Where the attempt before left its own."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Names the execution and the task, in Flyte's own variables."""
+    outputs: bytes = b""
+    """The task's output interface, pickled."""
+    task_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOutput:
+    """Rank 0's return value as Flyte has it."""
+
+    literal_map: bytes
+    """A serialised `flyteidl.core.LiteralMap`."""
+    decks: list[tuple[str, str]]
+    """Name and HTML of the Decks made in the rank."""
+
+
+def capture(task_name: str, interface: Interface) -> FlyteSettings:
+    """Take what the ranks need from the current context, in the driver."""
+    ctx = FlyteContextManager.current_context()
+    params = ctx.user_space_params
+    checkpoint = getattr(params, "_checkpoint", None)
+    execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
+    names = {
+        "FLYTE_INTERNAL_EXECUTION_ID": getattr(execution, "name", None),
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": getattr(execution, "project", None),
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": getattr(execution, "domain", None),
+        "FLYTE_INTERNAL_TASK_PROJECT": getattr(task, "project", None),
+        "FLYTE_INTERNAL_TASK_DOMAIN": getattr(task, "domain", None),
+        "FLYTE_INTERNAL_TASK_NAME": getattr(task, "name", None),
+        "FLYTE_INTERNAL_TASK_VERSION": getattr(task, "version", None),
+    }
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("FLYTE_", "_F_", "_FSEC_"))}
+    environment |= {name: str(value) for name, value in names.items() if value}
+    return FlyteSettings(
+        raw_output_prefix=ctx.file_access.raw_output_prefix,
+        output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
+        checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
+        previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
+        environment=environment,
+        outputs=cloudpickle.dumps((interface.outputs, bool(interface.output_tuple_name))),
+        task_name=task_name,
+    )
+
+
+@contextlib.contextmanager
+def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
+    """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
+    if settings is None:
+        yield None
+        return
+    with setup_execution(
+        raw_output_data_prefix=settings.raw_output_prefix,
+        output_metadata_prefix=settings.output_metadata_prefix,
+        checkpoint_path=settings.checkpoint,
+        prev_checkpoint=settings.previous_checkpoint,
+    ) as ctx:
+        yield ctx
+
+
+def literals(settings: FlyteSettings, returned: Any, ctx: FlyteContext) -> LiteralMap:
+    """Make literals of what the function returned, here where its files are; files are uploaded.
+
+    Raises:
+        TypeError: The return value does not fit the task's declared outputs.
+    """
+    types, is_named_tuple = cloudpickle.loads(settings.outputs)
+    values = _by_output(settings.task_name, returned, list(types), is_named_tuple=is_named_tuple)
+    converted = {}
+    for name, value in values.items():
+        literal_type = TypeEngine.to_literal_type(types[name])
+        try:
+            converted[name] = TypeEngine.to_literal(ctx, value, types[name], literal_type)
+        except Exception as error:
+            raise TypeError(
+                f"output {name!r} of task {settings.task_name} is declared as {types[name]}; rank 0 returned a "
+                f"{type(value).__name__} that cannot be made into one: {error}"
+            ) from error
+    return LiteralMap(literals=converted)
+
+
+def _by_output(task_name: str, returned: Any, names: list[str], *, is_named_tuple: bool) -> dict[str, Any]:
+    if not names:
+        return {}
+    if len(names) == 1:
+        return {names[0]: returned[0] if is_named_tuple and isinstance(returned, tuple) else returned}
+    if not isinstance(returned, tuple) or len(returned) != len(names):
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise TypeError(f"task {task_name} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}")
+    return dict(zip(names, returned, strict=True))
+
+
+def decks(ctx: FlyteContext) -> list[tuple[str, str]]:
+    """The Decks made in this rank, Flyte's own time line left out."""
+    made = ctx.user_space_params.decks if ctx.user_space_params else []
+    return [(deck.name, deck.html) for deck in made if deck.name.lower() != "timeline"]

@@ -1,0 +1,274 @@
+"""A process with torch imported that forks ranks in milliseconds. Runs beside a Dask worker; never touches CUDA.
+
+Why not `multiprocessing`'s fork server: it refuses to start children from a Dask worker under a nanny (which is
+daemonic), imports the parent's `__main__` into every child, and leaves ranks alive when their parent is killed.
+
+    owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
+    agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
+                                                   client's ranks
+All sockets are Unix SOCK_SEQPACKET pairs, so a message is one packet and nothing has a name or a port.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+__all__ = ["ForkServerClient", "connect", "shutdown"]
+
+MAX_PACKET = 4096
+BOOTSTRAP = f"import sys, json; sys.path[:] = json.loads(sys.argv.pop()); from {__name__} import main; main()"
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h: the signal a process gets when the thread that made it ends."""
+
+
+class ForkServerClient:
+    """An agent's end: starts and kills its own ranks, hears of their exits. Closing it kills what is left of them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`."""
+        return self._socket.fileno()
+
+    def own(self, folder: str) -> None:
+        """Have this folder removed with the client's last rank, however the client ends."""
+        self._socket.send(json.dumps({"op": "own", "folder": folder}).encode())
+
+    def spawn(self, key: int, channel: int, output: int) -> None:
+        """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
+        socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
+
+    def kill(self, key: int, signum: int) -> None:
+        """Signal a rank and everything it started, if it still runs."""
+        self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
+
+    def next_exit(self) -> tuple[int, int]:
+        """Wait for a rank's end: its key, and its exit code (negative: the signal that ended it).
+
+        Raises:
+            EOFError: The fork server is gone, and every rank with it.
+        """
+        packet = self._socket.recv(MAX_PACKET)
+        if not packet:
+            raise EOFError("the fork server ended")
+        event = json.loads(packet)
+        return event["key"], event["exitcode"]
+
+    def close(self) -> None:
+        """Kill what is left of this client's ranks."""
+        self._socket.close()
+
+
+@dataclass
+class _Owned:
+    """The fork server that belongs to this process."""
+
+    pid: int
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+
+_owned: _Owned | None = None
+_lock = threading.Lock()
+
+
+def connect() -> ForkServerClient:
+    """A new client of this process's fork server, which is started if it does not run.
+
+    Takes milliseconds when it runs; the first rank waits for the imports otherwise.
+    """
+    with _lock:
+        if _owned is None or _owned.pid != os.getpid() or _owned.process.poll() is not None:
+            _start()
+        assert _owned is not None
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(_owned.control, [b"client"], [theirs.fileno()])
+        return ForkServerClient(mine)
+
+
+def shutdown() -> None:
+    """End this process's fork server and every rank it started; a later `connect` starts a new one."""
+    global _owned
+    with _lock:
+        if _owned is not None and _owned.pid == os.getpid():
+            _owned.control.close()
+            _owned.process.wait()
+        _owned = None
+
+
+atexit.register(shutdown)
+
+
+def _start() -> None:
+    global _owned
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        # Modules are found where this process finds them; the user's own come with each gang, before all these.
+        path = [str(entry) for entry in sys.path if entry]
+        command = [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), json.dumps(path)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
+    _owned = _Owned(pid=os.getpid(), process=process, control=mine)
+
+
+# ---- The server process ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Client:
+    sock: socket.socket
+    ranks: dict[int, int] = field(default_factory=dict)
+    """key -> pid"""
+    folders: list[str] = field(default_factory=list)
+
+
+class _Server:
+    """One thread, so that PR_SET_PDEATHSIG in the ranks means the death of this process."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._clients: set[_Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, wakeup_write = os.pipe()
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the byte on the wake-up pipe is what counts
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        self._selector.register(control, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
+        self._running = True
+
+    def serve(self) -> None:
+        """Until the owner closes its end, or dies."""
+        while self._running:
+            for key, _ in self._selector.select():
+                if isinstance(key.data, _Client):
+                    self._serve_client(key.data)
+                else:
+                    key.data()
+        for client in list(self._clients):
+            self._drop(client)
+
+    def _accept(self) -> None:
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET, 1)
+        if not packet:
+            self._running = False
+            return
+        client = _Client(socket.socket(fileno=descriptors[0]))
+        self._clients.add(client)
+        self._selector.register(client.sock, selectors.EVENT_READ, client)
+
+    def _serve_client(self, client: _Client) -> None:
+        packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 2)
+        if not packet:
+            self._drop(client)
+            return
+        request = json.loads(packet)
+        if request["op"] == "spawn":
+            client.ranks[request["key"]] = self._fork(*descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif request["op"] == "own":
+            client.folders.append(request["folder"])
+        elif pid := client.ranks.get(request["key"]):
+            _kill_session(pid, request["signal"])
+
+    def _drop(self, client: _Client) -> None:
+        self._clients.discard(client)
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        for pid in client.ranks.values():
+            _kill_session(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for folder in client.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _reap(self) -> None:
+        os.read(self._wakeup, 1024)
+        for client in list(self._clients):
+            for key, pid in list(client.ranks.items()):
+                # WNOWAIT keeps the pid taken until its leftovers (DataLoader workers, say) are killed.
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                _kill_session(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+                del client.ranks[key]
+                self._tell(client, {"key": key, "exitcode": os.waitstatus_to_exitcode(status)})
+
+    @staticmethod
+    def _tell(client: _Client, event: dict[str, int]) -> None:
+        try:
+            client.sock.send(json.dumps(event).encode())
+        except OSError:  # the agent has gone; the end-of-file that follows drops it
+            return
+
+    def _fork(self, channel: int, output: int) -> int:
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            self._become_rank(server_pid, channel, output)
+            from flytekitplugins.daskpytorch import rank
+
+            status = rank.main(Connection(channel))
+        finally:
+            # Not sys.exit: threads of CUDA or NCCL that hang at exit must not keep a finished rank alive.
+            os._exit(status)
+
+    def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server_pid:  # it died before the line above
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGINT):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Descriptors of the server's: held here, they would hide its end, or a sibling's, from the other side.
+        self._selector.close()
+        self._control.close()
+        for client in self._clients:
+            client.sock.close()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _kill_session(pid: int, signum: int) -> None:
+    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # the second: it has not called setsid yet
+        try:
+            kill(target, signum)
+        except ProcessLookupError:
+            continue
+        return
+
+
+def main() -> None:
+    """Import what every rank needs, then serve."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    import torch
+    import torch.distributed  # noqa: F401
+
+    from flytekitplugins.daskpytorch import rank  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # keeps the ranks' collectors from copying the shared pages
+    _Server(control).serve()
+

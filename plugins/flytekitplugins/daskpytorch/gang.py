@@ -1,0 +1,495 @@
+"""The driver's brain: takes the workers, places the ranks, hears of everything, ends it all at the first failure.
+
+One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages. A restart
+will be a new generation: the same agents, another `Start` with a fresh rendezvous prefix (see `Job.generation`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from flytekitplugins.daskpytorch import agent, placement
+from flytekitplugins.daskpytorch.agent import AgentOrder
+from flytekitplugins.daskpytorch.blame import Failure, GangError, GangStartError, RankExit, verdict
+from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.flyte import FlyteSettings
+from flytekitplugins.daskpytorch.placement import Node, Place
+from flytekitplugins.daskpytorch.rank import Job
+from flytekitplugins.daskpytorch.ship import Code
+from flytekitplugins.daskpytorch.tracking import RunSettings
+
+__all__ = ["AgentLauncher", "GangCancelledError", "Observer", "Request", "Shape", "Supervisor"]
+
+BLAME_WINDOW = 0.7
+"""Seconds to wait for a better culprit while every failure so far reads like the loss of a peer."""
+MAX_EXIT_WAIT = 75.0
+"""Seconds for all ranks to leave; more than Weights & Biases may take to close its run."""
+
+
+DISMISS_TIMEOUT = 5.0
+"""Seconds for the agents to clean up after the last rank has left."""
+
+
+class GangCancelledError(Exception):
+    """The gang was cancelled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One training run, ready to go."""
+
+    name: str
+    call: bytes
+    code: Code
+    ranks_per_worker: int
+    settings: Gang
+    pass_local_rank: bool = False
+    flyte: FlyteSettings | None = None
+    tracking: Callable[[Shape], RunSettings] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A gang as it was formed."""
+
+    name: str
+    backend: str
+    nodes: list[Node]
+    places: list[list[Place]]
+    """For each node its ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(len(here) for here in self.places)
+
+
+class Observer:
+    """Hears of what happens in a gang, on the supervisor's thread. Every method may be left as it is."""
+
+    def placed(self, shape: Shape) -> None:
+        """The agents are there and the ranks are being started."""
+
+    def formed(self, seconds: float) -> None:
+        """All ranks have met, this long after the gang was asked for."""
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """A rank wrote lines to its output."""
+
+    def logged(self, record: LogRecord) -> None:
+        """A rank called `log`."""
+
+    def ended(self, error: Exception | None) -> None:
+        """All ranks are gone."""
+
+
+class AgentLauncher(Protocol):
+    """Starts agents, one per worker, wherever those are."""
+
+    workers: Sequence[str]
+    """The workers' addresses, in the order of their ranks."""
+    host: str
+    """The address at which the workers can reach this process."""
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
+        """Start the agents; `on_failure(worker, error)` is called for one that ended in an error."""
+
+    def close(self) -> None:
+        """Forget the agents; they end with their connections."""
+
+
+@dataclass
+class _Peer:
+    """An agent that has said hello."""
+
+    node: Node
+    connection: Connection
+
+
+@dataclass
+class _Generation:
+    """What has happened to the ranks of one generation."""
+
+    places: dict[int, tuple[Place, _Peer]]
+    ready: set[int] = field(default_factory=set)
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    stop_at: float | None = None
+    """When to end it, if no better culprit is found before; on the monotonic clock."""
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.exits) == len(self.places)
+
+    @property
+    def bad_exits(self) -> list[RankExit]:
+        """Exits without a result. A rank that has delivered is out of danger, whatever happens to it then."""
+        return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results]
+
+    @property
+    def is_failing(self) -> bool:
+        return bool(self.failures or self.bad_exits)
+
+    @property
+    def has_earnest_failure(self) -> bool:
+        """Some rank failed, and not because it lost a peer."""
+        return any(not failure.is_consequence for failure in self.failures.values()) or any(
+            not exit_.is_consequence for exit_ in self.bad_exits
+        )
+
+
+class Supervisor:
+    """Runs one gang from its first worker to its last exit."""
+
+    def __init__(self, request: Request, launcher: AgentLauncher, observers: Sequence[Observer] = ()) -> None:
+        self._request = request
+        self._launcher = launcher
+        self._observers = observers
+        self._events: queue.Queue[tuple[str, Any, Any]] = queue.Queue()
+        self._token = secrets.token_bytes(32)
+        self._peers: dict[str, _Peer] = {}
+        self._broken: dict[Connection, Failure] = {}
+        self._asked_at = time.monotonic()
+
+    def cancel(self) -> None:
+        """End the gang from any thread; `run` raises `GangCancelledError`."""
+        self._events.put(("cancel", None, None))
+
+    def run(self) -> list[Any]:
+        """Form the gang and see it through; the ranks' reported results, in rank order.
+
+        Raises:
+            GangStartError: Workers or ranks did not come within `start_timeout`.
+            ValueError: The workers do not suit what was asked for.
+            GangError: A rank failed; or the rank's own exception, from such an error.
+            WorkerLostError: A worker or a rank's process was taken away.
+            GangCancelledError: `cancel` was called.
+        """
+        error: Exception | None = None
+        try:
+            with contextlib.closing(_Listener(self._launcher.host, self._token, self._events)) as listener:
+                return self._run(listener)
+        except Exception as caught:
+            error = caught
+            raise
+        finally:
+            self._dismiss()
+            self._launcher.close()
+            self._observe("ended", error)
+
+    def _run(self, listener: _Listener) -> list[Any]:
+        self._launcher.launch(
+            [AgentOrder(worker=w, driver=listener.address, token=self._token) for w in self._launcher.workers],
+            lambda worker, error: self._events.put(("not launched", worker, error)),
+        )
+        nodes = self._muster()
+        _check_versions(nodes)
+        shape = self._place(nodes)
+        with _rendezvous_store(self._launcher.host) as store:
+            generation = self._start(shape, store)
+            self._watch(generation)
+            if generation.bad_exits:
+                raise verdict(generation.bad_exits, shape.world_size)
+            return [generation.results[rank] for rank in range(shape.world_size)]
+
+    # ---- forming the gang
+
+    def _muster(self) -> list[Node]:
+        """Wait until every agent has said hello; the nodes in the order of their ranks."""
+        deadline = self._asked_at + self._request.settings.start_timeout
+        lost: dict[str, Exception] = {}
+        workers = self._launcher.workers
+        least = self._request.settings.min_workers or len(workers)
+        while len(self._peers) + len(lost) < len(workers):
+            kind, source, value = self._next_event(deadline - time.monotonic())
+            if kind == "message" and isinstance(value, agent.Hello):
+                self._peers[value.node.worker] = _Peer(value.node, source)
+            elif kind == "not launched" and source not in self._peers:
+                lost[source] = value
+                if len(workers) - len(lost) < least:
+                    break
+            elif kind == "gone":
+                self._forget(source, lost)
+            elif kind == "timeout":
+                break
+        if len(self._peers) < least:
+            raise self._too_few(lost)
+        return [self._peers[worker].node for worker in workers if worker in self._peers]
+
+    def _forget(self, connection: Connection, lost: dict[str, Exception]) -> None:
+        for worker, peer in list(self._peers.items()):
+            if peer.connection is connection:
+                del self._peers[worker]
+                lost[worker] = ConnectionError("it was lost before the gang was formed")
+
+    def _too_few(self, lost: dict[str, Exception]) -> Exception:
+        workers = self._launcher.workers
+        if lost:
+            worker, error = next(iter(lost.items()))
+            return GangStartError(
+                f"{len(lost)} of {len(workers)} workers could not take part in {self._request.name}; the first, "
+                f"{worker}: {type(error).__name__}: {error}",
+                worker=worker,
+                cause=str(error),
+            )
+        missing = [worker for worker in workers if worker not in self._peers]
+        return GangStartError(
+            f"only {len(self._peers)} of {len(workers)} workers started their part of {self._request.name} within "
+            f"{self._request.settings.start_timeout:g} s. Missing: {', '.join(missing)}. They may be busy with other "
+            "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...).",
+        )
+
+    def _place(self, nodes: list[Node]) -> Shape:
+        places = placement.place_ranks(nodes, self._request.ranks_per_worker)
+        backend = placement.choose_backend(self._request.settings.backend, nodes, places)
+        shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
+        self._observe("placed", shape)
+        return shape
+
+    def _start(self, shape: Shape, store: tuple[str, int], number: int = 0) -> _Generation:
+        job = Job(
+            gang=self._token[:8].hex(),
+            generation=number,
+            call=self._request.call,
+            pass_local_rank=self._request.pass_local_rank,
+            backend=shape.backend,
+            store=store,
+            timeout=self._request.settings.start_timeout,
+            flyte=self._request.flyte,
+            tracking=self._request.tracking(shape) if self._request.tracking else None,
+        )
+        generation = _Generation(places={})
+        for node, places in zip(shape.nodes, shape.places, strict=True):
+            peer = self._peers[node.worker]
+            generation.places |= {place.rank: (place, peer) for place in places}
+            _send(peer, agent.Start(job, self._request.code, places))
+        return generation
+
+    # ---- seeing it through
+
+    def _watch(self, generation: _Generation) -> None:
+        """Until every rank has left: all with results, or all because one failed."""
+        deadline = self._asked_at + self._request.settings.start_timeout
+        while not generation.is_over:
+            kind, source, value = self._next_event(self._patience(generation, deadline))
+            if kind == "message":
+                self._take(generation, source, value)
+            elif kind == "gone":
+                self._lose(generation, source)
+            elif kind == "cancel":
+                self._stop(generation)
+                raise GangCancelledError(f"{self._request.name} was cancelled")
+            self._decide(generation, deadline)
+
+    def _patience(self, generation: _Generation, deadline: float) -> float | None:
+        if generation.stop_at is not None:
+            return generation.stop_at - time.monotonic()
+        if len(generation.ready) < len(generation.places):
+            return deadline - time.monotonic()
+        return None
+
+    def _take(self, generation: _Generation, source: Connection, message: object) -> None:
+        match message:
+            case agent.Broken(text):
+                last_line = text.rstrip().rpartition("\n")[2]
+                self._broken[source] = Failure(
+                    type_name="GangError",
+                    message=f"the agent that watches its ranks failed: {last_line}",
+                    traceback=text,
+                    pickled=None,
+                    time=time.time(),
+                    is_consequence=False,
+                )
+            case agent.Lines(rank, lines):
+                self._observe("wrote", rank, lines)
+            case agent.Reported(rank, report):
+                self._take_report(generation, rank, *pickle.loads(report))  # noqa: S301 - from our own ranks
+            case agent.Exited():
+                self._note_exit(generation, message)
+
+    def _take_report(self, generation: _Generation, rank: int, kind: str, value: Any) -> None:
+        if kind == "log":
+            self._observe("logged", value)
+        elif kind == "failure":
+            generation.failures[rank] = value
+        elif kind == "ready":
+            generation.ready.add(rank)
+            if len(generation.ready) == len(generation.places):
+                self._observe("formed", time.monotonic() - self._asked_at)
+        elif kind == "result":
+            generation.results[rank] = value
+            if len(generation.results) == len(generation.places):
+                self._broadcast(agent.End())
+
+    def _note_exit(self, generation: _Generation, exited: agent.Exited) -> None:
+        place, peer = generation.places[exited.rank]
+        generation.exits[place.rank] = RankExit(
+            rank=place.rank,
+            worker=peer.node.worker,
+            host=peer.node.host,
+            exitcode=exited.exitcode,
+            failure=generation.failures.get(place.rank),
+            log_tail=exited.log_tail,
+            time=exited.time,
+            out_of_memory=exited.out_of_memory,
+            stopped=exited.stopped,
+        )
+
+    def _lose(self, generation: _Generation, connection: Connection) -> None:
+        """A worker has gone, and its ranks with it."""
+        for worker, peer in list(self._peers.items()):
+            if peer.connection is connection:
+                del self._peers[worker]
+        for rank, (_, peer) in generation.places.items():
+            if peer.connection is connection and rank not in generation.exits:
+                generation.exits[rank] = RankExit(
+                    rank=rank,
+                    worker=peer.node.worker,
+                    host=peer.node.host,
+                    exitcode=None,
+                    failure=generation.failures.get(rank) or self._broken.get(connection),
+                    log_tail="",
+                    time=time.time(),
+                )
+
+    def _decide(self, generation: _Generation, deadline: float) -> None:
+        """End the generation at its first failure in earnest, or soon after one that reads like a consequence."""
+        now = time.monotonic()
+        if generation.stop_at is not None and now >= generation.stop_at:
+            self._stop(generation)
+        elif not generation.is_failing:
+            if len(generation.ready) < len(generation.places) and now >= deadline:
+                self._stop(generation)
+                raise self._not_formed(generation)
+        elif generation.has_earnest_failure:
+            self._stop(generation)
+        elif generation.stop_at is None:
+            generation.stop_at = now + BLAME_WINDOW
+
+    def _stop(self, generation: _Generation) -> None:
+        """End every rank, and wait until all are gone; late failures still count for the blame."""
+        self._broadcast(agent.Stop())
+        deadline = time.monotonic() + MAX_EXIT_WAIT
+        while not generation.is_over and time.monotonic() < deadline:
+            kind, source, value = self._next_event(deadline - time.monotonic())
+            if kind == "message":
+                self._take(generation, source, value)
+            elif kind == "gone":
+                self._lose(generation, source)
+
+    def _not_formed(self, generation: _Generation) -> Exception:
+        missing = sorted(set(generation.places) - generation.ready)
+        tails = [f"rank {rank}: {generation.exits[rank].log_tail or '(no output)'}" for rank in missing[:4]]
+        return GangStartError(
+            f"{len(generation.ready)} of {len(generation.places)} ranks met within "
+            f"{self._request.settings.start_timeout:g} s; missing: {', '.join(map(str, missing))}. Their workers may not "
+            "reach each other, or importing the function's module takes too long.\n" + "\n".join(tails),
+            rank=missing[0],
+        )
+
+    # ---- talking
+
+    def _dismiss(self) -> None:
+        """Let the agents go, and wait until they have cleaned up."""
+        self._broadcast(agent.Close())
+        staying = {peer.connection for peer in self._peers.values()}
+        deadline = time.monotonic() + DISMISS_TIMEOUT
+        while staying and time.monotonic() < deadline:
+            kind, source, _ = self._next_event(deadline - time.monotonic())
+            if kind == "gone":
+                staying.discard(source)
+        for connection in staying:
+            connection.close()
+
+    def _broadcast(self, message: object) -> None:
+        for peer in self._peers.values():
+            _send(peer, message)
+
+    def _next_event(self, timeout: float | None) -> tuple[str, Any, Any]:
+        try:
+            return self._events.get(timeout=None if timeout is None else max(0.0, timeout))
+        except queue.Empty:
+            return ("timeout", None, None)
+
+    def _observe(self, method: str, *args: object) -> None:
+        for observer in self._observers:
+            getattr(observer, method)(*args)
+
+
+class _Listener:
+    """Accepts this gang's agents and turns what they say into events."""
+
+    def __init__(self, host: str, token: bytes, events: queue.Queue[tuple[str, Any, Any]]) -> None:
+        self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._token = token
+        self._events = events
+        self.address: tuple[str, int] = self._server.getsockname()[:2]
+        threading.Thread(target=self._accept, name="daskpytorch-accept", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._listen, args=(sock,), name="daskpytorch-peer", daemon=True).start()
+
+    def _listen(self, sock: socket.socket) -> None:
+        agent.watch_peer(sock)
+        connection = Connection(sock.detach())
+        try:
+            # Nothing is unpickled before the token has proved who is there.
+            if not secrets.compare_digest(connection.recv_bytes(len(self._token)), self._token):
+                connection.close()
+                return
+            while True:
+                self._events.put(("message", connection, connection.recv()))
+        except (EOFError, OSError):
+            self._events.put(("gone", connection, None))
+
+
+@contextlib.contextmanager
+def _rendezvous_store(host: str) -> Any:
+    """A store on a port that the system picks, in this process, which outlives every rank."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    yield host, store.port
+    del store
+
+
+def _check_versions(nodes: Sequence[Node]) -> None:
+    mine = agent.local_versions()
+    differing = [
+        f"{node.worker} has {name} {theirs}, this process {mine.get(name)}"
+        for node in nodes
+        for name, theirs in node.versions.items()
+        if theirs != mine.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"driver and workers differ: {'; '.join(differing)}. Use one image for the task and its Dask cluster."
+        )
+
+
+def _send(peer: _Peer, message: object) -> None:
+    with contextlib.suppress(OSError):  # its loss arrives as an event
+        peer.connection.send(message)
+

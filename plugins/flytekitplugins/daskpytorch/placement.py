@@ -1,0 +1,115 @@
+"""Workers to ranks: who gets which rank, GPU and share of the cores. Pure; runs in the driver."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Node", "Place", "choose_backend", "place_ranks", "worker_order"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What an agent found where it runs."""
+
+    worker: str
+    """The worker's address, as the user knows it."""
+    host: str
+    """The host's name; workers of the same name share its cores and GPUs."""
+    num_cores: int
+    """Cores that this host, or this container's limit, gives."""
+    gpus: tuple[str, ...]
+    """The visible GPUs, as `CUDA_VISIBLE_DEVICES` names them, in its order."""
+    gpu_names: tuple[str, ...]
+    """The GPUs' models."""
+    interface: str | None
+    """The network interface that reaches the driver."""
+    versions: dict[str, str]
+    """Versions that all sides must share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank's place in its gang."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    """The index of the rank's worker in the gang."""
+    gpu: str | None
+    """What the rank's `CUDA_VISIBLE_DEVICES` says; None hides every GPU."""
+    num_threads: int
+    """Threads for the rank's own computing: its share of the host's cores."""
+
+
+def worker_order(address: str) -> list[tuple[int, str]]:
+    """A sort key that puts 10.0.0.9 before 10.0.0.10, so that ranks are stable and neighbours stay together."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]
+
+
+def place_ranks(nodes: Sequence[Node], ranks_per_worker: int) -> list[list[Place]]:
+    """Give every worker its ranks: consecutive, in the order of `nodes`.
+
+    Each rank gets a GPU of its own while its host has one left; after that GPUs are shared in turn. Cores are divided
+    among all the ranks of a host.
+
+    Returns:
+        For each node, its places.
+    """
+    ranks_on_host: dict[str, int] = defaultdict(int)
+    for node in nodes:
+        ranks_on_host[node.host] += ranks_per_worker
+
+    gpus_in_use: dict[str, list[str]] = defaultdict(list)
+    places = []
+    for group_rank, node in enumerate(nodes):
+        used = gpus_in_use[node.host]
+        here = []
+        for local_rank in range(ranks_per_worker):
+            gpu = min(node.gpus, key=used.count) if node.gpus else None  # the first of the least used
+            if gpu is not None:
+                used.append(gpu)
+            here.append(
+                Place(
+                    rank=group_rank * ranks_per_worker + local_rank,
+                    local_rank=local_rank,
+                    world_size=len(nodes) * ranks_per_worker,
+                    local_world_size=ranks_per_worker,
+                    group_rank=group_rank,
+                    gpu=gpu,
+                    num_threads=max(1, node.num_cores // ranks_on_host[node.host]),
+                )
+            )
+        places.append(here)
+    return places
+
+
+def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:
+    """The process group's backend: as asked, or nccl where every rank has a GPU to itself, else gloo.
+
+    Raises:
+        ValueError: nccl was asked for and some rank has no GPU, or shares one.
+    """
+    lacking, shared, taken = [], [], set()
+    for node, here in zip(nodes, places, strict=True):
+        for place in here:
+            if place.gpu is None:
+                lacking.append(f"rank {place.rank} on {node.worker}")
+            elif (node.host, place.gpu) in taken:
+                shared.append(f"rank {place.rank} on {node.worker} (GPU {place.gpu})")
+            else:
+                taken.add((node.host, place.gpu))
+    if asked == "nccl" and (lacking or shared):
+        found = [f"no GPU for {', '.join(lacking)}"] if lacking else []
+        found += [f"a GPU that another rank has for {', '.join(shared)}"] if shared else []
+        raise ValueError(
+            f"backend='nccl' needs a GPU of its own for every rank; found {'; '.join(found)}. "
+            "Ask for GPUs in the workers' limits, lower ranks_per_worker, or use backend='gloo'."
+        )
+    if asked != "auto":
+        return asked
+    return "gloo" if lacking or shared else "nccl"

@@ -1,0 +1,98 @@
+"""What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.gang import Observer, Shape
+
+__all__ = ["ProgressDisplay", "describe_record"]
+
+PLAIN_INTERVAL = 2.0
+"""Seconds between plain lines; a new epoch's results are always shown."""
+LEADING = ("epoch", "loss")
+RATE = "samples_per_second"
+
+
+class ProgressDisplay(Observer):
+    """Shows rank 0's metrics as they come, and every rank's output marked with its rank, on standard error."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr, highlight=False)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._name = ""
+        self._shown_at = 0.0
+        self._metric_names: set[str] = set()
+
+    def placed(self, shape: Shape) -> None:
+        """Say what is being started."""
+        self._name = shape.name.rpartition(".")[2]
+        hosts = len({node.host for node in shape.nodes})
+        devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
+        self._print(
+            f"{self._name}: starting {shape.world_size} ranks on {len(shape.nodes)} workers, {hosts} "
+            f"host{'s' * (hosts > 1)} ({', '.join(devices)}, {shape.backend})"
+        )
+
+    def formed(self, seconds: float) -> None:
+        """Say that training begins, and open the live display."""
+        self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
+        if self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("[bold]{task.fields[name]}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", name=self._name, text="", total=None)
+            self._bar.start()
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass on a rank's output."""
+        for line in lines:
+            self._print(f"[rank {rank}] {line}")
+
+    def logged(self, record: LogRecord) -> None:
+        """Show rank 0's newest values."""
+        if record.rank != 0:
+            return
+        if self._bar is not None and self._task is not None:
+            done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
+            self._bar.update(self._task, completed=done, total=record.num_steps, text=escape(describe_record(record)))
+        brings_news = not record.metrics.keys() <= self._metric_names or len(record.metrics) > len(LEADING) + 1
+        is_due = time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        if brings_news or (is_due and self._bar is None):
+            self._metric_names |= record.metrics.keys()
+            self._shown_at = time.monotonic()
+            self._print(f"{self._name}: {describe_record(record)}")
+
+    def ended(self, error: Exception | None) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def describe_record(record: LogRecord) -> str:
+    """A record in a line: epoch, step, loss, the other values, samples/s."""
+    numbers = record.numbers
+    parts = [f"epoch {numbers['epoch']:g}"] if "epoch" in numbers else []
+    parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
+    names = [name for name in ("loss",) if name in numbers]
+    names += [name for name in numbers if name not in (*LEADING, RATE)]
+    parts += [f"{name} {numbers[name]:.4g}" for name in names]
+    if RATE in numbers:
+        parts.append(f"{numbers[RATE]:,.0f} samples/s")
+    return "  ".join(parts)

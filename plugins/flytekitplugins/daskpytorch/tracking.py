@@ -1,0 +1,167 @@
+"""Weights & Biases: one run per gang, fed from rank 0 by a thread, so that a slow server never slows the training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flytekitplugins.daskpytorch.config import Wandb
+from flytekitplugins.daskpytorch.context import LogRecord
+
+__all__ = ["RunSettings", "Tracker", "api_key", "console_link", "run_id", "settings"]
+
+logger = logging.getLogger("flytekitplugins.daskpytorch")
+
+LINK_TYPE = "wandb-daskpytorch"
+"""Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
+MAX_WAITING = 10_000
+"""Records that wait for Weights & Biases before the oldest are dropped, with a notice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything that rank 0 needs to open the run."""
+
+    wandb: Wandb
+    id: str
+    name: str
+    mode: str
+    key: str | None
+    config: Mapping[str, Any]
+    """Hyper-parameters and the gang's shape."""
+    notes: str | None = None
+
+
+def api_key(wandb: Wandb) -> str | None:
+    """The API key: from the Flyte secret where one is named, else from `WANDB_API_KEY` or the user's netrc."""
+    if wandb.secret is not None:
+        import flytekit
+
+        secret = wandb.secret
+        return str(flytekit.current_context().secrets.get(secret.group, secret.key, secret.group_version))
+    if key := os.environ.get("WANDB_API_KEY"):
+        return key
+    import netrc
+
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        host = re.sub(r"^https?://", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+        login = netrc.netrc().authenticators(host)
+        return login[2] if login else None
+    return None
+
+
+def run_id(execution: str | None, task: str) -> str:
+    """An id that all attempts of one node share.
+
+    The job-runner's pod is named after execution, node and attempt (`f3a-n0-1-runner`): the attempt goes. Elsewhere
+    the execution and the task make the id; without an execution each run is new.
+    """
+    attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER")
+    if attempt is not None:
+        pod = re.fullmatch(rf"(.+)-{re.escape(attempt)}(-runner)?", os.environ.get("HOSTNAME", ""))
+        if pod and execution and pod[1].startswith(execution):
+            return pod[1]
+    if not execution or execution == "local":
+        return os.urandom(4).hex()
+    return re.sub(r"[^\w-]", "-", f"{execution}-{task}")[:120]
+
+
+def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[str, Any]) -> RunSettings:
+    """Decide id, mode and key, in the driver; prints one line where there is no key."""
+    key = None if wandb.mode in ("offline", "disabled") else api_key(wandb)
+    mode = wandb.mode or os.environ.get("WANDB_MODE") or ("online" if key else "offline")
+    if wandb.mode is None and mode == "offline" and key is None:
+        print(
+            "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
+            "with `wandb sync`.",
+            file=sys.stderr,
+        )
+    short = task.rpartition(".")[2]
+    return RunSettings(
+        wandb=wandb,
+        id=wandb.id or run_id(execution, short),
+        name=wandb.name or short,
+        mode=mode,
+        key=key,
+        config={**config, **wandb.config},
+        notes=os.environ.get("FLYTE_EXECUTION_URL"),
+    )
+
+
+def console_link(wandb: Wandb) -> dict[str, str]:
+    """The entries of the task's `config` from which Flyte's console makes the link to the run."""
+    link = {"project": wandb.project, "host": wandb.host, "link_type": LINK_TYPE}
+    if wandb.entity:
+        link["entity"] = wandb.entity
+    if wandb.id:
+        link["id"] = wandb.id
+    return link
+
+
+class Tracker:
+    """Rank 0's run. Calls return at once; a thread opens the run and feeds it; no failure reaches the training."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._waiting: queue.Queue[LogRecord | int] = queue.Queue()
+        self._num_dropped = 0
+        self._finishing = threading.Lock()
+        self._thread = threading.Thread(target=self._feed, name="daskpytorch-wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, record: LogRecord) -> None:
+        """Queue a record."""
+        if self._waiting.qsize() >= MAX_WAITING:
+            self._num_dropped += 1
+            return
+        self._waiting.put(record)
+
+    def finish(self, exit_code: int, timeout: float = 60.0) -> None:
+        """Close the run with this exit code, waiting at most `timeout` seconds for what is queued."""
+        if self._finishing.acquire(blocking=False):  # the first to call decides; a stop order may come meanwhile
+            self._waiting.put(exit_code)
+        self._thread.join(timeout)
+
+    def _feed(self) -> None:
+        try:
+            run = self._open()
+            while not isinstance(item := self._waiting.get(), int):
+                run.log({"step": item.step, **item.metrics})
+            run.finish(exit_code=item)
+        except Exception as error:  # noqa: BLE001 - whatever Weights & Biases raises must not end the training
+            print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=sys.stderr)
+            while not isinstance(self._waiting.get(), int):
+                pass
+        if self._num_dropped:
+            print(f"Weights & Biases: too slow; {self._num_dropped} records were dropped.", file=sys.stderr)
+
+    def _open(self) -> Any:
+        import wandb
+
+        asked = self._settings
+        if asked.key is not None:
+            os.environ["WANDB_API_KEY"] = asked.key
+        run = wandb.init(
+            project=asked.wandb.project,
+            entity=asked.wandb.entity,
+            id=asked.id,
+            name=asked.name,
+            group=asked.wandb.group,
+            tags=list(asked.wandb.tags),
+            notes=asked.notes,
+            config=dict(asked.config),
+            mode=asked.mode,
+            dir=asked.wandb.dir,
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        run.define_metric("*", step_metric="step")
+        return run
