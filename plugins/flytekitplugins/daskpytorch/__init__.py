@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch import task as _register_task_types  # noqa: F4
 from flytekitplugins.daskpytorch.blame import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
+from flytekitplugins.daskpytorch.inputs import StrictInputs
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -25,6 +26,7 @@ __all__ = [
     "GangStartError",
     "RankContext",
     "Scheduler",
+    "StrictInputs",
     "Wandb",
     "WorkerGroup",
     "WorkerLostError",

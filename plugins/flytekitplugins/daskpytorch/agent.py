@@ -136,10 +136,12 @@ def run(order: AgentOrder) -> None:
     connection, interface = _dial(order)
     # The connection closes last: its end tells the driver that nothing is left here.
     with connection, contextlib.closing(forkserver.connect()) as server, _scratch(server) as scratch:
-        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has gone
+        with contextlib.suppress(EOFError, ConnectionError):
             try:
                 connection.send(Hello(describe_node(order.worker, interface)))
                 _Agent(connection, server, scratch, interface).serve()
+            except (EOFError, ConnectionError):  # the driver, or the fork server with all ranks
+                raise
             except Exception:
                 connection.send(Broken(traceback.format_exc()))
                 raise

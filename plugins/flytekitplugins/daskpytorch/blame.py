@@ -95,7 +95,7 @@ class Failure:
     def of(cls, error: BaseException, time: float, sources: str = "") -> Failure:
         """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
         name = type(error).__name__
-        text = str(error)
+        text = _text_of(error)
         # The first frame is the rank's own call of the function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         lines = traceback.format_exception(type(error), error, trace)
@@ -153,7 +153,7 @@ class RankExit:
     @property
     def is_consequence(self) -> bool:
         """It may well have ended because another rank did."""
-        return self.stopped or (self.failure is not None and self.failure.is_consequence)
+        return self.stopped if self.failure is None else self.failure.is_consequence
 
     @property
     def is_infrastructure(self) -> bool:
@@ -172,10 +172,10 @@ def find_culprit(exits: Iterable[RankExit]) -> RankExit:
 
 
 def _severity(exit_: RankExit) -> int:
+    if exit_.failure is not None:  # even of a rank that was then told to stop
+        return 4 if exit_.failure.is_consequence else 0
     if exit_.stopped:
         return 5
-    if exit_.failure is not None:
-        return 4 if exit_.failure.is_consequence else 0
     if exit_.exitcode is None:
         return 3
     return 2 if exit_.out_of_memory else 1
@@ -193,8 +193,15 @@ def describe(exit_: RankExit) -> str:
     if exit_.exitcode < 0:
         number = -exit_.exitcode
         hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
-        return f"ended by signal {number}, {signal.Signals(number).name}{hint}"
+        return f"ended by signal {number}, {_signal_name(number)}{hint}"
     return f"its process ended early with exit code {exit_.exitcode}, without returning a result"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        return "a real-time signal"
 
 
 def verdict(exits: Iterable[RankExit], world_size: int) -> Exception:
@@ -223,6 +230,13 @@ def verdict(exits: Iterable[RankExit], world_size: int) -> Exception:
         return error
     original.__cause__ = error
     return original
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a user's __str__ may fail in any way
+        return "<exception str() failed>"
 
 
 def _pickled(error: BaseException) -> bytes | None:

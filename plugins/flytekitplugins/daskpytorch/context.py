@@ -115,8 +115,9 @@ def enter(context: RankContext) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A one-element tensor or NumPy scalar as the Python number it holds; anything else as it is."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+    """A one-element tensor, array or NumPy scalar as the Python number it holds; anything else as it is."""
+    num_elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
+    if num_elements == 1 and hasattr(value, "item"):
         return value.item()
     return value
 

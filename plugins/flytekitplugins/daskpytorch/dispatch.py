@@ -28,6 +28,9 @@ from flytekitplugins.daskpytorch.placement import worker_order
 
 __all__ = ["DaskAgents", "GangFutures", "run"]
 
+AGENT_PRIORITY = 1_000
+"""Dask's priority of an agent; other tasks have 0."""
+
 
 def run(
     client: Client,
@@ -171,7 +174,8 @@ class DaskAgents:
         """Submit the agents."""
         for order in orders:
             address = self._addresses[order.worker]
-            # Pinned, but allowed elsewhere: a task whose worker has gone would wait for ever; so it starts, and fails.
+            # Pinned, since Dask would give it to an idle worker; should the worker go, `lost_workers` says so, because
+            # the task itself would wait for ever. Before all tasks that wait for a thread, since it needs none.
             future = self._client.submit(
                 _serve,
                 address,
@@ -179,12 +183,21 @@ class DaskAgents:
                 order.driver,
                 order.token,
                 workers=[address],
-                allow_other_workers=True,
+                allow_other_workers=False,
+                priority=AGENT_PRIORITY,
                 pure=False,
                 retries=0,
             )
             future.add_done_callback(lambda done, worker=order.worker: _report_failure(done, worker, on_failure))
             self._futures.append(future)
+
+    def lost_workers(self) -> list[str]:
+        """Those of the workers that the scheduler no longer knows; all of them when it is gone itself."""
+        try:
+            here = self._client.sync(self._client.scheduler.identity)["workers"]
+        except (OSError, TimeoutError):
+            return list(self.workers)
+        return [label for label, address in self._addresses.items() if address not in here]
 
     def close(self) -> None:
         """Forget the agents' tasks."""

@@ -1,6 +1,6 @@
 """Flyte's context, carried from the driver into the ranks, and rank 0's outputs, carried back as literals.
 
-`capture` runs in the driver; `entered`, `literals` and `decks` run in a rank.
+`capture` runs in the driver; `entered`, `arguments`, `literals` and `decks` run in a rank.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import LiteralMap
 
-__all__ = ["FlyteSettings", "TaskOutput", "capture", "decks", "entered", "literals"]
+__all__ = ["FlyteSettings", "TaskOutput", "arguments", "capture", "decks", "entered", "literals"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,14 @@ class FlyteSettings:
     """Where this attempt's intratask checkpoint goes."""
     previous_checkpoint: str | None
     """Where the attempt before left its own."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str]
     """Names the execution and the task, in Flyte's own variables."""
-    outputs: bytes = b""
-    """The task's output interface, pickled."""
-    task_name: str = ""
+    interface: bytes
+    """The types of the task's inputs and outputs, pickled."""
+    inputs: bytes
+    """The task's inputs: a serialised `flyteidl.core.LiteralMap`. Each rank makes its own values of them, and so
+    downloads input files to its own disk."""
+    task_name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class TaskOutput:
     """Name and HTML of the Decks made in the rank."""
 
 
-def capture(task_name: str, interface: Interface) -> FlyteSettings:
+def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSettings:
     """Take what the ranks need from the current context, in the driver."""
     ctx = FlyteContextManager.current_context()
     params = ctx.user_space_params
@@ -72,7 +76,8 @@ def capture(task_name: str, interface: Interface) -> FlyteSettings:
         checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
         previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
         environment=environment,
-        outputs=cloudpickle.dumps((interface.outputs, bool(interface.output_tuple_name))),
+        interface=cloudpickle.dumps((interface.inputs, interface.outputs, bool(interface.output_tuple_name))),
+        inputs=inputs.to_flyte_idl().SerializeToString(),
         task_name=task_name,
     )
 
@@ -92,13 +97,20 @@ def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
         yield ctx
 
 
+def arguments(settings: FlyteSettings, ctx: FlyteContext) -> dict[str, Any]:
+    """The task's inputs as Python values."""
+    types, _, _ = cloudpickle.loads(settings.interface)
+    literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(settings.inputs))
+    return dict(TypeEngine.literal_map_to_kwargs(ctx, literal_map, types))
+
+
 def literals(settings: FlyteSettings, returned: Any, ctx: FlyteContext) -> LiteralMap:
     """Make literals of what the function returned, here where its files are; files are uploaded.
 
     Raises:
         TypeError: The return value does not fit the task's declared outputs.
     """
-    types, is_named_tuple = cloudpickle.loads(settings.outputs)
+    _, types, is_named_tuple = cloudpickle.loads(settings.interface)
     values = _by_output(settings.task_name, returned, list(types), is_named_tuple=is_named_tuple)
     converted = {}
     for name, value in values.items():

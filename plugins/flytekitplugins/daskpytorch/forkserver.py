@@ -26,12 +26,16 @@ import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-__all__ = ["ForkServerClient", "connect", "shutdown"]
+__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown"]
 
 MAX_PACKET = 4096
 BOOTSTRAP = f"import sys, json; sys.path[:] = json.loads(sys.argv.pop()); from {__name__} import main; main()"
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: the signal a process gets when the thread that made it ends."""
+
+
+class ForkServerLostError(ConnectionError):
+    """The fork server is gone: it was killed, or the process that owns it is ending."""
 
 
 class ForkServerClient:
@@ -60,11 +64,11 @@ class ForkServerClient:
         """Wait for a rank's end: its key, and its exit code (negative: the signal that ended it).
 
         Raises:
-            EOFError: The fork server is gone, and every rank with it.
+            ForkServerLostError: It is gone, and every rank with it.
         """
         packet = self._socket.recv(MAX_PACKET)
         if not packet:
-            raise EOFError("the fork server ended")
+            raise ForkServerLostError("the fork server ended")
         event = json.loads(packet)
         return event["key"], event["exitcode"]
 

@@ -37,6 +37,8 @@ MAX_EXIT_WAIT = 75.0
 """Seconds for all ranks to leave; more than Weights & Biases may take to close its run."""
 
 
+MUSTER_INTERVAL = 1.0
+"""Seconds between looks at which workers have gone, while some are still to say hello."""
 DISMISS_TIMEOUT = 5.0
 """Seconds for the agents to clean up after the last rank has left."""
 
@@ -104,6 +106,9 @@ class AgentLauncher(Protocol):
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
         """Start the agents; `on_failure(worker, error)` is called for one that ended in an error."""
+
+    def lost_workers(self) -> Sequence[str]:
+        """Those of the workers that have gone since."""
 
     def close(self) -> None:
         """Forget the agents; they end with their connections."""
@@ -213,16 +218,19 @@ class Supervisor:
         workers = self._launcher.workers
         least = self._request.settings.min_workers or len(workers)
         while len(self._peers) + len(lost) < len(workers):
-            kind, source, value = self._next_event(deadline - time.monotonic())
+            kind, source, value = self._next_event(min(MUSTER_INTERVAL, deadline - time.monotonic()))
             if kind == "message" and isinstance(value, agent.Hello):
                 self._peers[value.node.worker] = _Peer(value.node, source)
             elif kind == "not launched" and source not in self._peers:
                 lost[source] = value
-                if len(workers) - len(lost) < least:
-                    break
             elif kind == "gone":
                 self._forget(source, lost)
+            elif kind == "cancel":
+                raise GangCancelledError(f"{self._request.name} was cancelled")
             elif kind == "timeout":
+                gone = [worker for worker in self._launcher.lost_workers() if worker not in self._peers]
+                lost |= {worker: ConnectionError("the worker was lost before the gang was formed") for worker in gone}
+            if len(workers) - len(lost) < least or time.monotonic() >= deadline:
                 break
         if len(self._peers) < least:
             raise self._too_few(lost)
@@ -232,7 +240,7 @@ class Supervisor:
         for worker, peer in list(self._peers.items()):
             if peer.connection is connection:
                 del self._peers[worker]
-                lost[worker] = ConnectionError("it was lost before the gang was formed")
+                lost[worker] = ConnectionError("the worker was lost before the gang was formed")
 
     def _too_few(self, lost: dict[str, Exception]) -> Exception:
         workers = self._launcher.workers

@@ -108,8 +108,7 @@ def main(channel: Connection) -> int:
             _join_gang(order)
             context.enter(_context(order, link, tracker))
             link.send("ready")
-            extra = {"local_rank": order.place.local_rank} if order.job.pass_local_rank else {}
-            returned = call.function(*call.args, **call.kwargs, **extra)
+            returned = call.function(*call.args, **_keywords(order, call, ctx))
             link.send("result", _payload(order, returned, ctx))
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt end a gang like any other
         link.send("failure", Failure.of(error, time.time(), order.code))
@@ -197,6 +196,15 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None) ->
         local_world_size=place.local_world_size,
         sink=sink,
     )
+
+
+def _keywords(order: RankOrder, call: ship.Call, ctx: Any) -> dict[str, Any]:
+    keywords = dict(call.kwargs)
+    if order.job.flyte is not None:
+        keywords |= flyte.arguments(order.job.flyte, ctx)
+    if order.job.pass_local_rank:
+        keywords["local_rank"] = order.place.local_rank
+    return keywords
 
 
 def _payload(order: RankOrder, returned: Any, ctx: Any) -> object:

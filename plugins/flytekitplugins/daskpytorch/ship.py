@@ -93,7 +93,7 @@ def pack_code() -> Code:
     Whole packages, because modules may be imported later than now.
     """
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+    with tarfile.open(fileobj=buffer, mode="w", dereference=True) as archive:  # links may point to where only we are
         for name, path in sorted(_project_files().items()):
             archive.add(path, arcname=name, recursive=False, filter=_anonymous)
     data = buffer.getvalue()
@@ -129,7 +129,8 @@ def _project_files() -> dict[str, Path]:
 
 def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[Path, Path] | None:
     """The folder that the module is imported from and its path below, or None for what is installed."""
-    name, file = getattr(module, "__name__", None), getattr(module, "__file__", None)
+    attributes = _attributes(module)
+    name, file = attributes.get("__name__"), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith(("__m", "flytekitplugins.")):
         return None  # built in; the script itself, which is pickled by value; or this package and its siblings
     if os.path.abspath(file).startswith(installed):
@@ -139,6 +140,15 @@ def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[P
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
     root = Path(str(path).removesuffix(str(relative)))
     return (root, relative) if root / relative == path and path.is_file() else None
+
+
+def _attributes(module: ModuleType) -> dict[str, Any]:
+    """What is in a module now: to ask a lazily imported one for an attribute would import it."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:  # anything may stand in sys.modules
+        return {}
+    return attributes
 
 
 def _installation_folders() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
@@ -42,6 +43,10 @@ MAX_CONFIG_ITEMS = 20
 """Longer lists among a task's inputs go to Weights & Biases as their lengths."""
 
 
+_input_literals: ContextVar[LiteralMap] = ContextVar("flytekitplugins.daskpytorch.input_literals")
+"""The inputs of the task that is being executed, as Flyte has them."""
+
+
 class _OnDask(DaskTask):
     """What the two task types share: Flyte's `dask` task type, and system errors for failed infrastructure."""
 
@@ -53,12 +58,15 @@ class _OnDask(DaskTask):
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
+        token = _input_literals.set(input_literal_map)
         try:
             return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, (WorkerLostError, GangStartError)):
                 raise FlyteSystemException(str(error.value)) from error.value
             raise
+        finally:
+            _input_literals.reset(token)
 
 
 class DaskDDPTask(_OnDask):
@@ -113,11 +121,11 @@ class DaskDDPTask(_OnDask):
         config: DaskDDP = self.task_config
         return Request(
             name=self.name,
-            call=ship.pack_call(self.task_function, (), inputs),
+            call=ship.pack_call(self.task_function, (), {}),
             code=ship.pack_code(),
             ranks_per_worker=config.ranks_per_worker,
             settings=config.gang,
-            flyte=flyte.capture(self.name, self.python_interface),
+            flyte=flyte.capture(self.name, self.python_interface, _input_literals.get()),
             tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
         )
 

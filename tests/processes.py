@@ -1,0 +1,135 @@
+"""Real schedulers, workers and containers' commands as processes, for the integration tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+SCRIPTS = Path(sys.executable).parent
+"""Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
+MARK = "DASKPYTORCH_TEST_MARK"
+"""An environment variable by which a test knows the processes that it caused."""
+
+
+@dataclass
+class Cluster:
+    """A running Dask cluster."""
+
+    address: str
+    scheduler: subprocess.Popen[bytes]
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    logs: Path = Path()
+
+    def kill_worker(self, index: int) -> None:
+        """Kill a worker with its nanny, as when its pod is lost."""
+        nanny = psutil.Process(self.workers[index].pid)
+        victims = [nanny, *nanny.children(recursive=True)]
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def dask_cluster(
+    folder: Path,
+    num_workers: int = 2,
+    *,
+    hosts: Sequence[str] | None = None,
+    worker_environments: Mapping[int, Mapping[str, str]] | None = None,
+    wait: bool = True,
+) -> Iterator[Cluster]:
+    """Start scheduler and workers the backend's way, in an empty directory; the project's modules are not there."""
+    empty = folder / "empty"
+    empty.mkdir(parents=True, exist_ok=True)
+    contact = folder / "scheduler.json"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"DASK_DISTRIBUTED__WORKER__DAEMON": "False", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((folder / "cluster.log").open("wb"))
+
+        def start(command: list[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+            command[0] = str(SCRIPTS / command[0])
+            process = subprocess.Popen(
+                command, cwd=empty, env=env | dict(extra), stdout=log, stderr=log, start_new_session=True
+            )
+            stack.callback(end, process)
+            return process
+
+        options = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", ":0", "--scheduler-file", str(contact)]
+        scheduler = start(["dask-scheduler", *options], {})
+        until(lambda: contact.exists() and contact.read_text().strip(), "the scheduler to start")
+        address = json.loads(contact.read_text())["address"]
+        cluster = Cluster(address=address, scheduler=scheduler, logs=folder / "cluster.log")
+        for index in range(num_workers):
+            command = ["dask-worker", "--name", f"worker-{index}", "--nthreads", "1", "--memory-limit", "2Gi"]
+            if hosts:
+                command += ["--host", hosts[index]]
+            extra = {"DASK_SCHEDULER_ADDRESS": address, **((worker_environments or {}).get(index, {}))}
+            cluster.workers.append(start(command, extra))
+        if wait:
+            wait_for_workers(address, num_workers)
+        yield cluster
+
+
+def wait_for_workers(address: str, count: int) -> None:
+    """Until that many workers are there."""
+    from distributed import Client
+
+    if count:
+        with Client(address, timeout=30) as client:
+            client.wait_for_workers(count, timeout=60)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that a test started, with all its children."""
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        tree = psutil.Process(process.pid)
+        family = [*tree.children(recursive=True), tree]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
+    process.wait(timeout=10)
+
+
+def until(condition: object, what: str, timeout: float = 60.0) -> None:
+    """Wait for a condition; fails with what was waited for."""
+    deadline = time.monotonic() + timeout
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[str]:
+    """Fails if a process started inside still runs afterwards."""
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    try:
+        yield mark
+        with contextlib.suppress(AssertionError):
+            until(lambda: not marked(mark), "processes to end", timeout=5)
+        assert not (left := marked(mark)), f"still running: {left}"
+    finally:
+        del os.environ[MARK]
+
+
+def marked(mark: str) -> list[str]:
+    """The processes, other than this one, that carry the mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+    return found

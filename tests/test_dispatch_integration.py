@@ -1,0 +1,346 @@
+"""Gangs on real Dask clusters: schedulers, workers and ranks are processes of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
+
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers on two hosts, for all tests that leave them alive."""
+    with dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    """A plain client of the shared cluster."""
+    with Client(cluster.address) as connected:
+        yield connected
+
+
+# ---- What the ranks run. They find these by name: the sources travel with the gang.
+
+
+def weighted_sum(factor: int, x: int = 0) -> tuple[int, float]:
+    """Only a formed gang has this sum."""
+    import torch
+    import torch.distributed as dist
+
+    rank = current_rank()
+    total = torch.tensor(float(10**rank.rank))
+    dist.all_reduce(total)
+    return rank.rank, factor * total.item() + x
+
+
+def count_call(path: str) -> int:
+    """Leave a trace of every call."""
+    with Path(path).open("a") as file:
+        file.write(f"{current_rank().rank}\n")
+    return os.getpid()
+
+
+def environment_of_rank(local_rank: int) -> dict[str, str]:
+    """What plain PyTorch code reads."""
+    import torch
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: os.environ[name] for name in names} | {
+        "argument": str(local_rank),
+        "threads": str(torch.get_num_threads()),
+        "worker": str(current_rank().device),
+    }
+
+
+def meet(own: str, other: str) -> float:
+    """Finish only while another gang runs: both must have started."""
+    import torch
+    import torch.distributed as dist
+
+    Path(own + str(current_rank().rank)).touch()
+    deadline = time.monotonic() + 60
+    while not all(Path(other + str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < deadline, "the other gang did not start"
+        time.sleep(0.01)
+    total = torch.tensor(float(len(own)))
+    dist.all_reduce(total)
+    return total.item()
+
+
+class NeedsTwoError(Exception):
+    """Cannot be unpickled: its __init__ asks for more than its args hold."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} {number}")
+
+
+class SimpleError(Exception):
+    """A user's own exception."""
+
+
+def fail_on_rank_1(how: str) -> None:
+    """Rank 1 fails in its own way; rank 0 waits for it in a collective, for as long as it takes."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if current_rank().rank == 0:
+        if how == "deaf survivor":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
+    print(f"about to fail: {how}")
+    match how:
+        case "own exception" | "deaf survivor":
+            raise SimpleError("the batch is spoilt")
+        case "unpicklable exception":
+            raise NeedsTwoError("code", 7)
+        case "closes its group first":
+            dist.destroy_process_group()
+            time.sleep(0.2)
+            raise SimpleError("the batch is spoilt")
+        case "leaves early":
+            sys.exit(0)
+        case "exit code":
+            os._exit(3)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            ctypes.string_at(0)
+
+
+def train_for_ever(started: str) -> None:
+    """Until something ends it."""
+    Path(started + str(current_rank().rank)).touch()
+    while True:
+        time.sleep(0.1)
+
+
+def load_in_workers(start_method: str) -> float:
+    """Sum a dataset through two loader processes."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(_Squares(), batch_size=4, num_workers=2, multiprocessing_context=start_method)
+    return float(sum(batch.sum() for batch in loader))
+
+
+class _Squares:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+# ---- The tests
+
+
+def test_positional_arguments_results_in_rank_order_and_an_all_reduce(client: Client) -> None:
+    futures = dispatch.run(client, weighted_sum, 5, x=1)
+    assert len(futures) == 2
+    assert futures.result(60) == [(0, 56.0), (1, 56.0)]
+    assert [future.result() for future in futures] == [(0, 56.0), (1, 56.0)]
+    assert futures.exception() is None
+
+
+def test_two_identical_calls_train_twice(client: Client, tmp_path: Path) -> None:
+    path = str(tmp_path / "calls")
+    first = dispatch.run(client, count_call, path).result(60)
+    second = dispatch.run(client, count_call, path).result(60)
+    assert sorted(Path(path).read_text().split()) == ["0", "0", "1", "1"]
+    assert not set(first) & set(second)
+
+
+def test_ranks_see_the_variables_of_plain_pytorch(client: Client) -> None:
+    first, second = dispatch.run(client, environment_of_rank, pass_local_rank=True).result(60)
+    assert [first[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["0", "0", "2", "1"]
+    assert [second["RANK"], second["GROUP_RANK"], second["argument"]] == ["1", "1", "0"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["threads"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def test_several_ranks_per_worker(client: Client) -> None:
+    results = dispatch.run(client, weighted_sum, 1, gang=Gang(ranks_per_worker=2)).result(60)
+    assert results == [(rank, 1111.0) for rank in range(4)]
+
+
+def test_a_gang_runs_beside_another_on_one_cluster(client: Client, tmp_path: Path) -> None:
+    own, other = str(tmp_path / "a"), str(tmp_path / "another")
+    one = dispatch.run(client, meet, own, other)
+    two = dispatch.run(client, meet, other, own)
+    assert one.result(60) == [2.0 * len(own)] * 2
+    assert two.result(60) == [2.0 * len(other)] * 2
+
+
+def test_closures_travel_by_value(client: Client) -> None:
+    number = 41
+    assert dispatch.run(client, lambda: number + current_rank().world_size).result(60) == [43, 43]
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_data_loader_workers_in_a_rank(client: Client, start_method: str) -> None:
+    assert dispatch.run(client, load_in_workers, start_method).result(100) == [285.0, 285.0]
+
+
+@pytest.mark.parametrize("how", ["own exception", "closes its group first", "deaf survivor"])
+def test_the_failing_ranks_own_exception_is_raised(client: Client, how: str) -> None:
+    with pytest.raises(SimpleError, match="the batch is spoilt") as caught:
+        dispatch.run(client, fail_on_rank_1, how).result(60)
+    blamed = caught.value.__cause__
+    assert isinstance(blamed, GangError)
+    assert blamed.rank == 1
+    assert blamed.worker is not None
+    assert "127.0.0.3" in blamed.worker
+    assert "fail_on_rank_1" in blamed.rank_traceback
+    assert f"about to fail: {how}" in blamed.log_tail
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("unpicklable exception", "NeedsTwoError: code 7"),
+        ("leaves early", "SystemExit: 0"),
+        ("exit code", "exit code 3"),
+        ("crash", "SIGSEGV"),
+    ],
+)
+def test_other_ends_of_a_rank_are_named(client: Client, how: str, cause: str) -> None:
+    with pytest.raises(GangError, match=cause) as caught:
+        dispatch.run(client, fail_on_rank_1, how).result(60)
+    assert caught.value.rank == 1
+    assert not isinstance(caught.value, WorkerLostError)
+    if how == "crash":
+        assert "in fail_on_rank_1" in caught.value.log_tail  # faulthandler says where
+
+
+def test_a_killed_rank_counts_as_infrastructure(client: Client) -> None:
+    with pytest.raises(WorkerLostError, match="SIGKILL") as caught:
+        dispatch.run(client, fail_on_rank_1, "killed").result(60)
+    assert caught.value.rank == 1
+
+
+def test_cancel_ends_all_ranks(client: Client, tmp_path: Path) -> None:
+    started = str(tmp_path / "rank")
+    futures = dispatch.run(client, train_for_ever, started)
+    until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
+    assert futures.cancel()
+    with pytest.raises(CancelledError):
+        futures.result(30)
+    assert not futures.cancel()
+
+
+def test_what_cannot_be_pickled_is_named_before_anything_starts(client: Client) -> None:
+    import threading
+
+    with pytest.raises(TypeError, match="argument 1"):
+        dispatch.run(client, weighted_sum, 5, threading.Lock())
+
+
+def test_nccl_without_gpus_is_refused(client: Client) -> None:
+    with pytest.raises(ValueError, match="no GPU for rank 0 on .*127.0.0.2.*, rank 1"):
+        dispatch.run(client, weighted_sum, 5, backend="nccl").result(60)
+
+
+def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
+    started = str(tmp_path / "rank")
+    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, train_for_ever, started)
+        until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
+        cluster.kill_worker(1)
+        with pytest.raises(WorkerLostError, match="its Dask worker was lost"):
+            futures.result(30)
+
+
+def test_a_lost_scheduler_ends_the_gang(tmp_path: Path) -> None:
+    started = str(tmp_path / "rank")
+    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, train_for_ever, started)
+        until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
+        cluster.scheduler.kill()
+        with pytest.raises(WorkerLostError):
+            futures.result(60)
+
+
+def test_ranks_die_with_a_killed_driver(cluster: Cluster, tmp_path: Path) -> None:
+    started = tmp_path / "rank"
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, time
+        from pathlib import Path
+        from distributed import Client
+        from flytekitplugins.daskpytorch import current_rank, dispatch
+
+        def train():
+            Path({str(started)!r} + str(current_rank().rank)).write_text(str(os.getpid()))
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            with Client({cluster.address!r}) as client:
+                dispatch.run(client, train).result()
+        """)
+    )
+    driver = subprocess.Popen([sys.executable, str(script)])
+    files = [Path(f"{started}{rank}") for rank in range(2)]
+    until(lambda: all(file.exists() and file.read_text() for file in files), "the ranks to start")
+    ranks = [psutil.Process(int(file.read_text())) for file in files]
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+
+
+def test_workers_with_another_torch_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "site" / "torch-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
+    environments = {1: {"PYTHONPATH": str(other.parent)}}
+    with (
+        dask_cluster(tmp_path, worker_environments=environments) as cluster,
+        Client(cluster.address) as client,
+        pytest.raises(ValueError, match=r"has torch 0\.0\.1, this process"),
+    ):
+        dispatch.run(client, weighted_sum, 5).result(60)
+
+
+def test_a_cluster_without_workers_is_an_error(tmp_path: Path) -> None:
+    with dask_cluster(tmp_path, 0) as cluster, Client(cluster.address) as client:
+        with pytest.raises(GangStartError, match="has 0 workers"):
+            dispatch.run(client, weighted_sum, 5)
+
+
+def test_a_busy_worker_is_named_when_the_start_time_out_ends(tmp_path: Path) -> None:
+    with dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
+        workers = sorted(client.scheduler_info()["workers"])
+        blocker = client.submit(time.sleep, 600, workers=[workers[1]], pure=False)
+        until(lambda: client.processing()[workers[1]], "the worker to be busy")
+        with pytest.raises(GangStartError, match="only 1 of 2 workers"):
+            dispatch.run(client, weighted_sum, 5, gang=Gang(start_timeout=8)).result(60)
+        blocker.cancel(force=True)
+
+
+def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
+    from flytekitplugins.daskpytorch import cluster as clusters
+
+    with nothing_left_behind() as mark:
+        with clusters.opened(num_workers=2, start_timeout=60) as client:
+            assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
+            assert marked(mark)

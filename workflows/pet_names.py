@@ -1,0 +1,183 @@
+"""Invent pet names with an LSTM that two ranks train together, as a Flyte workflow.
+
+names -> train (by DDP on a Dask cluster) -> evaluate and sample -> report
+
+On this machine, on the embedded list of names (under a minute on two cores):
+
+    pyflyte run workflows/pet_names.py pet_names
+
+Tiny, to see that everything works; and on a list of your own (a JSON list, or a CSV file with a column of names):
+
+    pyflyte run workflows/pet_names.py pet_names --hp '{"epochs": 1, "batch_size": 2048}' --num_names 5
+    pyflyte run workflows/pet_names.py pet_names --data s3://bucket/names.csv --hp '{"epochs": 3, "batch_size": 512}'
+
+On a Flyte backend with the Dask operator (build the image from the Dockerfile first):
+
+    pyflyte run --remote --image registry/daskpytorch:tag workflows/pet_names.py pet_names
+
+`PET_NAMES_WORKERS` sets the number of Dask workers when the workflow is registered or run here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from flytekit import Deck, Resources, current_context, task, workflow
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.report import line_chart, table
+from tasks import char_lstm
+from tasks.char_lstm import CharLSTM, Hyperparameters
+from tasks.names import load_names, split_by_name
+
+NamesFile = FlyteFile["json"]
+NUM_WORKERS = int(os.environ.get("PET_NAMES_WORKERS", "2"))
+
+
+class TrainingOutputs(NamedTuple):
+    """What training leaves."""
+
+    epoch_losses: list[float]
+    """Cross-entropy of the next character on held-out names, in nats, after each epoch."""
+    epoch_accuracies: list[float]
+    """The share of their characters that the model ranks first, after each epoch."""
+    model_state: PythonPickledFile
+    """The weights of a `CharLSTM`: `torch.load(..., weights_only=True)`."""
+
+
+class PetNames(NamedTuple):
+    """The outputs of the workflow."""
+
+    epoch_losses: list[float]
+    epoch_accuracies: list[float]
+    model_state: PythonPickledFile
+    names: list[str]
+    """Invented names in title case, none of them in the training list."""
+
+
+@dataclass
+class Quality:
+    """The trained model on the held-out names."""
+
+    loss: float
+    """Cross-entropy of the next character, in nats."""
+    accuracy: float
+    bigram_loss: float
+    """The same loss of a model that knows only the character before."""
+
+
+@task(requests=Resources(cpu="1", mem="1Gi"))
+def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
+    """Load and clean the names, and refuse what cannot be trained on before any cluster starts."""
+    if num_names < 0:
+        raise ValueError(f"num_names={num_names}: must be a whole number from 0 up")
+    loaded = load_names(data)
+    print(loaded.report)
+    training, _ = split_by_name(loaded.names, hp.held_out, hp.seed)
+    if (num_samples := len(char_lstm.windows(training))) < NUM_WORKERS:
+        raise ValueError(
+            f"{num_samples} training samples ({len(training)} names) are fewer than the {NUM_WORKERS} ranks; give more "
+            "names, or set PET_NAMES_WORKERS lower"
+        )
+    path = Path(current_context().working_directory, "names.json")
+    path.write_text(json.dumps(loaded.names))
+    return NamesFile(path=str(path))
+
+
+@task(
+    task_config=DaskDDP(
+        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
+        workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
+        gang=Gang(start_timeout=600),
+        wandb=Wandb(project="pet-names"),
+    ),
+    requests=Resources(cpu="1", mem="2Gi"),
+    retries=2,
+    enable_deck=True,
+)
+def train(names: NamesFile, hp: Hyperparameters) -> TrainingOutputs:
+    """Train in every rank; the first rank's outputs are the task's."""
+    training, held_out = split_by_name(_read(names), hp.held_out, hp.seed)
+    result = char_lstm.train(char_lstm.windows(training), char_lstm.windows(held_out), hp)
+    path = Path(current_context().working_directory, "model_state.pt")
+    torch.save(result.state_dict, path)
+    return TrainingOutputs(
+        epoch_losses=[epoch.held_out_loss for epoch in result.epochs],
+        epoch_accuracies=[epoch.held_out_accuracy for epoch in result.epochs],
+        model_state=PythonPickledFile(path=str(path)),
+    )
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"))
+def evaluate(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile) -> Quality:
+    """Judge the weights that arrived, beside a bigram model fitted on the same training names."""
+    training, held_out = (char_lstm.windows(part) for part in split_by_name(_read(names), hp.held_out, hp.seed))
+    found = char_lstm.evaluate(_load(model_state), held_out)
+    return Quality(loss=found.loss, accuracy=found.accuracy, bigram_loss=char_lstm.bigram_loss(training, held_out))
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"))
+def sample(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile, num_names: int) -> list[str]:
+    """Invent names that are in no list."""
+    return char_lstm.sample_names(_load(model_state), num_names, exclude=_read(names), seed=hp.seed)
+
+
+@task(requests=Resources(cpu="1", mem="1Gi"), enable_deck=True)
+def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
+    """Say in a line, and show in a Deck, how the training went and what came of it."""
+    text = (
+        f"held-out loss {quality.loss:.4f} nats per character, {quality.bigram_loss - quality.loss:.4f} better than a "
+        f"bigram model's {quality.bigram_loss:.4f}; {quality.accuracy:.1%} of the characters right"
+    )
+    Deck(
+        "Pet names",
+        f"<p>{text}</p>"
+        + line_chart("held-out loss", {"LSTM": list(enumerate(epoch_losses, 1))}, "epoch")
+        + line_chart("held-out accuracy", {"LSTM": list(enumerate(epoch_accuracies, 1))}, "epoch")
+        + table(("new names",), [(name,) for name in names]),
+    )
+    print(text)
+    print(f"new names: {', '.join(names)}")
+    return text
+
+
+@workflow
+def pet_names(data: str = "", hp: Hyperparameters = Hyperparameters(), num_names: int = 20) -> PetNames:
+    """Train on a list of names and invent new ones.
+
+    Args:
+        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://); empty for the
+            embedded list.
+        hp: How to train, as a JSON object of Hyperparameters' fields.
+        num_names: How many names to invent.
+    """
+    names = prepare(data=data, hp=hp, num_names=num_names)
+    trained = train(names=names, hp=hp)
+    quality = evaluate(names=names, hp=hp, model_state=trained.model_state)
+    invented = sample(names=names, hp=hp, model_state=trained.model_state, num_names=num_names)
+    report(
+        epoch_losses=trained.epoch_losses,
+        epoch_accuracies=trained.epoch_accuracies,
+        quality=quality,
+        names=invented,
+    )
+    return PetNames(
+        epoch_losses=trained.epoch_losses,
+        epoch_accuracies=trained.epoch_accuracies,
+        model_state=trained.model_state,
+        names=invented,
+    )
+
+
+def _read(names: NamesFile) -> list[str]:
+    return list(json.loads(Path(names.download()).read_text()))
+
+
+def _load(model_state: PythonPickledFile) -> CharLSTM:
+    return CharLSTM.from_state_dict(torch.load(model_state.download(), map_location="cpu", weights_only=True))
