@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +82,21 @@ def dask_cluster(
         yield cluster
 
 
+def start_worker(address: str, index: int, folder: Path) -> Callable[[], None]:
+    """Start one more worker; returns what ends it."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(SCRIPTS / "dask-worker"), "--name", f"late-{index}", "--nthreads", "1", "--memory-limit", "2Gi"]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**env, "DASK_SCHEDULER_ADDRESS": address},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return lambda: end(process)
+
+
 def wait_for_workers(address: str, count: int) -> None:
     """Until that many workers are there."""
     from distributed import Client
@@ -103,10 +118,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=10)
 
 
-def until(condition: object, what: str, timeout: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
     """Wait for a condition; fails with what was waited for."""
     deadline = time.monotonic() + timeout
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}"
         time.sleep(0.02)
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import Client
-from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
-
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch
+from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -255,7 +254,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts(client: Client) 
 
 
 def test_nccl_without_gpus_is_refused(client: Client) -> None:
-    with pytest.raises(ValueError, match="no GPU for rank 0 on .*127.0.0.2.*, rank 1"):
+    with pytest.raises(ValueError, match=r"no GPU for rank 0 on .*127\.0\.0\.2.*, rank 1"):
         dispatch.run(client, weighted_sum, 5, backend="nccl").result(60)
 
 
@@ -322,9 +321,12 @@ def test_workers_with_another_torch_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cluster_without_workers_is_an_error(tmp_path: Path) -> None:
-    with dask_cluster(tmp_path, 0) as cluster, Client(cluster.address) as client:
-        with pytest.raises(GangStartError, match="has 0 workers"):
-            dispatch.run(client, weighted_sum, 5)
+    with (
+        dask_cluster(tmp_path, 0) as cluster,
+        Client(cluster.address) as client,
+        pytest.raises(GangStartError, match="has 0 workers"),
+    ):
+        dispatch.run(client, weighted_sum, 5)
 
 
 def test_a_busy_worker_is_named_when_the_start_time_out_ends(tmp_path: Path) -> None:
@@ -340,7 +342,6 @@ def test_a_busy_worker_is_named_when_the_start_time_out_ends(tmp_path: Path) -> 
 def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
     from flytekitplugins.daskpytorch import cluster as clusters
 
-    with nothing_left_behind() as mark:
-        with clusters.opened(num_workers=2, start_timeout=60) as client:
-            assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
-            assert marked(mark)
+    with nothing_left_behind() as mark, clusters.opened(num_workers=2, start_timeout=60) as client:
+        assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
+        assert marked(mark)

@@ -1,0 +1,1 @@
+"""Workflows, each a story of its own; its docstring says how to run it."""

@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-
-import psutil
-from dask.system import cpu_count  # knows containers' limits; the only thing taken from Dask
+from typing import Any
 
 from flytekitplugins.daskpytorch import forkserver, ship
-from flytekitplugins.daskpytorch.placement import Node, Place
+from flytekitplugins.daskpytorch.messages import (
+    AgentOrder,
+    Broken,
+    Close,
+    End,
+    Exited,
+    Hello,
+    Lines,
+    Reported,
+    Start,
+    Stop,
+    watch_peer,
+)
+from flytekitplugins.daskpytorch.node import describe_node, interface_of
+from flytekitplugins.daskpytorch.placement import Place
 from flytekitplugins.daskpytorch.rank import STOPPED, Job, RankOrder, environment
 
-__all__ = ["AgentOrder", "Broken", "Close", "End", "Exited", "Hello", "Lines", "Reported", "Start", "Stop", "local_versions", "run"]
+__all__ = ["run"]
 
 STOP_GRACE = 0.5
 """Seconds a rank gets to leave by itself once it is told to stop."""
@@ -40,91 +48,6 @@ TRACKED_STOP_GRACE = 10.0
 TAIL_LINES = 40
 """How much of a rank's log goes into an error."""
 DIAL_TIMEOUT = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentOrder:
-    """How an agent finds its driver."""
-
-    worker: str
-    """The address of the worker that it should run on."""
-    driver: tuple[str, int]
-    """Host and port."""
-    token: bytes
-    """Proves to the driver that it is this gang's agent; the first bytes on the connection."""
-
-
-# ---- Messages: from the agent ...
-
-
-@dataclass(frozen=True)
-class Hello:
-    """The agent is there."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A rank's own report, unopened: a pickled pair of kind and value."""
-
-    rank: int
-    report: bytes
-
-
-@dataclass(frozen=True)
-class Lines:
-    """What a rank wrote to its standard output and error."""
-
-    rank: int
-    lines: list[str]
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A rank ended."""
-
-    rank: int
-    exitcode: int
-    stopped: bool
-    """It was told to."""
-    out_of_memory: bool
-    log_tail: str
-    time: float
-
-
-@dataclass(frozen=True)
-class Broken:
-    """The agent itself failed, and its ranks with it."""
-
-    traceback: str
-
-
-# ---- ... and to it
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start these ranks."""
-
-    job: Job
-    code: ship.Code
-    places: list[Place]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End all ranks: something failed."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Let all ranks leave: everyone has finished."""
-
-
-@dataclass(frozen=True)
-class Close:
-    """The gang is over."""
 
 
 def run(order: AgentOrder) -> None:
@@ -136,35 +59,14 @@ def run(order: AgentOrder) -> None:
     connection, interface = _dial(order)
     # The connection closes last: its end tells the driver that nothing is left here.
     with connection, contextlib.closing(forkserver.connect()) as server, _scratch(server) as scratch:
-        with contextlib.suppress(EOFError, ConnectionError):
-            try:
-                connection.send(Hello(describe_node(order.worker, interface)))
-                _Agent(connection, server, scratch, interface).serve()
-            except (EOFError, ConnectionError):  # the driver, or the fork server with all ranks
-                raise
-            except Exception:
-                connection.send(Broken(traceback.format_exc()))
-                raise
-
-
-def describe_node(worker: str, interface: str | None) -> Node:
-    """Say what this node has to offer."""
-    gpus = _visible_gpus()
-    return Node(
-        worker=worker,
-        host=socket.gethostname(),
-        num_cores=cpu_count(),
-        gpus=tuple(gpus),
-        gpu_names=tuple(gpus.values()),
-        interface=interface,
-        versions=local_versions(),
-    )
-
-
-def local_versions() -> dict[str, str]:
-    """The versions that driver and workers must share."""
-    packages = ("flytekitplugins-daskpytorch", "torch")
-    return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
+        try:
+            connection.send(Hello(describe_node(order.worker, interface)))
+            _Agent(connection, server, scratch, interface).serve()
+        except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
+            return
+        except Exception:
+            connection.send(Broken(traceback.format_exc()))
+            raise
 
 
 @dataclass
@@ -195,21 +97,18 @@ class _Agent:
 
     def serve(self) -> None:
         while self._open:
-            channels = {rank.channel: rank for rank in self._ranks.values() if not rank.channel.closed}
-            outputs = {rank.output: rank for rank in self._ranks.values() if rank.output is not None}
-            for ready in wait([self._driver, self._server, *channels, *outputs], self._patience()):
-                if ready is self._driver:
-                    self._follow(self._driver.recv())
-                elif ready is self._server:
-                    self._note_exit()
-                elif (rank := outputs.get(ready)) and rank.output is not None:
-                    self._relay_output(rank)
-                elif (rank := channels.get(ready)) and not rank.channel.closed:
-                    self._relay_report(rank)
+            handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
+            for rank in self._ranks.values():
+                if not rank.channel.closed:
+                    handlers[rank.channel] = functools.partial(self._relay_report, rank)
+                if rank.output is not None:
+                    handlers[rank.output] = functools.partial(self._relay_output, rank)
+            for ready in wait(list(handlers), self._patience()):
+                handlers[ready]()
             self._kill_the_late()
 
-    def _follow(self, order: object) -> None:
-        match order:
+    def _follow(self) -> None:
+        match order := self._driver.recv():
             case Start():
                 self._start(order)
             case Stop():
@@ -236,7 +135,7 @@ class _Agent:
                     place=place,
                     job=order.job,
                     code=str(code),
-                    directory=os.getcwd(),
+                    directory=str(Path.cwd()),
                     environment=environment(os.environ, place, order.job, self._interface),
                 )
             )
@@ -264,13 +163,14 @@ class _Agent:
     def _relay_report(self, rank: _Rank) -> None:
         try:
             report = rank.channel.recv_bytes()
-        except (EOFError, OSError):
-            rank.channel.close()  # its exit follows
+        except (EOFError, OSError):  # also where its exit was noted a moment ago
+            rank.channel.close()
             return
         self._driver.send(Reported(rank.place.rank, report))
 
     def _relay_output(self, rank: _Rank) -> None:
-        assert rank.output is not None
+        if rank.output is None:  # its exit was noted a moment ago
+            return
         try:
             data = os.read(rank.output, 1 << 16)
         except BlockingIOError:
@@ -330,48 +230,10 @@ def _dial(order: AgentOrder) -> tuple[Connection, str | None]:
         ) from error
     sock.settimeout(None)
     watch_peer(sock)
-    interface = _interface_of(sock.getsockname()[0])
+    interface = interface_of(sock.getsockname()[0])
     connection = Connection(sock.detach())
     connection.send_bytes(order.token)
     return connection, interface
-
-
-def watch_peer(sock: socket.socket) -> None:
-    """Have the kernel notice within seconds that the other host has gone without a word."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
-
-
-def _interface_of(address: str) -> str | None:
-    if address.startswith("127."):
-        return "lo"
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in addresses):
-            return name
-    return None
-
-
-@functools.cache
-def _visible_gpus() -> dict[str, str]:
-    """The GPUs this process may use: id -> model.
-
-    torch is asked in a process of its own, since neither this one nor the fork server may touch CUDA.
-    """
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
-        return {}
-    question = (
-        "import json, torch; n = torch.cuda.device_count(); "
-        "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
-    )
-    answer = subprocess.run([sys.executable, "-P", "-c", question], capture_output=True, text=True, check=False)
-    names = json.loads(answer.stdout) if answer.returncode == 0 else []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ids = [gpu.strip() for gpu in listed.split(",")] if listed else [str(i) for i in range(len(names))]
-    return dict(zip(ids, names, strict=False))
 
 
 def _num_kills_for_memory() -> int:

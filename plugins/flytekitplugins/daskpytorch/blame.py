@@ -15,7 +15,16 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-__all__ = ["Failure", "GangError", "GangStartError", "RankExit", "WorkerLostError", "describe", "find_culprit", "verdict"]
+__all__ = [
+    "Failure",
+    "GangError",
+    "GangStartError",
+    "RankExit",
+    "WorkerLostError",
+    "describe",
+    "find_culprit",
+    "verdict",
+]
 
 CONSEQUENCES = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
@@ -119,7 +128,7 @@ class Failure:
         if self.pickled is not None:
             try:
                 error = cloudpickle.loads(self.pickled)
-            except Exception:  # noqa: BLE001 - a user's class may fail in any way where it is not importable
+            except Exception:
                 error = None
         if error is None:
             kind = getattr(builtins, self.type_name, None)
@@ -207,21 +216,20 @@ def _signal_name(number: int) -> str:
 def verdict(exits: Iterable[RankExit], world_size: int) -> Exception:
     """What the driver raises for a failed gang: the culprit's own exception from a `GangError`, or that error alone."""
     culprit = find_culprit(exits)
-    lost = culprit.is_infrastructure and not culprit.out_of_memory
-    kind = WorkerLostError if lost else GangError
-    message = f"rank {culprit.rank} of {world_size} failed on {culprit.worker} (host {culprit.host}): {describe(culprit)}"
+    who, how = f"rank {culprit.rank}", describe(culprit)
     rank_traceback = culprit.failure.traceback if culprit.failure else ""
+    message = f"{who} of {world_size} failed on {culprit.worker} (host {culprit.host}): {how}"
     if rank_traceback:
-        message += f"\n\nTraceback of rank {culprit.rank}:\n{rank_traceback.rstrip()}"
+        message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
     if culprit.log_tail:
-        message += f"\n\nThe end of rank {culprit.rank}'s log (all of it is in this task's log, marked [rank {culprit.rank}]):\n"
-        message += culprit.log_tail.rstrip()
+        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{culprit.log_tail}"
+    kind = WorkerLostError if culprit.is_infrastructure and not culprit.out_of_memory else GangError
     error = kind(
         message,
         rank=culprit.rank,
         worker=culprit.worker,
         host=culprit.host,
-        cause=describe(culprit),
+        cause=how,
         rank_traceback=rank_traceback,
         log_tail=culprit.log_tail,
     )
@@ -235,15 +243,15 @@ def verdict(exits: Iterable[RankExit], world_size: int) -> Exception:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - a user's __str__ may fail in any way
+    except Exception:
         return "<exception str() failed>"
 
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
         data = cloudpickle.dumps(error)
-        if type(pickle.loads(data)) is not type(error):  # noqa: S301 - our own bytes
+        if type(pickle.loads(data)) is not type(error):
             return None
-    except Exception:  # noqa: BLE001 - any way a user's exception can fail to pickle means the same
+    except Exception:
         return None
     return bytes(data)

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 from dask.system import cpu_count
 from distributed import Client, LocalCluster
-
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.blame import GangStartError
 
@@ -104,7 +103,7 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
         except (OSError, TimeoutError) as error:
             if time.monotonic() + 1.0 >= deadline:
                 raise GangStartError(
-                    f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) within the start time-out: {error}. "
+                    f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) in time: {error}. "
                     "Look at the scheduler pod's log; an image without this package or its dask-scheduler command "
                     "does not start."
                 ) from error
@@ -128,7 +127,7 @@ def _wait_for_workers(client: Client, wanted: int, least: int, deadline: float, 
             return
         if now >= deadline:
             raise GangStartError(
-                f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s, at least "
+                f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s; "
                 f"{least} are needed. Likely causes: the worker pods are still pending (kubectl get pods; GPUs, spot "
                 "capacity, tolerations), their image cannot be pulled, or their image lacks this package, whose "
                 "dask-worker command they start. Raise Gang(start_timeout=...) if they only need longer."

@@ -1,7 +1,6 @@
 """Runs a PyTorch function as a gang on any Dask cluster. Runs in the driver; its `_serve` runs on the workers.
 
-    futures = dispatch.run(client, train, epochs=5)
-    first, *others = futures.result()
+For example `first, *others = dispatch.run(client, train, epochs=5).result()`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from distributed import Client, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
-
 from flytekitplugins.daskpytorch import agent, ship
-from flytekitplugins.daskpytorch.agent import AgentOrder
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import Gang
-from flytekitplugins.daskpytorch.gang import GangCancelledError, Observer, Request, Supervisor
+from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
+from flytekitplugins.daskpytorch.messages import AgentOrder
+from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
 
 __all__ = ["DaskAgents", "GangFutures", "run"]
@@ -68,8 +67,8 @@ def run(
     agents = DaskAgents(client)
     if len(agents.workers) < (settings.min_workers or 1):
         raise GangStartError(
-            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers; at least {settings.min_workers or 1} "
-            "must be there. Start workers, or wait for them with client.wait_for_workers(n)."
+            f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, "
+            f"but needs {settings.min_workers or 1}. Start workers, or wait for them with client.wait_for_workers(n)."
         )
     request = Request(
         name=getattr(pytorch_function, "__qualname__", "the function"),
@@ -134,7 +133,7 @@ class GangFutures(Sequence["Future[Any]"]):
     def _settle(self) -> None:
         try:
             results = self._supervisor.run()
-        except BaseException as error:  # noqa: BLE001 - whoever waits must learn of it
+        except BaseException as error:
             cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
             for future in self._futures:
                 future.set_exception(cause)
@@ -142,8 +141,8 @@ class GangFutures(Sequence["Future[Any]"]):
         # The last first: `result` waits for future 0 alone.
         for future, result in reversed(list(zip(self._futures, results, strict=False))):
             try:
-                future.set_result(pickle.loads(result))  # noqa: S301 - from our own ranks
-            except Exception as error:  # noqa: BLE001 - a user's class may fail in any way
+                future.set_result(pickle.loads(result))
+            except Exception as error:
                 future.set_exception(error)
         for future in self._futures[len(results) :]:
             future.set_exception(GangStartError("this rank's worker did not come; the gang ran without it"))
@@ -180,7 +179,7 @@ class DaskAgents:
                 _serve,
                 address,
                 order.worker,
-                order.driver,
+                *order.driver,
                 order.token,
                 workers=[address],
                 allow_other_workers=False,
@@ -206,13 +205,13 @@ class DaskAgents:
         self._futures.clear()
 
 
-def _serve(address: str, worker: str, driver: tuple[str, int], token: bytes) -> None:
+def _serve(address: str, worker: str, host: str, port: int, token: bytes) -> None:
     """Be the agent on one worker: a Dask task."""
     here = get_worker().address
     if here != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
-    agent.run(AgentOrder(worker=worker, driver=tuple(driver), token=token))
+    agent.run(AgentOrder(worker=worker, driver=(host, port), token=token))
 
 
 def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Exception], None]) -> None:

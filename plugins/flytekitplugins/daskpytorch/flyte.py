@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
-from flytekit.core.context_manager import FlyteContext, FlyteContextManager
+from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import LiteralMap
@@ -26,6 +26,8 @@ __all__ = ["FlyteSettings", "TaskOutput", "arguments", "capture", "decks", "ente
 class FlyteSettings:
     """What a rank needs to stand in the driver's Flyte execution."""
 
+    mode: ExecutionState.Mode
+    """The driver's: in a local run, secrets and Decks have local rules."""
     raw_output_prefix: str
     """Where files that are outputs go."""
     output_metadata_prefix: str | None
@@ -71,6 +73,7 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSe
     environment = {name: value for name, value in os.environ.items() if name.startswith(("FLYTE_", "_F_", "_FSEC_"))}
     environment |= {name: str(value) for name, value in names.items() if value}
     return FlyteSettings(
+        mode=ctx.execution_state.mode,
         raw_output_prefix=ctx.file_access.raw_output_prefix,
         output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
         checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
@@ -94,7 +97,9 @@ def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
         checkpoint_path=settings.checkpoint,
         prev_checkpoint=settings.previous_checkpoint,
     ) as ctx:
-        yield ctx
+        state = ctx.execution_state.with_params(mode=settings.mode)
+        with FlyteContextManager.with_context(ctx.with_execution_state(state)) as rank_ctx:
+            yield rank_ctx
 
 
 def arguments(settings: FlyteSettings, ctx: FlyteContext) -> dict[str, Any]:

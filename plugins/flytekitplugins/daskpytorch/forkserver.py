@@ -29,7 +29,12 @@ from multiprocessing.connection import Connection
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown"]
 
 MAX_PACKET = 4096
-BOOTSTRAP = f"import sys, json; sys.path[:] = json.loads(sys.argv.pop()); from {__name__} import main; main()"
+# Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
+# known by then; without the pop, an editable installation of this one may not be among them.
+BOOTSTRAP = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv.pop()); sys.modules.pop('flytekitplugins', None); "
+    f"from {__name__} import main; main()"
+)
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: the signal a process gets when the thread that made it ends."""
 
@@ -95,10 +100,10 @@ def connect() -> ForkServerClient:
 
     Takes milliseconds when it runs; the first rank waits for the imports otherwise.
     """
+    global _owned
     with _lock:
         if _owned is None or _owned.pid != os.getpid() or _owned.process.poll() is not None:
-            _start()
-        assert _owned is not None
+            _owned = _start()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(_owned.control, [b"client"], [theirs.fileno()])
@@ -118,15 +123,16 @@ def shutdown() -> None:
 atexit.register(shutdown)
 
 
-def _start() -> None:
-    global _owned
+def _start() -> _Owned:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.
         path = [str(entry) for entry in sys.path if entry]
         command = [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), json.dumps(path)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
-    _owned = _Owned(pid=os.getpid(), process=process, control=mine)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+    return _Owned(pid=os.getpid(), process=process, control=mine)
 
 
 # ---- The server process ---------------------------------------------------------------------------------------------
@@ -269,10 +275,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     import torch
     import torch.distributed  # noqa: F401
-
     from flytekitplugins.daskpytorch import rank  # noqa: F401
 
     gc.collect()
     gc.freeze()  # keeps the ranks' collectors from copying the shared pages
     _Server(control).serve()
-

@@ -10,26 +10,26 @@ import contextlib
 import pickle
 import queue
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch import agent, placement
-from flytekitplugins.daskpytorch.agent import AgentOrder
-from flytekitplugins.daskpytorch.blame import Failure, GangError, GangStartError, RankExit, verdict
+from flytekitplugins.daskpytorch import messages, placement
+from flytekitplugins.daskpytorch.blame import Failure, GangStartError, RankExit, verdict
 from flytekitplugins.daskpytorch.config import Gang
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.flyte import FlyteSettings
+from flytekitplugins.daskpytorch.listener import Event, Listener
+from flytekitplugins.daskpytorch.messages import AgentOrder
+from flytekitplugins.daskpytorch.node import local_versions
+from flytekitplugins.daskpytorch.observer import Observer, Shape
 from flytekitplugins.daskpytorch.placement import Node, Place
 from flytekitplugins.daskpytorch.rank import Job
 from flytekitplugins.daskpytorch.ship import Code
 from flytekitplugins.daskpytorch.tracking import RunSettings
 
-__all__ = ["AgentLauncher", "GangCancelledError", "Observer", "Request", "Shape", "Supervisor"]
+__all__ = ["AgentLauncher", "GangCancelledError", "Request", "Supervisor"]
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better culprit while every failure so far reads like the loss of a peer."""
@@ -59,41 +59,6 @@ class Request:
     pass_local_rank: bool = False
     flyte: FlyteSettings | None = None
     tracking: Callable[[Shape], RunSettings] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A gang as it was formed."""
-
-    name: str
-    backend: str
-    nodes: list[Node]
-    places: list[list[Place]]
-    """For each node its ranks."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return sum(len(here) for here in self.places)
-
-
-class Observer:
-    """Hears of what happens in a gang, on the supervisor's thread. Every method may be left as it is."""
-
-    def placed(self, shape: Shape) -> None:
-        """The agents are there and the ranks are being started."""
-
-    def formed(self, seconds: float) -> None:
-        """All ranks have met, this long after the gang was asked for."""
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        """A rank wrote lines to its output."""
-
-    def logged(self, record: LogRecord) -> None:
-        """A rank called `log`."""
-
-    def ended(self, error: Exception | None) -> None:
-        """All ranks are gone."""
 
 
 class AgentLauncher(Protocol):
@@ -162,7 +127,7 @@ class Supervisor:
         self._request = request
         self._launcher = launcher
         self._observers = observers
-        self._events: queue.Queue[tuple[str, Any, Any]] = queue.Queue()
+        self._events: queue.Queue[Event] = queue.Queue()
         self._token = secrets.token_bytes(32)
         self._peers: dict[str, _Peer] = {}
         self._broken: dict[Connection, Failure] = {}
@@ -184,7 +149,7 @@ class Supervisor:
         """
         error: Exception | None = None
         try:
-            with contextlib.closing(_Listener(self._launcher.host, self._token, self._events)) as listener:
+            with contextlib.closing(Listener(self._launcher.host, self._token, self._events)) as listener:
                 return self._run(listener)
         except Exception as caught:
             error = caught
@@ -194,7 +159,7 @@ class Supervisor:
             self._launcher.close()
             self._observe("ended", error)
 
-    def _run(self, listener: _Listener) -> list[Any]:
+    def _run(self, listener: Listener) -> list[Any]:
         self._launcher.launch(
             [AgentOrder(worker=w, driver=listener.address, token=self._token) for w in self._launcher.workers],
             lambda worker, error: self._events.put(("not launched", worker, error)),
@@ -219,7 +184,7 @@ class Supervisor:
         least = self._request.settings.min_workers or len(workers)
         while len(self._peers) + len(lost) < len(workers):
             kind, source, value = self._next_event(min(MUSTER_INTERVAL, deadline - time.monotonic()))
-            if kind == "message" and isinstance(value, agent.Hello):
+            if kind == "message" and isinstance(value, messages.Hello):
                 self._peers[value.node.worker] = _Peer(value.node, source)
             elif kind == "not launched" and source not in self._peers:
                 lost[source] = value
@@ -282,7 +247,7 @@ class Supervisor:
         for node, places in zip(shape.nodes, shape.places, strict=True):
             peer = self._peers[node.worker]
             generation.places |= {place.rank: (place, peer) for place in places}
-            _send(peer, agent.Start(job, self._request.code, places))
+            _send(peer, messages.Start(job, self._request.code, places))
         return generation
 
     # ---- seeing it through
@@ -310,7 +275,7 @@ class Supervisor:
 
     def _take(self, generation: _Generation, source: Connection, message: object) -> None:
         match message:
-            case agent.Broken(text):
+            case messages.Broken(text):
                 last_line = text.rstrip().rpartition("\n")[2]
                 self._broken[source] = Failure(
                     type_name="GangError",
@@ -320,11 +285,11 @@ class Supervisor:
                     time=time.time(),
                     is_consequence=False,
                 )
-            case agent.Lines(rank, lines):
+            case messages.Lines(rank, lines):
                 self._observe("wrote", rank, lines)
-            case agent.Reported(rank, report):
-                self._take_report(generation, rank, *pickle.loads(report))  # noqa: S301 - from our own ranks
-            case agent.Exited():
+            case messages.Reported(rank, report):
+                self._take_report(generation, rank, *pickle.loads(report))
+            case messages.Exited():
                 self._note_exit(generation, message)
 
     def _take_report(self, generation: _Generation, rank: int, kind: str, value: Any) -> None:
@@ -339,9 +304,9 @@ class Supervisor:
         elif kind == "result":
             generation.results[rank] = value
             if len(generation.results) == len(generation.places):
-                self._broadcast(agent.End())
+                self._broadcast(messages.End())
 
-    def _note_exit(self, generation: _Generation, exited: agent.Exited) -> None:
+    def _note_exit(self, generation: _Generation, exited: messages.Exited) -> None:
         place, peer = generation.places[exited.rank]
         generation.exits[place.rank] = RankExit(
             rank=place.rank,
@@ -388,7 +353,7 @@ class Supervisor:
 
     def _stop(self, generation: _Generation) -> None:
         """End every rank, and wait until all are gone; late failures still count for the blame."""
-        self._broadcast(agent.Stop())
+        self._broadcast(messages.Stop())
         deadline = time.monotonic() + MAX_EXIT_WAIT
         while not generation.is_over and time.monotonic() < deadline:
             kind, source, value = self._next_event(deadline - time.monotonic())
@@ -402,7 +367,7 @@ class Supervisor:
         tails = [f"rank {rank}: {generation.exits[rank].log_tail or '(no output)'}" for rank in missing[:4]]
         return GangStartError(
             f"{len(generation.ready)} of {len(generation.places)} ranks met within "
-            f"{self._request.settings.start_timeout:g} s; missing: {', '.join(map(str, missing))}. Their workers may not "
+            f"{self._request.settings.start_timeout:g} s; missing: {', '.join(map(str, missing))}. They may not "
             "reach each other, or importing the function's module takes too long.\n" + "\n".join(tails),
             rank=missing[0],
         )
@@ -411,7 +376,7 @@ class Supervisor:
 
     def _dismiss(self) -> None:
         """Let the agents go, and wait until they have cleaned up."""
-        self._broadcast(agent.Close())
+        self._broadcast(messages.Close())
         staying = {peer.connection for peer in self._peers.values()}
         deadline = time.monotonic() + DISMISS_TIMEOUT
         while staying and time.monotonic() < deadline:
@@ -425,7 +390,7 @@ class Supervisor:
         for peer in self._peers.values():
             _send(peer, message)
 
-    def _next_event(self, timeout: float | None) -> tuple[str, Any, Any]:
+    def _next_event(self, timeout: float | None) -> Event:
         try:
             return self._events.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
@@ -436,47 +401,10 @@ class Supervisor:
             getattr(observer, method)(*args)
 
 
-class _Listener:
-    """Accepts this gang's agents and turns what they say into events."""
-
-    def __init__(self, host: str, token: bytes, events: queue.Queue[tuple[str, Any, Any]]) -> None:
-        self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._token = token
-        self._events = events
-        self.address: tuple[str, int] = self._server.getsockname()[:2]
-        threading.Thread(target=self._accept, name="daskpytorch-accept", daemon=True).start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._listen, args=(sock,), name="daskpytorch-peer", daemon=True).start()
-
-    def _listen(self, sock: socket.socket) -> None:
-        agent.watch_peer(sock)
-        connection = Connection(sock.detach())
-        try:
-            # Nothing is unpickled before the token has proved who is there.
-            if not secrets.compare_digest(connection.recv_bytes(len(self._token)), self._token):
-                connection.close()
-                return
-            while True:
-                self._events.put(("message", connection, connection.recv()))
-        except (EOFError, OSError):
-            self._events.put(("gone", connection, None))
-
-
 @contextlib.contextmanager
 def _rendezvous_store(host: str) -> Any:
     """A store on a port that the system picks, in this process, which outlives every rank."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     yield host, store.port
@@ -484,7 +412,7 @@ def _rendezvous_store(host: str) -> Any:
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:
-    mine = agent.local_versions()
+    mine = local_versions()
     differing = [
         f"{node.worker} has {name} {theirs}, this process {mine.get(name)}"
         for node in nodes
@@ -500,4 +428,3 @@ def _check_versions(nodes: Sequence[Node]) -> None:
 def _send(peer: _Peer, message: object) -> None:
     with contextlib.suppress(OSError):  # its loss arrives as an event
         peer.connection.send(message)
-

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-
 from flytekitplugins.daskpytorch import context, flyte, ship, tracking
 from flytekitplugins.daskpytorch.blame import Failure
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext
@@ -70,7 +69,7 @@ class RankOrder:
 
 
 def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
-    """The environment of a rank: the worker's own, the execution's names, and the variables that PyTorch code expects."""
+    """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
     host, port = job.store
     env = dict(base)
     if job.flyte is not None:
@@ -110,7 +109,7 @@ def main(channel: Connection) -> int:
             link.send("ready")
             returned = call.function(*call.args, **_keywords(order, call, ctx))
             link.send("result", _payload(order, returned, ctx))
-    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt end a gang like any other
+    except BaseException as error:
         link.send("failure", Failure.of(error, time.time(), order.code))
         _wind_up(tracker, 1)
         return 1
@@ -165,16 +164,17 @@ def _settle_in(order: RankOrder) -> None:
 def _join_gang(order: RankOrder) -> None:
     import torch
     from torch import distributed
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     host, port = order.job.store
     timeout = timedelta(seconds=order.job.timeout)
-    store = distributed.TCPStore(host, port, is_master=False, timeout=timeout)
+    store = TCPStore(host, port, is_master=False, timeout=timeout)
     device = torch.device("cuda", 0) if order.job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
     distributed.init_process_group(
         order.job.backend,
-        store=distributed.PrefixStore(f"{order.job.gang}/{order.job.generation}", store),
+        store=PrefixStore(f"{order.job.gang}/{order.job.generation}", store),
         rank=order.place.rank,
         world_size=order.place.world_size,
         device_id=device,
@@ -224,7 +224,7 @@ def _dumps(value: Any) -> bytes:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and obj.is_cuda:
-                return obj.cpu().__reduce_ex__(5)
+                return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
             return super().reducer_override(obj)
 
     buffer = io.BytesIO()
@@ -241,6 +241,6 @@ def _dumps(value: Any) -> bytes:
 def _wind_up(tracker: tracking.Tracker | None, exit_code: int) -> None:
     if tracker is not None:
         tracker.finish(exit_code)
-    atexit._run_exitfuncs()  # the fork server ends this process by os._exit, which runs none
+    atexit._run_exitfuncs()  # noqa: SLF001 - the fork server ends this process by os._exit, which runs none
     sys.stdout.flush()
     sys.stderr.flush()

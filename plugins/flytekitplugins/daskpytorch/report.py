@@ -9,13 +9,15 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.gang import Observer, Shape
+from flytekitplugins.daskpytorch.observer import Observer, Shape
 
 __all__ = ["Recorder", "line_chart", "table"]
 
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_POINTS = 2_000
 """Points of a curve; longer ones are thinned evenly."""
+MARKED_POINTS = 50
+"""Curves up to this long show their points."""
 
 
 class Recorder(Observer):
@@ -80,7 +82,7 @@ def line_chart(title: str, curves: dict[str, list[tuple[float, float]]], x_label
     axes = figure.subplots()
     for name, points in curves.items():
         thinned = points[:: max(1, len(points) // MAX_POINTS)]
-        axes.plot(*zip(*thinned, strict=True), marker="o" if len(thinned) <= 50 else "", label=name)
+        axes.plot(*zip(*thinned, strict=True), marker="o" if len(thinned) <= MARKED_POINTS else "", label=name)
     axes.set_title(title)
     axes.set_xlabel(x_label)
     axes.grid(visible=True, alpha=0.3)
@@ -102,8 +104,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _gang_table(shape: Shape) -> str:
     rows = [
-        (place.rank, place.local_rank, node.host, node.worker, _device(node.gpus, node.gpu_names, place.gpu),
-         place.num_threads)
+        (
+            place.rank,
+            place.local_rank,
+            node.host,
+            node.worker,
+            _device(node.gpus, node.gpu_names, place.gpu),
+            place.num_threads,
+        )
         for node, places in zip(shape.nodes, shape.places, strict=True)
         for place in places
     ]

@@ -176,7 +176,7 @@ def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
 def _can_pickle(value: object) -> bool:
     try:
         cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001 - whatever the reason
+    except Exception:
         return False
     return True
 
@@ -200,5 +200,5 @@ def unpack_code(code: Code, folder: Path) -> Path:
 
 def unpack_call(data: bytes) -> Call:
     """The call that `pack_call` made, with its function found; the sources must be on `sys.path`."""
-    function, args, kwargs = pickle.loads(data)  # noqa: S301 - from our own driver, over an authenticated channel
+    function, args, kwargs = pickle.loads(data)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

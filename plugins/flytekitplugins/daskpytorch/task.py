@@ -18,15 +18,14 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
-
 from flytekitplugins.daskpytorch import tracking
 from flytekitplugins.daskpytorch.blame import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Wandb
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte import TaskOutput
-    from flytekitplugins.daskpytorch.gang import Request, Shape
-    from flytekitplugins.daskpytorch.report import Recorder
+    from flytekitplugins.daskpytorch.gang import Request
+    from flytekitplugins.daskpytorch.observer import Shape
 
 __all__ = ["DaskClusterTask", "DaskDDPTask"]
 
@@ -47,7 +46,7 @@ _input_literals: ContextVar[LiteralMap] = ContextVar("flytekitplugins.daskpytorc
 """The inputs of the task that is being executed, as Flyte has them."""
 
 
-class _OnDask(DaskTask):
+class _OnDask(DaskTask):  # type: ignore[misc]
     """What the two task types share: Flyte's `dask` task type, and system errors for failed infrastructure."""
 
     def __init__(

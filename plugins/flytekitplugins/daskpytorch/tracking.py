@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from flytekitplugins.daskpytorch.config import Wandb
+from flytekitplugins.daskpytorch.config import WANDB_MODES, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 
 __all__ = ["RunSettings", "Tracker", "api_key", "console_link", "run_id", "settings"]
@@ -23,7 +23,7 @@ logger = logging.getLogger("flytekitplugins.daskpytorch")
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
 MAX_WAITING = 10_000
-"""Records that wait for Weights & Biases before the oldest are dropped, with a notice."""
+"""Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class RunSettings:
     wandb: Wandb
     id: str
     name: str
-    mode: str
+    mode: Literal["online", "offline", "disabled"]
     key: str | None
     config: Mapping[str, Any]
     """Hyper-parameters and the gang's shape."""
@@ -77,7 +77,8 @@ def run_id(execution: str | None, task: str) -> str:
 def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[str, Any]) -> RunSettings:
     """Decide id, mode and key, in the driver; prints one line where there is no key."""
     key = None if wandb.mode in ("offline", "disabled") else api_key(wandb)
-    mode = wandb.mode or os.environ.get("WANDB_MODE") or ("online" if key else "offline")
+    from_environment = os.environ.get("WANDB_MODE")
+    mode = wandb.mode or (from_environment if from_environment in WANDB_MODES else "online" if key else "offline")
     if wandb.mode is None and mode == "offline" and key is None:
         print(
             "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
@@ -89,7 +90,7 @@ def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[
         wandb=wandb,
         id=wandb.id or run_id(execution, short),
         name=wandb.name or short,
-        mode=mode,
+        mode=mode,  # type: ignore[arg-type] # one of WANDB_MODES
         key=key,
         config={**config, **wandb.config},
         notes=os.environ.get("FLYTE_EXECUTION_URL"),
@@ -113,6 +114,7 @@ class Tracker:
         self._settings = settings
         self._waiting: queue.Queue[LogRecord | int] = queue.Queue()
         self._num_dropped = 0
+        self._has_refused = False
         self._finishing = threading.Lock()
         self._thread = threading.Thread(target=self._feed, name="daskpytorch-wandb", daemon=True)
         self._thread.start()
@@ -131,17 +133,27 @@ class Tracker:
         self._thread.join(timeout)
 
     def _feed(self) -> None:
+        item: LogRecord | int | None = None
         try:
             run = self._open()
             while not isinstance(item := self._waiting.get(), int):
-                run.log({"step": item.step, **item.metrics})
+                self._record(run, item)
             run.finish(exit_code=item)
-        except Exception as error:  # noqa: BLE001 - whatever Weights & Biases raises must not end the training
+        except Exception as error:
             print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=sys.stderr)
-            while not isinstance(self._waiting.get(), int):
-                pass
+            while not isinstance(item, int):
+                item = self._waiting.get()
         if self._num_dropped:
             print(f"Weights & Biases: too slow; {self._num_dropped} records were dropped.", file=sys.stderr)
+
+    def _record(self, run: Any, record: LogRecord) -> None:
+        try:
+            run.log({"step": record.step, **record.metrics})
+        except Exception as error:
+            if not self._has_refused:
+                print(f"Weights & Biases: {error}. Of such records only the numbers are kept.", file=sys.stderr)
+            self._has_refused = True
+            run.log({"step": record.step, **record.numbers})
 
     def _open(self) -> Any:
         import wandb

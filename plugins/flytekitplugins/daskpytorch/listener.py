@@ -1,0 +1,57 @@
+"""The driver's ear: accepts the agents of one gang and turns what they say into events."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flytekitplugins.daskpytorch.messages import watch_peer
+
+__all__ = ["Event", "Listener"]
+
+Event = tuple[str, Any, Any]
+"""What happened, to whom (a connection or a worker), and the message or error."""
+
+
+class Listener:
+    """Accepts this gang's agents and turns what they say into events."""
+
+    def __init__(self, host: str, token: bytes, events: queue.Queue[Event]) -> None:
+        self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._token = token
+        self._events = events
+        self.address: tuple[str, int] = self._server.getsockname()[:2]
+        """Host and port to dial."""
+        threading.Thread(target=self._accept, name="daskpytorch-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more; connections stay."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._listen, args=(sock,), name="daskpytorch-peer", daemon=True).start()
+
+    def _listen(self, sock: socket.socket) -> None:
+        watch_peer(sock)
+        connection = Connection(sock.detach())
+        try:
+            # Nothing is unpickled before the token has proved who is there.
+            if not secrets.compare_digest(connection.recv_bytes(len(self._token)), self._token):
+                connection.close()
+                return
+            while True:
+                self._events.put(("message", connection, connection.recv()))
+        except (EOFError, OSError):
+            self._events.put(("gone", connection, None))

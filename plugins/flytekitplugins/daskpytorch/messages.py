@@ -1,0 +1,119 @@
+"""What the driver and an agent say to each other, over a connection of their own. Imports neither Dask nor torch."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from flytekitplugins.daskpytorch.placement import Node, Place
+from flytekitplugins.daskpytorch.rank import Job
+from flytekitplugins.daskpytorch.ship import Code
+
+__all__ = [
+    "AgentOrder",
+    "Broken",
+    "Close",
+    "End",
+    "Exited",
+    "Hello",
+    "Lines",
+    "Reported",
+    "Start",
+    "Stop",
+    "watch_peer",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOrder:
+    """How an agent finds its driver."""
+
+    worker: str
+    """The address of the worker that it should run on."""
+    driver: tuple[str, int]
+    """Host and port."""
+    token: bytes
+    """Proves to the driver that it is this gang's agent; the first bytes on the connection."""
+
+
+# ---- From the agent ...
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The agent is there."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A rank's own report, unopened: a pickled pair of kind and value."""
+
+    rank: int
+    report: bytes
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a rank wrote to its standard output and error."""
+
+    rank: int
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank ended."""
+
+    rank: int
+    exitcode: int
+    stopped: bool
+    """It was told to."""
+    out_of_memory: bool
+    log_tail: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The agent itself failed, and its ranks with it."""
+
+    traceback: str
+
+
+# ---- ... and to it
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start these ranks."""
+
+    job: Job
+    code: Code
+    places: list[Place]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End all ranks: something failed."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Let all ranks leave: everyone has finished."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """The gang is over."""
+
+
+def watch_peer(sock: socket.socket) -> None:
+    """Have the kernel notice within seconds that the other host has gone without a word."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

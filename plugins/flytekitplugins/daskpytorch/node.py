@@ -1,0 +1,67 @@
+"""What a worker's node has to offer: cores, GPUs, its way to the driver, versions. Runs on the workers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from dask.system import cpu_count  # knows the limits of containers
+from flytekitplugins.daskpytorch.placement import Node
+
+__all__ = ["describe_node", "interface_of", "local_versions"]
+
+
+def describe_node(worker: str, interface: str | None) -> Node:
+    """Say what this node has to offer."""
+    gpus = _visible_gpus()
+    return Node(
+        worker=worker,
+        host=socket.gethostname(),
+        num_cores=cpu_count(),
+        gpus=tuple(gpus),
+        gpu_names=tuple(gpus.values()),
+        interface=interface,
+        versions=local_versions(),
+    )
+
+
+def local_versions() -> dict[str, str]:
+    """The versions that driver and workers must share."""
+    packages = ("flytekitplugins-daskpytorch", "torch")
+    return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    if address.startswith("127."):
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == address for entry in addresses):
+            return name
+    return None
+
+
+@functools.cache
+def _visible_gpus() -> dict[str, str]:
+    """The GPUs this process may use: id -> model.
+
+    torch is asked in a process of its own, since neither this one nor the fork server may touch CUDA.
+    """
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return {}
+    question = (
+        "import json, torch; n = torch.cuda.device_count(); "
+        "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
+    )
+    answer = subprocess.run([sys.executable, "-P", "-c", question], capture_output=True, text=True, check=False)
+    names = json.loads(answer.stdout) if answer.returncode == 0 else []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ids = [gpu.strip() for gpu in listed.split(",")] if listed else [str(i) for i in range(len(names))]
+    return dict(zip(ids, names, strict=False))

@@ -1,0 +1,47 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data beside the checkout, or wherever DASKPYTORCH_TEST_DATA says."""
+    folder = Path(os.environ.get("DASKPYTORCH_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(
+            f"no real data at {folder}; set DASKPYTORCH_TEST_DATA to a folder that has seattle_pet_licenses.csv"
+        )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, str]]:
+    """An S3 server with one bucket: the environment that reaches it, and the bucket's name."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=endpoint, **keys).create_bucket(Bucket="tests")
+    yield {
+        "bucket": "tests",
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "FLYTE_AWS_ENDPOINT": endpoint,
+        "FLYTE_AWS_ACCESS_KEY_ID": "test",
+        "FLYTE_AWS_SECRET_ACCESS_KEY": "test",
+    }
+    server.stop()

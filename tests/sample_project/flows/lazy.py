@@ -1,0 +1,3 @@
+"""A module that is imported only when a rank runs."""
+
+ANSWER = 42

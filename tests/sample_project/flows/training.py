@@ -1,0 +1,108 @@
+"""Tasks that show what a rank is given, and fail in chosen ways."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from flytekit import Deck, Secret, current_context, task, workflow
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flows.arithmetic import shifted
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Wandb, current_client, current_rank, dispatch
+
+SECRET = Secret(group="tests", key="token")
+
+
+class Outputs(NamedTuple):
+    """What the ranks found."""
+
+    total: float
+    seen: dict[str, str]
+    model_state: PythonPickledFile
+
+
+@task(task_config=DaskDDP(gang=Gang(start_timeout=60)), enable_deck=True, secret_requests=[SECRET])
+def train(text: FlyteFile, number: float = 1.0) -> Outputs:
+    """Return what only a formed gang can know, and what Flyte's context gives a rank."""
+    from flows.lazy import ANSWER
+
+    rank = current_rank()
+    total = torch.tensor(number * 10**rank.rank)
+    dist.all_reduce(total)
+    context = current_context()
+    if rank.is_main:
+        Deck("Made in rank 0", f"<p>the sum is {total.item()}</p>")
+        context.checkpoint.write(b"kept")
+    rank.log({"epoch": 1, "loss": 0.5})
+    path = Path(context.working_directory, "state.pt")
+    torch.save({"weight": total}, path)
+    seen = {
+        "execution": context.execution_id.name,
+        "secret": context.secrets.get(SECRET.group, SECRET.key),
+        "text": Path(text.download()).read_text(),
+        "lazy": str(ANSWER),
+        "rank": f"{rank.rank} of {rank.world_size}",
+    }
+    return Outputs(total=shifted(total.item()), seen=seen, model_state=PythonPickledFile(path=str(path)))
+
+
+@task(task_config=DaskDDP(gang=Gang(start_timeout=20)))
+def fail(how: str, started: str = "") -> float:
+    """Rank 1 fails; rank 0 waits for it."""
+    if current_rank().rank == 0:
+        Path(started).touch() if started else None
+        dist.barrier()
+    match how:
+        case "value":
+            raise ValueError("the numbers do not add up")
+        case "recoverable":
+            raise FlyteRecoverableException("try again")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "waits":
+            time.sleep(600)
+    return 0.0
+
+
+@task(task_config=DaskDDP(wandb=Wandb(project="tests", mode="offline")))
+def tracked(steps: int, fail_at: int = -1) -> int:
+    """Log a metric per step; rank 1 may fail."""
+    for step in range(steps):
+        current_rank().log({"loss": 1.0 / (step + 1)}, step=step)
+        if current_rank().rank == 1 and step == fail_at:
+            raise ValueError("tracked failure")
+    dist.barrier()
+    return steps
+
+
+@task(task_config=DaskCluster())
+def orchestrate(factor: int) -> list[float]:
+    """Train twice from one driver."""
+    first = dispatch.run(current_client(), _scaled, factor)
+    second = dispatch.run(current_client(), _scaled, factor=factor + 1)
+    return first.result(60) + second.result(60)
+
+
+def _scaled(factor: int) -> float:
+    total = torch.tensor(float(factor))
+    dist.all_reduce(total)
+    return shifted(total.item())
+
+
+@task
+def use(model_state: PythonPickledFile) -> float:
+    """A downstream node that needs the file."""
+    return float(torch.load(model_state.download(), weights_only=True)["weight"])
+
+
+@workflow
+def training(text: FlyteFile, number: float = 1.0) -> float:
+    """Train, then use what was trained."""
+    return use(model_state=train(text=text, number=number).model_state)

@@ -1,0 +1,299 @@
+"""Tasks as users and the backend run them: `pyflyte run`, and the container's own commands on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flyteidl.core import errors_pb2, execution_pb2, literals_pb2
+from flytekit.core import utils
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.file import FlyteFile
+from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
+
+read_records = None
+
+pytestmark = pytest.mark.timeout(180)
+
+SAMPLE_PROJECT = Path(__file__).parent / "sample_project"
+RECOVERABLE = errors_pb2.ContainerError.RECOVERABLE
+NON_RECOVERABLE = errors_pb2.ContainerError.NON_RECOVERABLE
+SYSTEM = execution_pb2.ExecutionError.SYSTEM
+USER = execution_pb2.ExecutionError.USER
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Scheduler and workers in an empty directory, without the sample project; one has an old copy of it."""
+    folder = tmp_path_factory.mktemp("cluster")
+    old_copy = folder / "old"
+    shutil.copytree(SAMPLE_PROJECT, old_copy)
+    (old_copy / "flows" / "arithmetic.py").write_text("OFFSET = -1\ndef shifted(value): return OFFSET\n")
+    environment = {"_FSEC_TESTS_TOKEN": "s3cret"}
+    environments = {0: {**environment, "PYTHONPATH": str(old_copy)}, 1: environment}
+    with dask_cluster(folder, worker_environments=environments) as running:
+        yield running
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the sample project."""
+    return Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
+
+
+@dataclass
+class Attempt:
+    """One run of the container's command, and what it wrote."""
+
+    folder: Path
+    output: str
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        path = self.folder / "out" / "outputs.pb"
+        assert path.exists(), self.output
+        return dict(literals_pb2.LiteralMap.FromString(path.read_bytes()).literals)
+
+    @property
+    def error(self) -> errors_pb2.ContainerError:
+        path = self.folder / "out" / "error.pb"
+        assert path.exists(), self.output
+        return errors_pb2.ErrorDocument.FromString(path.read_bytes()).error
+
+    @property
+    def deck(self) -> str:
+        return (self.folder / "out" / "deck.html").read_text()
+
+
+def execute(
+    task: str,
+    inputs: Mapping[str, Any],
+    *,
+    cluster: str | None,
+    cwd: Path,
+    folder: Path,
+    archive: Path | None = None,
+    raw: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Attempt:
+    """Run a task by the command that a backend starts in the job-runner's container."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ctx = FlyteContextManager.current_context()
+    literals = TypeEngine.dict_to_literal_map(ctx, dict(inputs), {name: type(v) for name, v in inputs.items()})
+    utils.write_proto_to_file(literals.to_flyte_idl(), str(folder / "inputs.pb"))
+    command = [
+        *(str(SCRIPTS / "pyflyte-execute"), "--inputs", str(folder / "inputs.pb")),
+        *("--output-prefix", str(folder / "out"), "--raw-output-data-prefix", raw or str(folder / "raw")),
+        *("--checkpoint-path", str(folder / "checkpoint"), "--prev-checkpoint", '""'),
+        *("--resolver", "flytekit.core.python_auto_container.default_task_resolver"),
+        *("--", "task-module", "flows.training", "task-name", task),
+    ]
+    if archive is not None:
+        fast = [str(SCRIPTS / "pyflyte-fast-execute"), "--additional-distribution", str(archive)]
+        command = [*fast, "--dest-dir", str(cwd), "--", *command]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {
+        "FLYTE_INTERNAL_EXECUTION_ID": "f3a",
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+        "FLYTE_ATTEMPT_NUMBER": "0",
+        "HOSTNAME": "f3a-n0-0-runner",
+        **({"DASK_SCHEDULER_ADDRESS": cluster} if cluster else {}),
+        **(env or {}),
+    }
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    return Attempt(folder, done.stdout + done.stderr)
+
+
+def pyflyte_run(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The real console script."""
+    return subprocess.run(
+        [str(SCRIPTS / "pyflyte"), "run", *arguments],
+        cwd=cwd,
+        env={**os.environ, "TESTS_TOKEN": "s3cret", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def check_training(attempt: Attempt) -> None:
+    """What `train` returns when all is well."""
+    outputs = attempt.outputs
+    assert outputs["total"].scalar.primitive.float_value == 111.0  # 1 + 10 over the ranks, and the new OFFSET
+    seen = {name: value.scalar.primitive.string_value for name, value in outputs["seen"].map.literals.items()}
+    assert seen == {"execution": "f3a", "secret": "s3cret", "text": "hello", "lazy": "42", "rank": "0 of 2"}
+    assert "the sum is 11.0" in attempt.deck
+    assert "<svg" in attempt.deck
+    assert (attempt.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"
+
+
+def text_file(tmp_path: Path) -> FlyteFile:
+    path = tmp_path / "text.txt"
+    path.write_text("hello")
+    return FlyteFile(str(path))
+
+
+def test_a_workflow_runs_locally_and_leaves_nothing(project: Path, tmp_path: Path) -> None:
+    text = text_file(tmp_path).path
+    with nothing_left_behind():
+        done = pyflyte_run("flows/training.py", "training", "--text", str(text), "--number", "2", cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "22.0" in done.stdout
+    assert "starting 2 ranks on 2 workers" in done.stderr
+    assert "loss 0.5" in done.stderr
+
+
+def test_a_task_that_fails_locally_shows_the_ranks_own_error(project: Path, tmp_path: Path) -> None:
+    with nothing_left_behind():
+        done = pyflyte_run(str(project / "flows/training.py"), "fail", "--how", "value", cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "ValueError" in said
+    assert "the numbers do not add up" in said
+    assert "rank 1 of 2 failed on local worker 1" in said
+
+
+def test_dask_cluster_gives_a_client(project: Path) -> None:
+    with nothing_left_behind():
+        done = pyflyte_run("flows/training.py", "orchestrate", "--factor", "3", cwd=project)
+    assert "[106.0, 106.0, 108.0, 108.0]" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_containers_command_trains_on_workers_without_the_project(
+    cluster: Cluster, project: Path, tmp_path: Path
+) -> None:
+    inputs = {"text": text_file(tmp_path), "number": 1.0}
+    attempt = execute("train", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+    check_training(attempt)
+
+
+def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3: Mapping[str, str]) -> None:
+    archive = tmp_path / "fast.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(SAMPLE_PROJECT / "flows", "flows", filter=lambda i: None if "__pycache__" in i.name else i)
+    destination = tmp_path / "root"
+    destination.mkdir()
+    attempt = execute(
+        "train",
+        {"text": text_file(tmp_path), "number": 1.0},
+        cluster=cluster.address,
+        cwd=destination,
+        folder=tmp_path / "run",
+        archive=archive,
+        raw=f"s3://{s3['bucket']}/raw",
+        env=s3,
+    )
+    check_training(attempt)
+    uri = attempt.outputs["model_state"].scalar.blob.uri
+    assert uri.startswith(f"s3://{s3['bucket']}/raw/")
+    import s3fs
+
+    filesystem = s3fs.S3FileSystem(endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
+    with filesystem.open(uri) as file:
+        assert torch.load(file, weights_only=True)["weight"] == 11.0
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "origin", "text"),
+    [
+        ("value", NON_RECOVERABLE, USER, "ValueError: the numbers do not add up"),
+        ("recoverable", RECOVERABLE, USER, "try again"),
+        ("killed", RECOVERABLE, SYSTEM, "SIGKILL"),
+    ],
+)
+def test_flytes_verdict_on_a_failure(
+    cluster: Cluster, project: Path, tmp_path: Path, how: str, kind: int, origin: int, text: str
+) -> None:
+    attempt = execute("fail", {"how": how}, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+    assert (attempt.error.kind, attempt.error.origin) == (kind, origin)
+    assert text in attempt.error.message
+    assert "rank 1 of 2 failed on tcp://" in attempt.error.message
+
+
+def test_a_killed_worker_is_a_system_error(project: Path, tmp_path: Path) -> None:
+    import threading
+
+    started = tmp_path / "started"
+    with nothing_left_behind(), dask_cluster(tmp_path) as cluster:
+
+        def kill() -> None:
+            until(started.exists, "the ranks to start")
+            cluster.kill_worker(1)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        inputs = {"how": "waits", "started": str(started)}
+        attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+        killer.join()
+    assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
+    assert "its Dask worker was lost" in attempt.error.message
+
+
+def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> None:
+    with dask_cluster(tmp_path, 1) as cluster:
+        attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+    assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
+    assert "1 of 2 Dask workers came" in attempt.error.message
+
+
+def test_a_scheduler_that_does_not_answer_is_named(project: Path, tmp_path: Path) -> None:
+    attempt = execute("fail", {"how": "value"}, cluster="tcp://127.0.0.1:9", cwd=project, folder=tmp_path / "run")
+    assert attempt.error.origin == SYSTEM
+    assert "no Dask scheduler answered at tcp://127.0.0.1:9" in attempt.error.message
+
+
+def test_the_driver_waits_for_a_cluster_that_starts_after_it(project: Path, tmp_path: Path) -> None:
+    import threading
+
+    began = threading.Event()
+    attempts: list[Attempt] = []
+    with dask_cluster(tmp_path, 0) as cluster:
+        from processes import start_worker
+
+        def run() -> None:
+            began.set()
+            attempts.append(
+                execute("fail", {"how": "recoverable"}, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+            )
+
+        runner = threading.Thread(target=run)
+        runner.start()
+        began.wait()
+        time.sleep(6)
+        workers = [start_worker(cluster.address, index, tmp_path) for index in range(2)]
+        runner.join()
+        for worker in workers:
+            worker()
+    assert "try again" in attempts[0].error.message
+
+
+@pytest.mark.parametrize(("fail_at", "exit_code"), [(-1, 0), (3, 1)])
+def test_one_weights_and_biases_run_per_gang(project: Path, tmp_path: Path, fail_at: int, exit_code: int) -> None:
+    with nothing_left_behind():
+        done = pyflyte_run(
+            *("flows/training.py", "tracked", "--steps", "5", f"--fail_at={fail_at}"),
+            cwd=project,
+            env={"WANDB_DIR": str(tmp_path)},
+        )
+    assert (done.returncode == 0) == (exit_code == 0), done.stdout + done.stderr
+    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 1
+    records = list(read_records(files[0]))
+    losses = [item for r in records for item in r.history.item if (item.key or item.nested_key[0]) == "loss"]
+    assert len(losses) >= 5 if exit_code == 0 else losses
+    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [exit_code]
+    config = {item.key: item.value_json for r in records for item in r.run.config.update}
+    assert config["steps"] == "5"
+    assert '"world_size":2' in config["gang"].replace(" ", "")
