@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import Client
+
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
 

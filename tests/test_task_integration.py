@@ -19,6 +19,7 @@ from flytekit.core import utils
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
+
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
 
 read_records = None

@@ -29,9 +29,9 @@ from typing import NamedTuple
 import torch
 from flytekit import Deck, Resources, current_context, task, workflow
 from flytekit.types.file import FlyteFile, PythonPickledFile
+
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.report import line_chart, table
-
 from tasks import char_lstm
 from tasks.char_lstm import CharLSTM, Hyperparameters
 from tasks.names import load_names, split_by_name

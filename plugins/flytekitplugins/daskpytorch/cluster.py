@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from dask.system import cpu_count
 from distributed import Client, LocalCluster
+
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.blame import GangStartError
 

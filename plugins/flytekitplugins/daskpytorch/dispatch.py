@@ -17,6 +17,7 @@ from distributed import Client, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
+
 from flytekitplugins.daskpytorch import agent, ship
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import Gang

@@ -275,6 +275,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     import torch
     import torch.distributed  # noqa: F401
+
     from flytekitplugins.daskpytorch import rank  # noqa: F401
 
     gc.collect()

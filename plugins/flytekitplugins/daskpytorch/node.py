@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 from dask.system import cpu_count  # knows the limits of containers
+
 from flytekitplugins.daskpytorch.placement import Node
 
 __all__ = ["describe_node", "interface_of", "local_versions"]

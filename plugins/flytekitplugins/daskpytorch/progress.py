@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 
-from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.observer import Observer, Shape
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.observer import Observer, Shape
 
 __all__ = ["ProgressDisplay", "describe_record"]
 

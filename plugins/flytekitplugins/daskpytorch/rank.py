@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+
 from flytekitplugins.daskpytorch import context, flyte, ship, tracking
 from flytekitplugins.daskpytorch.blame import Failure
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext

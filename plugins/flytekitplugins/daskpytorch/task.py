@@ -18,6 +18,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
+
 from flytekitplugins.daskpytorch import tracking
 from flytekitplugins.daskpytorch.blame import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Wandb

@@ -1,0 +1,1 @@
+"""Reusable parts of the workflows: data, models and plain training loops."""

@@ -1,0 +1,523 @@
+"""A character model of names and its training loop. Runs in every rank of a gang, or in one process as rank 0 of 1.
+
+There is neither Flyte nor Dask in here: `current_rank()` says who this process is, and torch.distributed does the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flytekitplugins.daskpytorch import StrictInputs, current_rank
+from tasks.names import ALPHABET
+
+__all__ = [
+    "CharLSTM",
+    "EpochMetrics",
+    "Evaluation",
+    "Hyperparameters",
+    "TrainingResult",
+    "bigram_loss",
+    "evaluate",
+    "sample_names",
+    "train",
+    "windows",
+]
+
+logger = logging.getLogger(__name__)
+
+NUM_SYMBOLS = len(ALPHABET)
+BLANK = ALPHABET.index("*")
+STOP = ALPHABET.index("+")
+CONTEXT = 8
+"""How many characters the model reads to predict the next."""
+EVALUATION_BATCH = 4096
+"""Windows per forward pass where no gradient is kept."""
+MAX_ROUNDS = 20
+"""How often `sample_names` draws before it gives up."""
+
+
+@dataclass
+class Hyperparameters(StrictInputs):
+    """How to train. A plain dataclass, so that it can be the input of a workflow."""
+
+    epochs: int = 6
+    """How often every window is seen."""
+    batch_size: int = 128
+    """Windows per step and rank; a step of the whole gang sees this times the number of ranks."""
+    learning_rate: float = 5e-3
+    """Adam's step size."""
+    dropout: float = 0.1
+    """The share of activations dropped between the layers of the LSTM."""
+    held_out: float = 0.1
+    """The fraction of the different names that the model never trains on."""
+    seed: int = 0
+    """Fixes the split, the initial weights, the order of the windows and the dropout."""
+    log_interval: int = 10
+    """Steps between two reports of the loss; each report waits for the device."""
+
+    def __post_init__(self) -> None:
+        fraction = "a fraction above 0 and below 1"
+        checks = {
+            "epochs": (_is_whole(self.epochs, 1), "a whole number from 1 up"),
+            "batch_size": (_is_whole(self.batch_size, 1), "a whole number from 1 up"),
+            "learning_rate": (_is_between(self.learning_rate, 0, math.inf), "a finite number above 0"),
+            "dropout": (self.dropout == 0 or _is_between(self.dropout, 0, 1), "0, or " + fraction),
+            "held_out": (_is_between(self.held_out, 0, 1), fraction),
+            "seed": (_is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
+            "log_interval": (_is_whole(self.log_interval, 1), "a whole number from 1 up"),
+        }
+        problems = [
+            f"Hyperparameters({name}={getattr(self, name)!r}): must be {allowed}"
+            for name, (ok, allowed) in checks.items()
+            if not ok
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How well a model predicts the next character."""
+
+    loss: float
+    """Mean cross-entropy in nats per character, padding left out."""
+    accuracy: float
+    """The share of these characters that the model ranks first."""
+    num_windows: int
+    """How many windows the ranks evaluated together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochMetrics:
+    """One epoch, as the whole gang saw it."""
+
+    epoch: int
+    """1 … epochs."""
+    loss: float
+    """Mean cross-entropy in nats per character over the epoch's training steps, with dropout."""
+    held_out_loss: float
+    """The same over the held-out windows, at the end of the epoch and without dropout."""
+    held_out_accuracy: float
+    """The share of the held-out characters that the model ranks first."""
+    samples_seen: int
+    """Training windows that the ranks saw; equal to their number, or the training fails."""
+    samples_per_second: float
+    """Training windows per second of all ranks together."""
+    epoch_seconds: float
+    """Seconds that the epoch's training steps took, without the evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What a training run leaves; the same on every rank."""
+
+    state_dict: dict[str, Tensor]
+    """The trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""
+    epochs: list[EpochMetrics]
+    """One entry per epoch, in order."""
+
+
+class CharLSTM(nn.Module):
+    """Four LSTM layers of 128 units over one-hot characters, and a dense layer that scores the next character."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(NUM_SYMBOLS, 128, num_layers=4, dropout=dropout, batch_first=True)
+        self.dense = nn.Linear(128, NUM_SYMBOLS)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Tensor]) -> CharLSTM:
+        """A model with the weights of a `TrainingResult`, on this rank's device and without dropout.
+
+        Raises:
+            RuntimeError: The weights are those of another model.
+        """
+        model = cls().to(current_rank().device)
+        model.load_state_dict(state_dict)
+        return model.eval()
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Score the character that follows each position.
+
+        Args:
+            characters: Indices into the alphabet, (batch, length), of any integer type.
+
+        Returns:
+            Logits of the next character, (batch, length, symbols), float.
+        """
+        characters = characters.long()
+        if characters.is_cuda:
+            return self.dense(self.lstm(F.one_hot(characters, NUM_SYMBOLS).to(self.dense.weight.dtype))[0])
+        return self._forward_by_prefix(characters)
+
+    def _forward_by_prefix(self, characters: Tensor) -> Tensor:
+        """Run the same LSTM once per distinct prefix instead of once per row.
+
+        What the LSTM has made of a row at some position depends on the row up to there, and most rows begin like
+        others: padding is a third of all characters. On a CPU this is four times as fast at 1,024 rows; a GPU would
+        wait for the host at every position. Rows that begin alike also share their dropout up to there.
+        """
+        layers = self.lstm.all_weights
+        prefix = characters.new_zeros(len(characters))  # of each row, as an index into the states
+        states = self.dense.weight.new_zeros(1, 2 * len(layers) * self.lstm.hidden_size)
+        logits = []
+        for column in characters.unbind(1):
+            distinct, prefix = (prefix * NUM_SYMBOLS + column).unique(return_inverse=True)
+            before = F.embedding(distinct // NUM_SYMBOLS, states).chunk(2 * len(layers), dim=1)
+            output = F.one_hot(distinct % NUM_SYMBOLS, NUM_SYMBOLS).to(states.dtype)
+            after: list[Tensor] = []
+            for layer, weights in enumerate(layers):
+                if layer:
+                    output = F.dropout(output, self.lstm.dropout, self.training)
+                output, cell = torch.lstm_cell(output, before[2 * layer : 2 * layer + 2], *weights)
+                after += [output, cell]
+            states = torch.cat(after, dim=1)
+            logits.append(F.embedding(prefix, self.dense(output)))
+        return torch.stack(logits, dim=1)
+
+
+def windows(names: Iterable[str]) -> Tensor:
+    """Cut names into what the model reads and predicts.
+
+    A name is written as eight blanks, its characters and the stop; each character and the stop is the last of one
+    window, with the eight characters before it: `********m`, `*******ma`, `******max`, `*****max+`.
+
+    Args:
+        names: Clean names.
+
+    Returns:
+        Indices into the alphabet, (num_windows, 9), uint8, in the order of the names.
+
+    Raises:
+        ValueError: There is no name, or a name has a character outside the alphabet.
+    """
+    text = "".join(f"{'*' * CONTEXT}{name}+" for name in names)
+    if not text:
+        raise ValueError("there are no names to cut into windows; check the list of names and the held-out fraction")
+    if strangers := sorted(set(text) - set(ALPHABET)):
+        raise ValueError(f"the characters {strangers} are outside the alphabet {ALPHABET!r}; clean the names first")
+    index_of = torch.zeros(128, dtype=torch.uint8)
+    index_of[list(ALPHABET.encode())] = torch.arange(NUM_SYMBOLS, dtype=torch.uint8)
+    stream = index_of[torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8).long()]
+    every = stream.unfold(0, CONTEXT + 1, 1)
+    return every[every[:, -1] != BLANK]
+
+
+def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameters) -> TrainingResult:
+    """Train a `CharLSTM` together with the other ranks of the gang; every rank calls this with the same arguments.
+
+    The loss is the cross-entropy of the next character at all eight positions of a window, except where that next
+    character is a blank: padding takes no skill to predict and would flatter the loss. Every window is seen exactly
+    once per epoch, in an order that all ranks draw alike from the seed, so that two ranks with batch size B make the
+    same steps as one rank with 2B. Seeds torch's global random generator.
+
+    Args:
+        training_windows: (num_windows, 9), as from `windows`.
+        held_out_windows: (num_windows, 9), evaluated after every epoch.
+        hp: How to train.
+
+    Returns:
+        The trained weights and one entry of metrics per epoch, the same on every rank.
+
+    Raises:
+        ValueError: There are fewer training windows than ranks, or no held-out windows.
+        RuntimeError: The ranks together did not see every training window exactly once.
+    """
+    rank = current_rank()
+    if len(training_windows) < rank.world_size:
+        raise ValueError(
+            f"{len(training_windows)} training windows are too few for {rank.world_size} ranks: every rank needs one. "
+            "Give more names, hold out fewer of them, or use fewer ranks."
+        )
+    if not len(held_out_windows):
+        raise ValueError("there are no held-out windows, so that no epoch can be judged; hold out at least one name")
+    trainer = _Trainer(training_windows, hp)
+    epochs = [trainer.run_epoch(epoch, held_out_windows) for epoch in range(1, hp.epochs + 1)]
+    return TrainingResult(state_dict=trainer.state_dict(), epochs=epochs)
+
+
+class _Trainer:
+    """One rank's part in the training."""
+
+    def __init__(self, training_windows: Tensor, hp: Hyperparameters) -> None:
+        self.rank = current_rank()
+        self.hp = hp
+        self.windows = training_windows.to(self.rank.device)
+        self.num_targets = _is_target(self.windows).sum(dim=1)
+        self.global_batch_size = hp.batch_size * self.rank.world_size
+        self.num_steps = hp.epochs * math.ceil(len(self.windows) / self.global_batch_size)
+        self.step = 0
+        self.order = torch.Generator().manual_seed(hp.seed)
+        torch.manual_seed(hp.seed)  # the same initial weights on every rank …
+        self.model = CharLSTM(hp.dropout).to(self.rank.device)
+        self.gang_model = DistributedDataParallel(self.model) if self.rank.world_size > 1 else self.model
+        torch.manual_seed(hp.seed + self.rank.rank + 1)  # … but dropout of its own
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=hp.learning_rate)
+        if self.rank.is_main and self.global_batch_size > len(self.windows):
+            logger.warning(
+                "batch_size=%d on %d ranks is more than the %d training windows: every epoch is one step",
+                hp.batch_size,
+                self.rank.world_size,
+                len(self.windows),
+            )
+
+    def run_epoch(self, epoch: int, held_out_windows: Tensor) -> EpochMetrics:
+        """See every window once, then evaluate and report."""
+        started = time.perf_counter()
+        loss, samples_seen = self._see_every_window(epoch)
+        seconds = time.perf_counter() - started
+        evaluation = evaluate(self.model, held_out_windows)
+        metrics = EpochMetrics(
+            epoch=epoch,
+            loss=loss,
+            held_out_loss=evaluation.loss,
+            held_out_accuracy=evaluation.accuracy,
+            samples_seen=samples_seen,
+            samples_per_second=samples_seen / seconds,
+            epoch_seconds=seconds,
+        )
+        self.rank.log(asdict(metrics), step=self.step, num_steps=self.num_steps)
+        return metrics
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights as CPU tensors, under the names that a `CharLSTM` without a gang gives them."""
+        return {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
+
+    def _see_every_window(self, epoch: int) -> tuple[float, int]:
+        """Take the epoch's steps; returns the mean loss over them and the number of windows that the ranks saw."""
+        started = time.perf_counter()
+        self.model.train()
+        times_seen = torch.zeros(len(self.windows), dtype=torch.int32, device=self.rank.device)
+        # The loss stays on the device: to read it at every step would make the host wait for each.
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.rank.device)
+        num_done = 0
+        for batch, share in self._batches():
+            times_seen[share] += 1
+            batch_loss = self._take_step(batch, share)
+            loss_sum += batch_loss
+            num_done += len(batch)
+            if self.step % self.hp.log_interval == 0:
+                self._log_step(epoch, batch, batch_loss, num_done / (time.perf_counter() - started))
+        samples_seen = self._count_samples(times_seen)
+        return float(_sum_over_ranks(loss_sum) / self.num_targets.sum()), samples_seen
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gang's batches of one epoch, and this rank's share of each, as indices of windows.
+
+        All ranks draw the same permutation and cut it alike. Of the last batch the shares may differ in size, down to
+        no window at all.
+        """
+        order = torch.randperm(len(self.windows), generator=self.order).to(self.rank.device)
+        for batch in order.split(self.global_batch_size):
+            yield batch, batch.tensor_split(self.rank.world_size)[self.rank.rank]
+
+    def _take_step(self, batch: Tensor, share: Tensor) -> Tensor:
+        """Follow the gradient of the batch's mean loss; returns the loss summed over this rank's share."""
+        # A rank without a window runs one with weight zero, since the others wait for its gradients.
+        windows = self.windows[share if len(share) else batch[:1]]
+        loss_sum = _predict(self.gang_model, windows)[2].sum() * (len(share) > 0)
+        # DDP takes the mean of the ranks' gradients, as if every rank had equally many characters.
+        loss = loss_sum * self.rank.world_size / self.num_targets[batch].sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.step += 1
+        return loss_sum.detach()
+
+    def _log_step(self, epoch: int, batch: Tensor, batch_loss: Tensor, samples_per_second: float) -> None:
+        """Report the loss over the gang's batch; all ranks call this at the same steps."""
+        loss = _sum_over_ranks(batch_loss.clone()) / self.num_targets[batch].sum()
+        metrics = {"epoch": epoch, "loss": loss, "samples_per_second": samples_per_second}
+        self.rank.log(metrics, step=self.step, num_steps=self.num_steps)
+
+    def _count_samples(self, times_seen: Tensor) -> int:
+        """How many windows the ranks saw in this epoch, after proof that it was each of them once."""
+        times_seen = _sum_over_ranks(times_seen)
+        if not bool((times_seen == 1).all()):
+            raise RuntimeError(
+                f"the ranks saw {int((times_seen == 0).sum())} of {len(times_seen)} training windows not at all and "
+                f"{int((times_seen > 1).sum())} more than once, but each must be seen once. The likely cause is that "
+                "the ranks were given different windows or seeds; give all of them the same."
+            )
+        return int(times_seen.sum())
+
+
+@torch.no_grad()
+def evaluate(model: CharLSTM, windows: Tensor) -> Evaluation:
+    """Measure how well the model predicts the next character, over the positions that `train` counts.
+
+    In a gang every rank calls this with the same arguments, evaluates its share and gets the result for all windows;
+    elsewhere one process evaluates them all. Equal windows are evaluated once, with their number as weight. Leaves the
+    model in evaluation mode.
+
+    Args:
+        model: The model, not wrapped in DistributedDataParallel.
+        windows: (num_windows, 9), as from the function `windows`.
+
+    Raises:
+        ValueError: There are no windows.
+    """
+    if not len(windows):
+        raise ValueError("there are no windows to evaluate; give at least one name")
+    rank = current_rank()
+    model.eval()
+    distinct, counts = windows.to(rank.device).unique(dim=0, return_counts=True)
+    totals = torch.zeros(4, dtype=torch.float64, device=rank.device)
+    share = slice(rank.rank, None, rank.world_size)
+    for part, weight in zip(
+        distinct[share].split(EVALUATION_BATCH), counts[share].split(EVALUATION_BATCH), strict=True
+    ):
+        if len(part):  # a rank's share may be empty
+            logits, targets, losses = _predict(model, part)
+            counted = _is_target(part)
+            correct = (logits.argmax(dim=2) == targets) & counted
+            per_window = torch.stack([losses.sum(1), correct.sum(1), counted.sum(1), torch.ones_like(weight)])
+            totals += per_window.double() @ weight.double()
+    loss_sum, num_correct, num_targets, num_windows = _sum_over_ranks(totals).tolist()
+    return Evaluation(loss=loss_sum / num_targets, accuracy=num_correct / num_targets, num_windows=int(num_windows))
+
+
+def bigram_loss(training_windows: Tensor, test_windows: Tensor) -> float:
+    """The cross-entropy of a model that knows only the character before: what an LSTM has to beat.
+
+    Counts the pairs of characters in the training windows, adds one to each count, and scores the test windows, at the
+    positions that `train` and `evaluate` count.
+
+    Args:
+        training_windows: (num_windows, 9), as from `windows`.
+        test_windows: (num_windows, 9), as from `windows`.
+
+    Returns:
+        Mean cross-entropy in nats per character.
+
+    Raises:
+        ValueError: There are no training or no test windows.
+    """
+    if not len(training_windows) or not len(test_windows):
+        raise ValueError(
+            f"a bigram model needs windows on both sides, not {len(training_windows)} to train on and "
+            f"{len(test_windows)} to test on; give more names"
+        )
+    training, test = _count_pairs(training_windows), _count_pairs(test_windows)
+    smoothed = training + 1
+    return float(-(test * (smoothed / smoothed.sum(dim=1, keepdim=True)).log()).sum() / test.sum())
+
+
+@torch.no_grad()
+def sample_names(
+    model: CharLSTM,
+    count: int,
+    *,
+    exclude: Iterable[str],
+    seed: int,
+    temperature: float = 0.8,
+    max_length: int = 16,
+) -> list[str]:
+    """Invent names. Leaves the model in evaluation mode.
+
+    Args:
+        model: A trained model.
+        count: How many names to invent.
+        exclude: Names that are not new, in any case.
+        seed: The same seed gives the same names on the same kind of device.
+        temperature: Below 1 the names are more usual, above 1 more daring.
+        max_length: A name that has not ended after this many characters is dropped.
+
+    Returns:
+        Different names of two letters or more, in title case; fewer than `count`, with a warning in the log, if many
+        draws did not give more.
+
+    Raises:
+        ValueError: `count` is negative, `temperature` not a finite number above 0, or `max_length` below 2.
+    """
+    if count < 0 or not _is_between(temperature, 0, math.inf) or max_length < 2:
+        raise ValueError(
+            f"cannot sample with count={count!r}, temperature={temperature!r}, max_length={max_length!r}: they must be "
+            "0 or more, a finite number above 0, and 2 or more"
+        )
+    model.eval()
+    generator = torch.Generator(model.dense.weight.device).manual_seed(seed)
+    known = {name.lower() for name in exclude}
+    found: dict[str, None] = {}  # a set that keeps its order
+    for _ in range(MAX_ROUNDS):
+        if len(found) >= count:
+            break
+        drawn = _draw(model, count, generator, temperature, max_length)
+        found |= dict.fromkeys(name for name in drawn if _num_letters(name) >= 2 and name not in known)
+    if len(found) < count:
+        logger.warning(
+            "sampled %d new names instead of %d in %d rounds of %d draws; train longer or raise the temperature (%g)",
+            *(len(found), count, MAX_ROUNDS, count, temperature),
+        )
+    return [name.title() for name in found][:count]
+
+
+def _draw(model: CharLSTM, count: int, generator: torch.Generator, temperature: float, max_length: int) -> list[str]:
+    """Draw names side by side, a character at a time; those that do not end in time are left out."""
+    text = torch.full((count, CONTEXT), BLANK, device=generator.device)
+    for _ in range(max_length + 1):
+        logits = model(text[:, -CONTEXT:])[:, -1] / temperature
+        logits[:, BLANK] = -math.inf
+        text = torch.cat([text, logits.softmax(dim=1).multinomial(1, generator=generator)], dim=1)
+        if bool((text == STOP).any(dim=1).all()):
+            break
+    written = ["".join(ALPHABET[index] for index in row) for row in text[:, CONTEXT:].tolist()]
+    return [" ".join(name.split("+")[0].split()) for name in written if "+" in name]
+
+
+def _predict(model: nn.Module, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Score the next characters of each window.
+
+    Args:
+        model: Wrapped in DistributedDataParallel or not.
+        windows: (batch, 9), uint8.
+
+    Returns:
+        The logits, (batch, 8, symbols); the right characters, (batch, 8), int64; and the cross-entropy in nats,
+        (batch, 8), zero where the right character is padding.
+    """
+    windows = windows.long()
+    logits, targets = model(windows[:, :-1]), windows[:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=BLANK, reduction="none")
+    return logits, targets, losses
+
+
+def _is_target(windows: Tensor) -> Tensor:
+    """Which of the eight next characters count: all but the padding. (num_windows, 8), bool."""
+    return windows[:, 1:] != BLANK
+
+
+def _count_pairs(windows: Tensor) -> Tensor:
+    """How often a character follows another, (symbols, symbols), float64; pairs that end in padding are left out."""
+    pairs = windows[:, :-1].long() * NUM_SYMBOLS + windows[:, 1:]
+    counts = torch.bincount(pairs[_is_target(windows)], minlength=NUM_SYMBOLS**2)
+    return counts.reshape(NUM_SYMBOLS, NUM_SYMBOLS).double()
+
+
+def _sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Add up the ranks' tensors, in place; outside a gang the tensor as it is."""
+    if current_rank().world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def _num_letters(name: str) -> int:
+    return sum(character.isalpha() for character in name)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_between(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high

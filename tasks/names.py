@@ -1,0 +1,217 @@
+"""The data of the pet-names example: load a list of names, clean it, hold a part of it out. Runs in ordinary tasks."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsspec
+
+from tasks.embedded_names import EMBEDDED_NAMES
+
+__all__ = ["ALPHABET", "CleanNames", "clean_names", "load_names", "split_by_name"]
+
+ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
+"""Every character the model knows: `*` is the blank that pads, `+` the stop that ends a name."""
+
+NAME_CHARACTERS = frozenset(ALPHABET[2:])
+"""The characters that a name may have."""
+
+# What a file that is no text most likely is, by its first bytes.
+_SIGNATURES = {b"PAR1": "a Parquet file", b"\x1f\x8b": "a gzip file", b"PK\x03\x04": "a zip archive or Excel sheet"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanNames:
+    """The usable names of a source, and what was dropped from it."""
+
+    source: str
+    """The URI that the names came from, or `the embedded list`."""
+    names: list[str]
+    """Lower-case names in the order of the source; a name that stands there twice is here twice."""
+    num_read: int
+    """How many entries the source has."""
+    num_empty: int
+    """How many of them were dropped because they hold no name."""
+    num_outside: int
+    """How many of them were dropped because of a character outside the alphabet."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """Each character outside the alphabet and the number of names it is in, most frequent first."""
+
+    @property
+    def report(self) -> str:
+        """One line for people: what was kept, what was dropped and why."""
+        text = f"{len(self.names):,} names ({len(set(self.names)):,} different) of {self.num_read:,} from {self.source}"
+        if self.num_empty:
+            text += f"; {self.num_empty:,} dropped as empty"
+        if self.num_outside:
+            text += f"; {self.num_outside:,} dropped for characters outside the alphabet: {_listing(self.outside)}"
+        return text
+
+
+def load_names(uri: str = "") -> CleanNames:
+    """Read and clean a list of names.
+
+    Args:
+        uri: A local path or an `https://`, `http://` or `s3://` URI of a JSON list of names, or of a CSV file with a
+            column of names; empty for the embedded list. Credentials and endpoints are those of the environment.
+
+    Returns:
+        The usable names and what was dropped.
+
+    Raises:
+        FileNotFoundError: Nothing is at `uri`.
+        ValueError: What is there is no list of names, or has no usable name.
+    """
+    if not uri:
+        return clean_names(EMBEDDED_NAMES, source="the embedded list")
+    return clean_names(_parse(uri, _read(uri)), source=uri)
+
+
+def clean_names(raw: Sequence[str], *, source: str) -> CleanNames:
+    """Lower-case and strip the names, and keep those that the alphabet can write.
+
+    Args:
+        raw: The names as they were read.
+        source: Where they were read, for the report and for errors.
+
+    Raises:
+        ValueError: `raw` is empty, or not one of its names is usable.
+    """
+    if not raw:
+        raise ValueError(f"{source} has no names: its list is empty. Give a file with at least one name.")
+    stripped = [name.lower().strip() for name in raw]
+    names = [name for name in stripped if name and NAME_CHARACTERS.issuperset(name)]
+    num_empty = stripped.count("")
+    outside = Counter(character for name in stripped for character in set(name) - NAME_CHARACTERS)
+    # Equal counts in the order of the alphabet, or the order would change with the hash seed.
+    ranked = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
+    if not names:
+        raise ValueError(
+            f"{source} has no usable name: of {len(raw):,} read, {num_empty:,} are empty and {len(raw) - num_empty:,} "
+            f"have characters outside the alphabet ({_listing(ranked)}). A name may have a-z, '-', '.' and spaces; "
+            "check that this is the right file, or spell its names in these characters."
+        )
+    return CleanNames(
+        source=source,
+        names=names,
+        num_read=len(raw),
+        num_empty=num_empty,
+        num_outside=len(raw) - num_empty - len(names),
+        outside=ranked,
+    )
+
+
+def split_by_name(names: Iterable[str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
+    """Hold out a fraction of the different names, each with all its repetitions.
+
+    A name never stands on both sides, so that the held-out loss is measured on names that the model has not seen. The
+    split depends on the set of names and the seed, not on the order of the names.
+
+    Args:
+        names: Clean names, with repetitions.
+        held_out: The fraction of the different names to hold out, between 0 and 1; at least one name is held out and
+            at least one is left.
+        seed: Decides which names are held out.
+
+    Returns:
+        The names to train on and the held-out names, both in the order given and with repetitions.
+
+    Raises:
+        ValueError: `held_out` is not between 0 and 1, or there are fewer than two different names.
+    """
+    names = list(names)
+    distinct = sorted(set(names))
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out={held_out!r}: must be a fraction between 0 and 1, such as 0.1")
+    if len(distinct) < 2:
+        raise ValueError(f"a split needs two different names or more, and got {distinct}; give a longer list of names")
+    num_held_out = min(max(round(held_out * len(distinct)), 1), len(distinct) - 1)
+    chosen = set(random.Random(seed).sample(distinct, num_held_out))
+    return [name for name in names if name not in chosen], [name for name in names if name in chosen]
+
+
+def _read(uri: str) -> bytes:
+    try:
+        with fsspec.open(uri, "rb") as file:
+            return bytes(file.read())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no file at {uri!r}. Check the spelling; a local path must exist on the machine where the task "
+            "runs, so that on a cluster an https:// or s3:// URI is needed."
+        ) from error
+
+
+def _parse(uri: str, content: bytes) -> list[str]:
+    """The entries of a JSON list, or of the column of names of a CSV file."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        kind = next((kind for start, kind in _SIGNATURES.items() if content.startswith(start)), "no UTF-8 text")
+        raise _unreadable(uri, f"it is {kind} (its first bytes are {content[:8]!r})") from error
+    if not text.strip():
+        raise _unreadable(uri, "the file is empty")
+    if uri.endswith(".json") or text.lstrip().startswith(("[", "{")):
+        return _parse_json(uri, text)
+    return _parse_csv(uri, text)
+
+
+def _parse_json(uri: str, text: str) -> list[str]:
+    try:
+        entries: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _unreadable(uri, f"it is not valid JSON: {error}") from error
+    if isinstance(entries, dict):
+        raise _unreadable(uri, f"it is a JSON object with the keys {_shortened(list(entries))}")
+    if not isinstance(entries, list):
+        raise _unreadable(uri, f"it is a JSON {type(entries).__name__}")
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, str):
+            raise _unreadable(uri, f"element {index} of its JSON list is no string but {_shortened(entry)}")
+    return entries
+
+
+def _parse_csv(uri: str, text: str) -> list[str]:
+    try:
+        # A row may end before the column of names does, but an empty line is no row.
+        header, *rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except csv.Error as error:
+        raise _unreadable(uri, f"it is not valid CSV: {error}") from error
+    column = _name_column(header)
+    if column is None:
+        raise _unreadable(uri, f"no column of its CSV header is called a name: {_shortened(header)}")
+    return [row[column] if column < len(row) else "" for row in rows]
+
+
+def _name_column(header: Sequence[str]) -> int | None:
+    """The index of the column of names; a plain `name` goes before `Animal's Name`, and this before any other."""
+    titles = [title.lower().strip() for title in header]
+    for wanted in ("name", "animal's name"):
+        if wanted in titles:
+            return titles.index(wanted)
+    return next((index for index, title in enumerate(titles) if "name" in title), None)
+
+
+def _unreadable(uri: str, found: str) -> ValueError:
+    return ValueError(
+        f"cannot read names from {uri!r}: {found}. Give a JSON list of strings, such as "
+        '["Bella", "Max"], or a CSV file whose header names a column "name".'
+    )
+
+
+def _listing(outside: dict[str, int]) -> str:
+    """The ten most frequent characters, such as `'é' in 12 names`."""
+    shown = [f"{character!r} in {count:,}" for character, count in list(outside.items())[:10]]
+    return ", ".join(shown) + (f" and {len(outside) - 10} other characters" if len(outside) > 10 else "")
+
+
+def _shortened(value: object) -> str:
+    """The value as Python writes it, cut to what fits in a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"

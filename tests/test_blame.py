@@ -1,0 +1,366 @@
+"""Which rank really failed: the rules of blame case by case, and the error that the user sees."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+from flytekit.exceptions.user import FlyteRecoverableException
+
+from flytekitplugins.daskpytorch import GangError, GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.blame import Failure, RankExit, describe, find_culprit, verdict
+
+CODE = "/scratch/0123456789abcdef"
+
+
+class PlainError(Exception):
+    """One that pickles."""
+
+
+class LockedError(Exception):
+    """One that does not pickle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class LockedValueError(ValueError):
+    """A subclass of a builtin that does not pickle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class CodedError(Exception):
+    """One whose `__init__` needs more than what `args` holds."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+
+
+class MuteError(Exception):
+    """One that cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class DistBackendError(RuntimeError):
+    """Named as torch names what a rank raises when its peer has gone."""
+
+
+def failure(error: BaseException, time: float = 0.0) -> Failure:
+    """The record of an exception that was really raised, as a rank makes it."""
+    try:
+        _call_in_rank(error)
+    except BaseException as caught:
+        return Failure.of(caught, time, CODE)
+    raise AssertionError
+
+
+def _call_in_rank(error: BaseException) -> None:
+    _users_function(error)
+
+
+def _users_function(error: BaseException) -> None:
+    raise error
+
+
+def rank_exit(
+    rank: int,
+    exitcode: int | None = 1,
+    *,
+    error: BaseException | None = None,
+    time: float = 0.0,
+    out_of_memory: bool = False,
+    stopped: bool = False,
+    log_tail: str = "",
+) -> RankExit:
+    return RankExit(
+        rank=rank,
+        worker=f"tcp://10.0.0.{rank + 1}:4000",
+        host=f"node-{rank}",
+        exitcode=exitcode,
+        failure=failure(error, time) if error is not None else None,
+        log_tail=log_tail,
+        time=time,
+        out_of_memory=out_of_memory,
+        stopped=stopped,
+    )
+
+
+# ---- The rules: each kind of end, from the one most to blame to the one least ---------------------------------------
+
+BY_BLAME: list[Callable[[int, float], RankExit]] = [
+    lambda rank, time: rank_exit(rank, error=ValueError("bad batch"), time=time),
+    lambda rank, time: rank_exit(rank, -signal.SIGSEGV, time=time),
+    lambda rank, time: rank_exit(rank, -signal.SIGKILL, out_of_memory=True, time=time),
+    lambda rank, time: rank_exit(rank, None, time=time),
+    lambda rank, time: rank_exit(rank, error=RuntimeError("Connection closed by peer [10.0.0.1]:4711"), time=time),
+    lambda rank, time: rank_exit(rank, 143, stopped=True, time=time),
+]
+
+
+@pytest.mark.parametrize("better", range(len(BY_BLAME) - 1))
+def test_cause_comes_before_consequence_however_late_it_is(better: int) -> None:
+    for worse in range(better + 1, len(BY_BLAME)):
+        exits = [BY_BLAME[worse](0, 1.0), BY_BLAME[better](1, 9.0)]
+        assert find_culprit(exits).rank == 1
+        assert find_culprit(reversed(exits)).rank == 1
+
+
+def test_culprit_is_found_among_ends_of_every_kind() -> None:
+    exits = [make(rank, -float(rank)) for rank, make in enumerate(BY_BLAME)]
+    for seed in range(10):
+        assert find_culprit(random.Random(seed).sample(exits, len(exits))).rank == 0
+
+
+@pytest.mark.parametrize("kind", range(len(BY_BLAME)))
+def test_first_in_time_is_to_blame_among_equals(kind: int) -> None:
+    exits = [BY_BLAME[kind](rank, time) for rank, time in enumerate([3.0, 1.0, 2.0])]
+    assert find_culprit(exits).rank == 1
+
+
+def test_time_of_an_exception_is_when_it_was_raised_not_when_its_rank_ended() -> None:
+    slow_to_end = RankExit(**{**vars(rank_exit(0, error=ValueError(), time=1.0)), "time": 5.0})
+    quick_to_end = RankExit(**{**vars(rank_exit(1, error=ValueError(), time=2.0)), "time": 3.0})
+    assert find_culprit([quick_to_end, slow_to_end]).rank == 0
+
+
+def test_unexpected_exit_code_counts_like_a_signal() -> None:
+    exits = [rank_exit(0, error=ConnectionResetError("reset"), time=1.0), rank_exit(1, 3, time=2.0)]
+    assert find_culprit(exits).rank == 1
+
+
+def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> None:
+    exits = [
+        rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.1),
+        rank_exit(1, 143, error=ValueError("the cause"), time=1.0, stopped=True),
+    ]
+    assert find_culprit(exits).rank == 1
+    assert not exits[1].is_consequence
+
+
+def test_stopped_rank_is_a_consequence() -> None:
+    assert rank_exit(0, 143, stopped=True).is_consequence
+    assert not rank_exit(0, -signal.SIGSEGV).is_consequence
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("whatever"),
+        BrokenPipeError(),
+        RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711"),
+        RuntimeError("Broken pipe"),
+        RuntimeError("NCCL error: remote process exited or there was a network error"),
+        OSError("[c10d] The client socket has timed out after 600000ms"),
+        DistBackendError("anything at all"),
+    ],
+)
+def test_loss_of_a_peer_reads_as_a_consequence(error: Exception) -> None:
+    assert failure(error).is_consequence
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("the connection was refused by the user"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        FileNotFoundError(2, "No such file", "data.csv"),
+        MemoryError(),
+        SystemExit(0),
+        KeyboardInterrupt(),
+    ],
+)
+def test_own_error_does_not_read_as_a_consequence(error: BaseException) -> None:
+    assert not failure(error).is_consequence
+
+
+# ---- The records ----------------------------------------------------------------------------------------------------
+
+
+def test_failure_keeps_type_text_and_a_traceback_from_the_users_function_on() -> None:
+    record = failure(PlainError("bad"), time=12.5)
+    assert (record.type_name, record.message, record.time) == ("PlainError", "bad", 12.5)
+    assert record.traceback.startswith("Traceback (most recent call last)")
+    assert "in _users_function" in record.traceback
+    assert record.traceback.rstrip().endswith("PlainError: bad")
+    assert "in failure" not in record.traceback  # the rank's own frame
+
+
+def test_traceback_shows_shipped_sources_relative_to_the_project() -> None:
+    record = failure(ValueError(f"{CODE}/project/train.py is odd"))
+    assert "project/train.py is odd" in record.traceback
+    assert CODE not in record.traceback
+
+
+def test_exception_without_a_text_can_be_recorded() -> None:
+    record = failure(MuteError())
+    assert record.type_name == "MuteError"
+    assert "in _users_function" in record.traceback
+
+
+# ---- Exceptions made again in the driver ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PlainError("a", 2),
+        KeyError("name"),
+        FlyteRecoverableException("again"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+    ],
+)
+def test_exception_that_pickles_is_rebuilt_in_its_own_type(error: Exception) -> None:
+    rebuilt = failure(error).rebuilt()
+    assert type(rebuilt) is type(error)
+    assert rebuilt is not error
+    assert rebuilt.args == error.args
+
+
+def test_class_made_in_a_function_is_rebuilt_in_its_own_type() -> None:
+    class LocalError(Exception):
+        pass
+
+    assert type(failure(LocalError("x")).rebuilt()) is LocalError
+
+
+@pytest.mark.parametrize("error", [LockedError("x"), CodedError(3, "x"), LockedValueError("x")])
+def test_exception_that_cannot_be_rebuilt_is_not(error: Exception) -> None:
+    record = failure(error)
+    assert record.pickled is None
+    assert record.rebuilt() is None
+
+
+def test_builtin_exception_is_rebuilt_by_name_where_its_pickle_is_useless() -> None:
+    error = ValueError("bad")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    record = failure(error)
+    assert record.pickled is None
+    rebuilt = record.rebuilt()
+    assert type(rebuilt) is ValueError
+    assert str(rebuilt) == "bad"
+
+
+def test_builtin_exception_that_needs_more_than_a_text_is_not_rebuilt_by_name() -> None:
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    assert failure(error).rebuilt() is None
+
+
+def test_pickle_that_does_not_open_here_falls_back_to_the_builtin_of_that_name() -> None:
+    record = Failure(**{**vars(failure(ValueError("bad"))), "pickled": b"garbage"})
+    assert type(record.rebuilt()) is ValueError
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
+def test_exceptions_that_would_end_the_driver_are_not_rebuilt(error: BaseException) -> None:
+    assert failure(error).rebuilt() is None
+
+
+# ---- The verdict ----------------------------------------------------------------------------------------------------
+
+
+def test_verdict_on_an_exception_is_that_exception_caused_by_a_gang_error() -> None:
+    exits = [
+        rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.0),
+        rank_exit(1, error=PlainError("bad batch"), time=2.0, log_tail="epoch 3\nstep 17\n"),
+    ]
+    error = verdict(exits, 2)
+    assert type(error) is PlainError
+    assert error.args == ("bad batch",)
+    cause = error.__cause__
+    assert type(cause) is GangError
+    assert (cause.rank, cause.worker, cause.host) == (1, "tcp://10.0.0.2:4000", "node-1")
+    assert cause.cause == "PlainError: bad batch"
+    assert cause.log_tail == "epoch 3\nstep 17\n"
+    assert "in _users_function" in cause.rank_traceback
+
+
+def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
+    error = verdict([rank_exit(1, error=LockedError("bad batch"), log_tail="epoch 3\nstep 17\n")], 4)
+    assert type(error) is GangError
+    first, *rest = str(error).splitlines()
+    assert first == "rank 1 of 4 failed on tcp://10.0.0.2:4000 (host node-1): LockedError: bad batch"
+    assert "Traceback of rank 1:" in rest
+    assert any(line.endswith("in _users_function") for line in rest)
+    assert rest[-2:] == ["epoch 3", "step 17"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseException) -> None:
+    caught = verdict([rank_exit(0, error=error)], 2)
+    assert type(caught) is GangError
+    assert type(error).__name__ in str(caught)
+
+
+@pytest.mark.parametrize(
+    ("signum", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGABRT, "SIGABRT"), (signal.SIGBUS, "SIGBUS")]
+)
+def test_crash_is_the_users_gang_error_and_names_the_signal(signum: int, name: str) -> None:
+    error = verdict([rank_exit(0, -signum, log_tail="Fatal Python error")], 2)
+    assert type(error) is GangError
+    assert f"ended by signal {signum}, {name}" in str(error)
+    assert "Fatal Python error" in str(error)
+    assert error.rank_traceback == ""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_process_that_was_taken_away_is_lost_infrastructure(signum: int) -> None:
+    error = verdict([rank_exit(0, -signum)], 2)
+    assert type(error) is WorkerLostError
+    assert signal.Signals(signum).name in str(error)
+
+
+def test_every_signal_can_be_described() -> None:
+    texts = [describe(rank_exit(0, -signum)) for signum in range(1, signal.SIGRTMAX + 1)]
+    assert all(f"ended by signal {signum}, " in text for signum, text in enumerate(texts, start=1))
+
+
+def test_lost_worker_is_lost_infrastructure() -> None:
+    error = verdict([rank_exit(1, None), rank_exit(0, error=RuntimeError("Connection closed by peer"))], 2)
+    assert type(error) is WorkerLostError
+    assert error.rank == 1
+    assert error.cause == "its Dask worker was lost"
+
+
+def test_kill_for_memory_is_the_users_gang_error_and_says_so() -> None:
+    error = verdict([rank_exit(0, -signal.SIGKILL, out_of_memory=True)], 2)
+    assert type(error) is GangError
+    assert "killed for memory" in str(error)
+
+
+def test_early_exit_is_the_users_gang_error_with_its_code() -> None:
+    error = verdict([rank_exit(0, 3)], 2)
+    assert type(error) is GangError
+    assert "exit code 3" in str(error)
+
+
+def test_description_of_an_exception_without_text_is_its_type() -> None:
+    assert describe(rank_exit(0, error=MemoryError())) == "MemoryError"
+
+
+@pytest.mark.parametrize("cls", [GangError, WorkerLostError, GangStartError])
+def test_gang_errors_pickle_with_all_their_fields(cls: type[GangError]) -> None:
+    fields = {"rank": 1, "worker": "w", "host": "h", "cause": "c", "rank_traceback": "t", "log_tail": "l"}
+    error = cls("message", **fields)
+    error.add_note("seen by a wrapper")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is cls
+        assert again.args == ("message",)
+        assert {name: getattr(again, name) for name in fields} == fields
+
+
+def test_lost_workers_and_failed_starts_are_gang_errors() -> None:
+    assert issubclass(WorkerLostError, GangError)
+    assert issubclass(GangStartError, GangError)
+    assert issubclass(GangError, RuntimeError)

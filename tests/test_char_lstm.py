@@ -1,0 +1,399 @@
+"""The character model: its windows, its training alone and in a real gang of two processes, and its names."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import LogRecord, RankContext
+from tasks.char_lstm import (
+    BLANK,
+    MAX_ROUNDS,
+    NUM_SYMBOLS,
+    STOP,
+    CharLSTM,
+    Hyperparameters,
+    TrainingResult,
+    bigram_loss,
+    evaluate,
+    sample_names,
+    train,
+    windows,
+)
+from tasks.embedded_names import EMBEDDED_NAMES
+from tasks.names import ALPHABET, load_names
+
+DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+SEATTLE = DATA / "seattle_pet_licenses.csv"
+
+TRAINING = windows(EMBEDDED_NAMES[::4])
+HELD_OUT = windows(EMBEDDED_NAMES[1::40])
+
+# Windows and the batch size per rank. With two ranks the last batch of `uneven` gives them two windows and one, that of
+# `empty` gives rank 1 none, and `one_batch` is less than a batch.
+CASES = {"even": (64, 8), "uneven": (67, 8), "empty": (65, 8), "one_batch": (20, 50)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for more, and threads that wait for busy cores cost minutes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def records() -> Iterator[list[LogRecord]]:
+    """What this process logs as rank 0 of 1."""
+    found: list[LogRecord] = []
+    context.enter(RankContext(sink=found.append))
+    yield found
+    context.enter(RankContext())
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a gang of two brought back from `_run_cases`."""
+    directory = tmp_path_factory.mktemp("gang")
+    ranks = mp.spawn(_run_cases, (directory,), nprocs=2, join=False)
+    deadline = time.monotonic() + 60
+    try:
+        while not ranks.join(timeout=1):
+            assert time.monotonic() < deadline, "the gang did not end within 60 s"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def _run_cases(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    log: list[LogRecord] = []
+    context.enter(RankContext(rank=rank, local_rank=rank, world_size=2, local_world_size=2, sink=log.append))
+    found: dict[str, Any] = {case: _train_case(*CASES[case], log) for case in CASES}
+    found["evaluation"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT)
+    found["one_window"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT[:1])
+    found["too_few"] = _error(lambda: train(TRAINING[:1], HELD_OUT, Hyperparameters()))
+    found["other_order"] = _error(lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=rank)))
+    torch.save(found, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _train_case(num_windows: int, batch_size: int, log: list[LogRecord]) -> tuple[TrainingResult, list[LogRecord]]:
+    log.clear()
+    hp = Hyperparameters(epochs=3, batch_size=batch_size, learning_rate=1e-3, dropout=0, log_interval=1)
+    return train(TRAINING[:num_windows], HELD_OUT, hp), list(log)
+
+
+def _error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _losses(log: list[LogRecord]) -> list[float]:
+    return [record.metrics["loss"] for record in log]
+
+
+def _constant_model(**scores: float) -> CharLSTM:
+    """A model that gives every position the same logits: those given, else -100."""
+    model = CharLSTM()
+    with torch.no_grad():
+        model.dense.weight.zero_()
+        model.dense.bias.fill_(-100)
+        for name, score in scores.items():
+            model.dense.bias[{"blank": BLANK, "stop": STOP}.get(name, ALPHABET.find(name))] = score
+    return model
+
+
+# The windows
+
+
+def test_windows_end_at_each_character_and_the_stop() -> None:
+    texts = ["".join(ALPHABET[index] for index in window) for window in windows(["max", "mr. bubbles"]).tolist()]
+    assert texts[:4] == ["********m", "*******ma", "******max", "*****max+"]
+    assert texts[-2:] == [". bubbles", " bubbles+"]
+    assert len(texts) == len("max+mr. bubbles+")
+    assert windows(["max"]).dtype == torch.uint8
+
+
+@pytest.mark.skipif(not SEATTLE.exists(), reason=f"{SEATTLE} is not there; set DASKPYTORCH_TEST_DATA to its directory")
+def test_windows_of_seattle() -> None:
+    names = load_names(str(SEATTLE)).names
+    started = time.process_time()
+    found = windows(names)
+    assert time.process_time() - started < 2
+    assert found.shape == (367_823, 9)
+    assert len(found.unique(dim=0)) == 60_611
+
+
+def test_windows_need_clean_names() -> None:
+    with pytest.raises(ValueError, match=r"the characters \['B', 'é'\] are outside the alphabet"):
+        windows(["max", "Bé"])
+    with pytest.raises(ValueError, match="there are no names to cut into windows"):
+        windows([])
+
+
+# The hyperparameters
+
+
+def test_every_wrong_hyperparameter_is_named() -> None:
+    with pytest.raises(ValueError, match="epochs=0") as error:
+        Hyperparameters(
+            epochs=0, batch_size=0, learning_rate=math.inf, dropout=1.0, held_out=0.0, seed=-1, log_interval=0
+        )
+    assert str(error.value).split("; ") == [
+        "Hyperparameters(epochs=0): must be a whole number from 1 up",
+        "Hyperparameters(batch_size=0): must be a whole number from 1 up",
+        "Hyperparameters(learning_rate=inf): must be a finite number above 0",
+        "Hyperparameters(dropout=1.0): must be 0, or a fraction above 0 and below 1",
+        "Hyperparameters(held_out=0.0): must be a fraction above 0 and below 1",
+        "Hyperparameters(seed=-1): must be a whole number from 0 up and below 2**63",
+        "Hyperparameters(log_interval=0): must be a whole number from 1 up",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 1.5),
+        ("epochs", True),
+        ("learning_rate", 0),
+        ("learning_rate", math.nan),
+        ("held_out", 1),
+        ("seed", 2**63),
+    ],
+)
+def test_wrong_hyperparameter(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^Hyperparameters\({field}=[^;]*$"):
+        Hyperparameters(**{field: value})
+
+
+# The model
+
+
+def test_forward_is_the_lstm() -> None:
+    """Computing equal prefixes once changes neither the logits nor the gradients."""
+    model, batch = CharLSTM(dropout=0).double(), TRAINING[:200]
+    logits = model(batch[:, :8])
+    expected = model.dense(model.lstm(F.one_hot(batch[:, :8].long(), NUM_SYMBOLS).double())[0])
+    assert logits.shape == (200, 8, 31)
+    torch.testing.assert_close(logits, expected)
+    gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), list(model.parameters())))
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, batch = CharLSTM(dropout=0.5), TRAINING[:50, :8]
+    assert not torch.equal(model(batch), model(batch))
+    model.eval()
+    assert torch.equal(model(batch), model(batch))
+
+
+def test_padding_is_no_target() -> None:
+    """Logits that are right for the padding and know nothing else cost ln 31 per character."""
+    uniform = _constant_model(**dict.fromkeys(ALPHABET, 0.0))
+    assert evaluate(uniform, HELD_OUT).loss == pytest.approx(math.log(31))
+    padding = _constant_model(blank=100.0)
+    assert evaluate(padding, HELD_OUT).accuracy == 0
+
+
+def test_evaluation_counts_every_window_once() -> None:
+    model = CharLSTM().eval()
+    repeated = torch.cat([HELD_OUT, HELD_OUT[:100], HELD_OUT[:1]])
+    inputs, targets = repeated[:, :8], repeated[:, 1:].long()
+    logits, counted = model(inputs), targets != BLANK
+    evaluation = evaluate(model, repeated)
+    assert evaluation.loss == pytest.approx(F.cross_entropy(logits[counted], targets[counted]).item(), rel=1e-5)
+    assert evaluation.num_windows == len(repeated)
+    correct = (logits.argmax(2) == targets)[counted]
+    assert evaluation.accuracy == pytest.approx(correct.float().mean().item(), rel=1e-5)
+
+
+def test_evaluation_needs_windows() -> None:
+    with pytest.raises(ValueError, match="there are no windows to evaluate"):
+        evaluate(CharLSTM(), HELD_OUT[:0])
+
+
+def test_bigram_loss() -> None:
+    found = windows(["ab"])  # holds the pairs *a three times, ab twice and b+ once
+    expected = -(3 * math.log(4 / 34) + 2 * math.log(3 / 33) + math.log(2 / 32)) / 6
+    assert bigram_loss(found, found) == pytest.approx(expected)
+    assert bigram_loss(found, windows(["c"])) == pytest.approx(
+        -(math.log(1 / 34) + math.log(1 / 34) + math.log(1 / 31)) / 3
+    )
+    with pytest.raises(ValueError, match="not 0 to train on and 3 to test on"):
+        bigram_loss(found[:0], found)
+
+
+# Training
+
+
+@pytest.mark.timeout(60)
+def test_training_alone(records: list[LogRecord], tmp_path: Path) -> None:
+    hp = Hyperparameters(epochs=2, batch_size=64, log_interval=20)
+    result = train(TRAINING, HELD_OUT, hp)
+    first, last = result.epochs
+    assert (first.epoch, last.epoch) == (1, 2)
+    assert first.samples_seen == last.samples_seen == len(TRAINING)
+    assert last.held_out_loss < first.held_out_loss < math.log(31)
+    assert last.samples_per_second == pytest.approx(len(TRAINING) / last.epoch_seconds)
+    torch.save(result.state_dict, tmp_path / "weights.pt")
+    model = CharLSTM.from_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    evaluation = evaluate(model, HELD_OUT)
+    assert evaluation.loss == pytest.approx(last.held_out_loss, rel=1e-6)
+    assert evaluation.accuracy == last.held_out_accuracy
+    steps_per_epoch = math.ceil(len(TRAINING) / 64)
+    by_step = [record for record in records if "held_out_loss" not in record.metrics]
+    assert [record.step for record in by_step] == list(range(20, 2 * steps_per_epoch + 1, 20))
+    assert all(set(record.numbers) == {"epoch", "loss", "samples_per_second"} for record in by_step)
+    assert {record.num_steps for record in records} == {2 * steps_per_epoch}
+    by_epoch = [record for record in records if "held_out_loss" in record.metrics]
+    assert [(record.step, record.metrics["held_out_loss"]) for record in by_epoch] == [
+        (steps_per_epoch, first.held_out_loss),
+        (2 * steps_per_epoch, last.held_out_loss),
+    ]
+
+
+@pytest.mark.timeout(60)
+def test_training_repeats_and_depends_on_the_seed(records: list[LogRecord]) -> None:
+    def run(seed: int) -> list[float]:
+        records.clear()
+        train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=2, batch_size=16, seed=seed, log_interval=1))
+        return _losses(records)
+
+    losses = run(seed=1)
+    assert run(seed=1) == losses
+    assert run(seed=2) != losses
+
+
+@pytest.mark.timeout(60)
+def test_order_changes_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[int]] = []
+    draw = torch.randperm
+
+    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        orders.append(draw(*args, **kwargs).tolist())
+        return torch.tensor(orders[-1])
+
+    monkeypatch.setattr(torch, "randperm", spy)
+    train(TRAINING[:30], HELD_OUT, Hyperparameters(epochs=2, batch_size=30))
+    assert len(orders) == 2
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.timeout(60)
+def test_large_batch_is_one_batch_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    result = train(TRAINING[:20], HELD_OUT, Hyperparameters(epochs=3, batch_size=50))
+    assert [metrics.samples_seen for metrics in result.epochs] == [20, 20, 20]
+    notices = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert notices == ["batch_size=50 on 1 ranks is more than the 20 training windows: every epoch is one step"]
+
+
+def test_training_needs_windows() -> None:
+    with pytest.raises(ValueError, match="0 training windows are too few for 1 ranks"):
+        train(TRAINING[:0], HELD_OUT, Hyperparameters())
+    with pytest.raises(ValueError, match="there are no held-out windows"):
+        train(TRAINING, HELD_OUT[:0], Hyperparameters())
+
+
+# Training in a gang
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_follow_one(gang: list[dict[str, Any]], records: list[LogRecord], case: str) -> None:
+    """The first call also waits for the gang."""
+    num_windows, batch_size = CASES[case]
+    alone, log = _train_case(num_windows, 2 * batch_size, records)
+    for rank in range(2):
+        together, log_of_rank = gang[rank][case]
+        assert _losses(log_of_rank) == pytest.approx(_losses(log), rel=1e-4)
+        assert [record.step for record in log_of_rank] == [record.step for record in log]
+        assert [metrics.samples_seen for metrics in together.epochs] == [num_windows] * 3
+        for metrics, expected in zip(together.epochs, alone.epochs, strict=True):
+            assert metrics.held_out_loss == pytest.approx(expected.held_out_loss, rel=1e-4)
+            assert metrics.held_out_accuracy == pytest.approx(expected.held_out_accuracy, abs=0.01)
+        assert together.state_dict.keys() == CharLSTM().state_dict().keys()
+        torch.testing.assert_close(together.state_dict, alone.state_dict, rtol=0, atol=1e-4)
+
+
+def test_ranks_end_with_equal_weights(gang: list[dict[str, Any]]) -> None:
+    for case in CASES:
+        torch.testing.assert_close(gang[0][case][0].state_dict, gang[1][case][0].state_dict, rtol=0, atol=0)
+
+
+def test_evaluation_in_a_gang_is_that_of_one_process(gang: list[dict[str, Any]]) -> None:
+    model = CharLSTM.from_state_dict(gang[0]["even"][0].state_dict)
+    for key, held_out in {"evaluation": HELD_OUT, "one_window": HELD_OUT[:1]}.items():
+        expected = evaluate(model, held_out)
+        for found in gang:
+            assert found[key].loss == pytest.approx(expected.loss, rel=1e-6)
+            assert found[key].accuracy == expected.accuracy
+            assert found[key].num_windows == len(held_out)
+
+
+def test_fewer_windows_than_ranks(gang: list[dict[str, Any]]) -> None:
+    for found in gang:
+        assert found["too_few"].startswith("ValueError: 1 training windows are too few for 2 ranks")
+
+
+def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
+    """Ranks that draw different orders meet some windows twice and others not at all."""
+    for found in gang:
+        assert found["other_order"].startswith("RuntimeError: the ranks saw ")
+        assert "of 64 training windows not at all" in found["other_order"]
+
+
+# Sampling
+
+
+def test_sampled_names() -> None:
+    model = _constant_model(blank=1, stop=1, **dict.fromkeys(ALPHABET[2:], 0.0))
+    names = sample_names(model, 40, exclude=[], seed=5)
+    assert len(names) == len(set(names)) == 40
+    assert all(sum(map(str.isalpha, name)) >= 2 and name == name.title() == name.strip() for name in names)
+    assert set("".join(names).lower()) <= set(ALPHABET[2:])
+    assert sample_names(model, 40, exclude=[], seed=5) == names
+    assert sample_names(model, 40, exclude=[], seed=6) != names
+
+
+def test_sampling_gives_up_with_those_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    model = _constant_model(a=0, stop=0, blank=100)  # only `a`, and only names of 2 to 4 letters are allowed
+    assert sorted(sample_names(model, 30, exclude=["AAA"], seed=0, max_length=4)) == ["Aa", "Aaaa"]
+    assert f"sampled 2 new names instead of 30 in {MAX_ROUNDS} rounds" in caplog.text
+
+
+@pytest.mark.parametrize("scores", [{"a": 0.0}, {"stop": 0.0}, {" ": 0.0, "stop": 0.0}])
+def test_sampling_ends_without_a_name(scores: dict[str, float]) -> None:
+    assert sample_names(_constant_model(**scores), 3, exclude=[], seed=0) == []
+
+
+def test_temperature() -> None:
+    model = _constant_model(a=1, b=0, stop=0)
+    cold = "".join(sample_names(model, 5, exclude=[], seed=0, temperature=0.2, max_length=30)).lower()
+    hot = "".join(sample_names(model, 5, exclude=[], seed=0, temperature=5, max_length=30)).lower()
+    assert cold.count("b") / len(cold) < hot.count("b") / len(hot)
+
+
+@pytest.mark.parametrize("wrong", [{"count": -1}, {"temperature": 0}, {"temperature": math.nan}, {"max_length": 1}])
+def test_sampling_rejects(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"cannot sample with .*{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        sample_names(CharLSTM(), exclude=[], seed=0, **({"count": 1} | wrong))

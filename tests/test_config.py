@@ -1,0 +1,146 @@
+"""What a user may ask for: all problems at once, frozen keyword-only fields, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from flytekit import Resources
+
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+
+NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("backend", "mpi", "one of auto, gloo, nccl"),
+        ("ranks_per_worker", 0, "'auto' or a whole number from 1 up"),
+        ("ranks_per_worker", "all", "'auto' or a whole number from 1 up"),
+        ("ranks_per_worker", True, "'auto' or a whole number from 1 up"),
+        ("min_workers", 0, "None or a whole number from 1 up"),
+        ("min_workers", 1.5, "None or a whole number from 1 up"),
+        ("start_timeout", 0, "seconds above 0"),
+        ("start_timeout", -3.5, "seconds above 0"),
+        ("start_timeout", float("nan"), "seconds above 0"),
+        ("start_timeout", "600", "seconds above 0"),
+    ],
+)
+def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        Gang(**{field: value})
+    assert f"Gang({field}={value!r}): must be {allowed}" in str(caught.value)
+
+
+def test_gang_names_all_its_problems_in_one_error() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        Gang(backend="mpi", ranks_per_worker=0, min_workers=-1, start_timeout=0)  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert [
+        name for name in ("backend='mpi'", "ranks_per_worker=0", "min_workers=-1", "start_timeout=0") if name in text
+    ] == [
+        "backend='mpi'",
+        "ranks_per_worker=0",
+        "min_workers=-1",
+        "start_timeout=0",
+    ]
+    assert text.count("must be") == 4
+
+
+def test_gang_accepts_what_it_allows() -> None:
+    gang = Gang(backend="gloo", ranks_per_worker=4, min_workers=2, start_timeout=0.5)
+    assert (gang.backend, gang.ranks_per_worker, gang.min_workers, gang.start_timeout) == ("gloo", 4, 2, 0.5)
+
+
+def test_wandb_names_all_its_problems_in_one_error() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        Wandb(project="", mode="sometimes")  # type: ignore[arg-type]
+    assert "Wandb(project=''): must be a project's name" in str(caught.value)
+    assert "Wandb(mode='sometimes'): must be None or one of online, offline, disabled" in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [DaskDDP, DaskCluster])
+@pytest.mark.parametrize("number", NOT_A_COUNT)
+def test_workers_must_be_a_whole_number_from_one_up(config: Any, number: Any) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        config(workers=WorkerGroup(number_of_workers=number))
+    assert str(caught.value) == (
+        f"{config.__name__}(workers.number_of_workers={number!r}): must be a whole number from 1 up"
+    )
+
+
+def test_min_workers_above_number_of_workers_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(min_workers=3))
+    assert "gang.min_workers=3" in str(caught.value)
+    assert "number_of_workers, which is 2" in str(caught.value)
+
+
+def test_min_workers_may_equal_number_of_workers() -> None:
+    assert DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(min_workers=2)).num_workers == 2
+
+
+def test_dask_cluster_names_all_its_problems_in_one_error() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        DaskCluster(workers=WorkerGroup(number_of_workers=0), start_timeout=-1)
+    assert "DaskCluster(workers.number_of_workers=0)" in str(caught.value)
+    assert "DaskCluster(start_timeout=-1)" in str(caught.value)
+
+
+def test_default_is_two_workers_with_one_rank_each() -> None:
+    config = DaskDDP()
+    assert (config.num_workers, config.ranks_per_worker) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "limits", "expected"),
+    [
+        (None, Resources(gpu="2"), 2),
+        (Resources(gpu="3"), None, 3),
+        (Resources(gpu="3"), Resources(gpu="2"), 2),
+        (Resources(gpu="3"), Resources(mem="4Gi"), 3),
+        (Resources(cpu="4"), Resources(cpu="8"), 1),
+        (None, Resources(gpu="0"), 1),
+        (None, None, 1),
+    ],
+)
+def test_auto_ranks_per_worker_is_the_gpus_in_limits_else_requests_else_one(
+    requests: Resources | None, limits: Resources | None, expected: int
+) -> None:
+    config = DaskDDP(workers=WorkerGroup(number_of_workers=2, requests=requests, limits=limits))
+    assert config.ranks_per_worker == expected
+
+
+def test_ranks_per_worker_as_asked_overrides_the_gpus() -> None:
+    workers = WorkerGroup(number_of_workers=1, limits=Resources(gpu="8"))
+    assert DaskDDP(workers=workers, gang=Gang(ranks_per_worker=2)).ranks_per_worker == 2
+
+
+@pytest.mark.parametrize("config", [DaskDDP(), DaskCluster(), Gang(), Wandb(project="p")])
+def test_configs_are_frozen(config: Any) -> None:
+    name = dataclasses.fields(config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "value"), [(DaskDDP, Scheduler()), (DaskCluster, Scheduler()), (Gang, "gloo"), (Wandb, "p")]
+)
+def test_configs_take_keywords_only(config: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        config(value)
+
+
+@pytest.mark.parametrize("module", ["flytekitplugins.daskpytorch", "flytekitplugins.daskpytorch.config"])
+@pytest.mark.timeout(30)
+def test_import_loads_neither_torch_nor_dask(module: str) -> None:
+    script = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert module in loaded
+    assert loaded.isdisjoint({"torch", "distributed", "dask"})

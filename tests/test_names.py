@@ -1,0 +1,224 @@
+"""The names of the example: reading, cleaning and splitting them."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.embedded_names import EMBEDDED_NAMES
+from tasks.names import ALPHABET, clean_names, load_names, split_by_name
+
+DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+SEATTLE = DATA / "seattle_pet_licenses.csv"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a file and return its path as a string."""
+
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """The address of an HTTP server for the files in `tmp_path`."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """An S3 file system on a server of our own, with the bucket `pets`."""
+    s3fs = pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps the endpoint that it first saw
+    files = s3fs.S3FileSystem()
+    files.mkdir("pets")
+    yield files
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def test_alphabet() -> None:
+    assert ALPHABET[0] == "*"
+    assert ALPHABET[1] == "+"
+    assert len(ALPHABET) == len(set(ALPHABET)) == 31
+
+
+def test_embedded_names_are_many_different_and_clean() -> None:
+    names = load_names()
+    assert names.names == list(EMBEDDED_NAMES)
+    assert len(set(names.names)) == len(names.names) >= 800
+    assert (names.num_empty, names.num_outside, names.outside) == (0, 0, {})
+
+
+def test_json_list(write) -> None:
+    names = load_names(write("names.json", json.dumps(["Bella", " Max ", "bella", "Mary-Ann", "Mr. B"])))
+    assert names.names == ["bella", "max", "bella", "mary-ann", "mr. b"]
+
+
+def test_json_is_known_by_its_content(write) -> None:
+    assert load_names(write("names.txt", '\ufeff ["Bella"]')).names == ["bella"]
+
+
+@pytest.mark.parametrize(
+    ("header", "column"),
+    [
+        ("Animal's Name", 0),
+        ("id,name", 1),
+        ("id,pet_name", 1),
+        ("Species, Name ", 1),
+        ("owner name,name", 1),
+        ("owner name,Animal's Name", 1),
+        ("owner name,pet name", 0),
+    ],
+)
+def test_csv_column(write, header: str, column: int) -> None:
+    rows = "first,second\n\nthird,fourth\n"
+    assert (
+        load_names(write("pets.csv", f"{header}\n{rows}")).names == [["first", "third"], ["second", "fourth"]][column]
+    )
+
+
+def test_csv_with_mark_quotes_and_short_rows(write) -> None:
+    names = load_names(write("pets.csv", '\ufeffname,kind\r\n"Bella ",dog\r\n"a\r\nb",cat\r\nMax\r\n,cat\r\n'))
+    assert names.names == ["bella", "max"]
+    assert (names.num_read, names.num_empty, names.outside) == (4, 1, {"\n": 1, "\r": 1})
+
+
+def test_cleaning_counts_what_it_drops() -> None:
+    names = clean_names(["Zoë", "", "  ", "Zoé 2", "Léa", "Max", "MAX"], source="a list")
+    assert names.names == ["max", "max"]
+    assert (names.num_read, names.num_empty, names.num_outside) == (7, 2, 3)
+    assert list(names.outside.items()) == [("é", 2), ("2", 1), ("ë", 1)]
+    assert names.report == (
+        "2 names (1 different) of 7 from a list; 2 dropped as empty; "
+        "3 dropped for characters outside the alphabet: 'é' in 2, '2' in 1, 'ë' in 1"
+    )
+
+
+@pytest.mark.skipif(not SEATTLE.exists(), reason=f"{SEATTLE} is not there; set DASKPYTORCH_TEST_DATA to its directory")
+def test_seattle() -> None:
+    names = load_names(str(SEATTLE))
+    assert len(names.names) == 54_827
+    assert len(set(names.names)) == 13_993
+    assert names.num_read == 55_961 == len(names.names) + names.num_empty + names.num_outside
+
+
+def test_http(write, served: str) -> None:
+    write("names.json", '["Bella"]')
+    assert load_names(f"{served}/names.json").names == ["bella"]
+    with pytest.raises(FileNotFoundError, match=r"there is no file at 'http://.*/other\.json'"):
+        load_names(f"{served}/other.json")
+
+
+def test_s3(bucket) -> None:
+    bucket.pipe("pets/names.csv", b"name\nBella\n")
+    assert load_names("s3://pets/names.csv").names == ["bella"]
+    with pytest.raises(FileNotFoundError, match=r"there is no file at 's3://pets/other\.csv'"):
+        load_names("s3://pets/other.csv")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no file at '.*none\.csv'.*on a cluster an https:// or s3://"
+    ):
+        load_names(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("pets.json", '{"dogs": [], "cats": []}', r"it is a JSON object with the keys \['dogs', 'cats'\]"),
+        ("pets.json", '"Bella"', "it is a JSON str"),
+        ("pets.json", '["Bella",', "it is not valid JSON: .* line 1"),
+        ("pets.json", '["Bella", 7]', "element 1 of its JSON list is no string but 7"),
+        ("pets.json", '["Bella", null]', "element 1 of its JSON list is no string but None"),
+        (
+            "pets.csv",
+            "species,breed\ncat,manx\n",
+            r"no column of its CSV header is called a name: \['species', 'breed'",
+        ),
+        ("pets.csv", "<!doctype html>\n<p>Log in</p>\n", "no column of its CSV header .*<!doctype html>"),
+        ("pets.csv", "name\n" + "a" * 200_000, "it is not valid CSV: field larger than field limit"),
+        ("pets.csv", " \n", "the file is empty"),
+        ("pets", b"PAR1\x15\x04\xff", "it is a Parquet file .*PAR1"),
+        ("pets.csv.gz", b"\x1f\x8b\x08\x00", "it is a gzip file"),
+        ("pets.bin", b"\xff\xfe\x00", "it is no UTF-8 text"),
+    ],
+)
+def test_unreadable(write, file: str, content: str | bytes, found: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"(?s)cannot read names from '.*{file}': {found}.*Give a JSON list of strings"
+    ):
+        load_names(write(file, content))
+
+
+@pytest.mark.parametrize(("file", "content"), [("names.json", "[]"), ("names.csv", "name\n")])
+def test_empty_list(write, file: str, content: str) -> None:
+    with pytest.raises(ValueError, match=rf"{file} has no names: its list is empty"):
+        load_names(write(file, content))
+
+
+def test_no_usable_name(write) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"no usable name: of 3 read, 1 are empty and 2 have characters outside .* \('é' in 2, '2' in 1\)",
+    ):
+        load_names(write("names.json", '["Zoé", "", "Zoé 2"]'))
+
+
+def test_split_keeps_every_name_on_one_side() -> None:
+    names = ["bella", "max", "bella", "luna", "max", "zoe", "bella", "rex"]
+    training, held_out = split_by_name(names, 0.4, seed=1)
+    assert len(set(held_out)) == 2
+    assert not set(training) & set(held_out)
+    assert Counter(training) + Counter(held_out) == Counter(names)
+
+
+def test_split_depends_on_the_seed_and_not_on_the_order() -> None:
+    names = [*EMBEDDED_NAMES, *EMBEDDED_NAMES[:100]]
+    _, held_out = split_by_name(names, 0.1, seed=3)
+    assert len(set(held_out)) == round(0.1 * len(EMBEDDED_NAMES))
+    assert sorted(split_by_name(names[::-1], 0.1, seed=3)[1]) == sorted(held_out)
+    assert set(split_by_name(names, 0.1, seed=4)[1]) != set(held_out)
+
+
+@pytest.mark.parametrize(("held_out", "num_held_out"), [(0.001, 1), (0.999, 2)])
+def test_split_leaves_a_name_on_both_sides(held_out: float, num_held_out: int) -> None:
+    assert len(split_by_name(["bella", "max", "luna"], held_out, seed=0)[1]) == num_held_out
+
+
+@pytest.mark.parametrize("held_out", [0, 1, -0.1, float("nan")])
+def test_split_rejects_a_fraction(held_out: float) -> None:
+    with pytest.raises(ValueError, match=r"held_out=.*: must be a fraction between 0 and 1"):
+        split_by_name(["bella", "max"], held_out, seed=0)
+
+
+def test_split_needs_two_names() -> None:
+    with pytest.raises(ValueError, match=r"needs two different names or more, and got \['max'\]"):
+        split_by_name(["max", "max"], 0.5, seed=0)

@@ -1,0 +1,154 @@
+"""Workers to ranks: order, ranks, GPUs, cores and the backend that follows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flytekitplugins.daskpytorch.placement import Node, Place, choose_backend, place_ranks, worker_order
+
+
+def node(worker: str, *, host: str | None = None, cores: int = 8, gpus: tuple[str, ...] = ()) -> Node:
+    return Node(
+        worker=worker,
+        host=host or f"host-of-{worker}",
+        num_cores=cores,
+        gpus=gpus,
+        gpu_names=("Test GPU",) * len(gpus),
+        interface=None,
+        versions={},
+    )
+
+
+def flat(places: list[list[Place]]) -> list[Place]:
+    return [place for here in places for place in here]
+
+
+@pytest.mark.parametrize(
+    "ordered",
+    [
+        ["tcp://10.0.0.9:4000", "tcp://10.0.0.10:4000", "tcp://10.0.1.1:4000"],
+        ["tcp://10.0.0.9:999", "tcp://10.0.0.9:4000", "tcp://10.0.0.9:40000"],
+        ["tcp://[fe80::1]:5", "tcp://[fe80::2]:5", "tcp://[fe80::10]:5"],
+        ["local worker 2", "local worker 10"],
+        ["tcp://10.0.0.1:1", "tls://10.0.0.1:1", "tls://node-2:1"],
+    ],
+)
+def test_worker_order_compares_numbers_as_numbers(ordered: list[str]) -> None:
+    shuffled = random.Random(1).sample(ordered, len(ordered))
+    assert sorted(shuffled, key=worker_order) == ordered
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=worker_order) == ordered
+
+
+def test_worker_order_can_compare_addresses_of_any_form() -> None:
+    addresses = ["tcp://10.0.0.9:1", "9:1", "worker", "tcp://node:1", "", "inproc://10.0.0.1/7/2"]
+    for first in addresses:
+        others = [other for other in addresses if other != first]
+        assert all((worker_order(first) < worker_order(o)) != (worker_order(o) < worker_order(first)) for o in others)
+
+
+def test_ranks_are_consecutive_in_the_order_of_the_workers() -> None:
+    places = place_ranks([node("a"), node("b"), node("c")], 2)
+    assert [[place.rank for place in here] for here in places] == [[0, 1], [2, 3], [4, 5]]
+    assert [place.local_rank for place in flat(places)] == [0, 1, 0, 1, 0, 1]
+    assert [place.group_rank for place in flat(places)] == [0, 0, 1, 1, 2, 2]
+    assert {(place.world_size, place.local_world_size) for place in flat(places)} == {(6, 2)}
+
+
+def test_ranks_without_gpus_have_none() -> None:
+    assert [place.gpu for place in flat(place_ranks([node("a"), node("b")], 1))] == [None, None]
+
+
+def test_ranks_of_one_worker_get_a_gpu_each() -> None:
+    assert [place.gpu for place in flat(place_ranks([node("a", gpus=("0", "1", "2"))], 3))] == ["0", "1", "2"]
+
+
+def test_workers_of_one_host_get_different_gpus() -> None:
+    workers = [node(name, host="h", gpus=("0", "1", "2", "3")) for name in "ab"]
+    assert [place.gpu for place in flat(place_ranks(workers, 2))] == ["0", "1", "2", "3"]
+
+
+def test_gpus_are_shared_in_turn_once_they_are_used_up() -> None:
+    workers = [node(name, host="h", gpus=("0", "1")) for name in "abcde"]
+    assert [place.gpu for place in flat(place_ranks(workers, 1))] == ["0", "1", "0", "1", "0"]
+
+
+def test_gpus_of_different_hosts_do_not_count_together() -> None:
+    workers = [node("a", gpus=("0", "1")), node("b", gpus=("0", "1"))]
+    assert [place.gpu for place in flat(place_ranks(workers, 2))] == ["0", "1", "0", "1"]
+
+
+def test_workers_with_rotated_gpu_lists_each_get_their_first() -> None:
+    # dask-cuda gives every worker of a host all GPUs, its own first.
+    rotated = [("0", "1", "2"), ("1", "2", "0"), ("2", "0", "1")]
+    workers = [node(f"w{i}", host="h", gpus=gpus) for i, gpus in enumerate(rotated)]
+    assert [place.gpu for place in flat(place_ranks(workers, 1))] == ["0", "1", "2"]
+
+
+def test_gpus_are_named_as_the_worker_names_them() -> None:
+    places = place_ranks([node("a", gpus=("GPU-8f2c", "MIG-77aa"))], 2)
+    assert [place.gpu for place in flat(places)] == ["GPU-8f2c", "MIG-77aa"]
+
+
+def test_cores_are_shared_by_all_ranks_of_a_host() -> None:
+    workers = [node("a", host="h", cores=8), node("b", host="h", cores=8), node("c", cores=8)]
+    assert [place.num_threads for place in flat(place_ranks(workers, 2))] == [2, 2, 2, 2, 4, 4]
+
+
+def test_every_rank_has_at_least_one_thread() -> None:
+    assert [place.num_threads for place in flat(place_ranks([node("a", cores=2)], 3))] == [1, 1, 1]
+
+
+def backend(asked: str, nodes: list[Node], ranks_per_worker: int = 1) -> str:
+    return choose_backend(asked, nodes, place_ranks(nodes, ranks_per_worker))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_worker", "expected"),
+    [
+        ([node("a", gpus=("0", "1")), node("b", gpus=("0", "1"))], 2, "nccl"),
+        ([node("a", gpus=("0",)), node("b", gpus=("0",))], 1, "nccl"),
+        ([node("a"), node("b")], 1, "gloo"),
+        ([node("a", gpus=("0",)), node("b")], 1, "gloo"),
+        ([node("a", gpus=("0",))], 2, "gloo"),
+        ([node("a", host="h", gpus=("0",)), node("b", host="h", gpus=("0",))], 1, "gloo"),
+    ],
+)
+def test_auto_is_nccl_only_where_every_rank_has_a_gpu_to_itself(
+    nodes: list[Node], ranks_per_worker: int, expected: str
+) -> None:
+    assert backend("auto", nodes, ranks_per_worker) == expected
+
+
+def test_gloo_is_gloo_also_with_gpus() -> None:
+    assert backend("gloo", [node("a", gpus=("0",))]) == "gloo"
+
+
+def test_nccl_is_given_where_it_can_work() -> None:
+    assert backend("nccl", [node("a", gpus=("0", "1"))], 2) == "nccl"
+
+
+def test_nccl_without_gpus_names_the_ranks_and_workers_that_lack_one() -> None:
+    with pytest.raises(ValueError, match="needs a GPU of its own for every rank") as caught:
+        backend("nccl", [node("tcp://a:1", gpus=("0",)), node("tcp://b:2")])
+    text = str(caught.value)
+    assert "no GPU for rank 1 on tcp://b:2" in text
+    assert "rank 0" not in text
+    assert "backend='gloo'" in text
+
+
+def test_nccl_on_shared_gpus_names_the_ranks_that_would_share() -> None:
+    with pytest.raises(ValueError, match="needs a GPU of its own for every rank") as caught:
+        backend("nccl", [node("tcp://a:1", gpus=("5",))], 2)
+    assert "a GPU that another rank has for rank 1 on tcp://a:1 (GPU 5)" in str(caught.value)
+    assert "no GPU for" not in str(caught.value)
+
+
+def test_nccl_error_names_lacking_and_shared_together() -> None:
+    with pytest.raises(ValueError, match="needs a GPU of its own for every rank") as caught:
+        backend("nccl", [node("tcp://a:1", gpus=("0",)), node("tcp://b:2")], 2)
+    text = str(caught.value)
+    assert "no GPU for rank 2 on tcp://b:2, rank 3 on tcp://b:2" in text
+    assert "rank 1 on tcp://a:1 (GPU 0)" in text

@@ -1,0 +1,91 @@
+"""The README's blocks run, and its file tree is the tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY
+from processes import SCRIPTS, nothing_left_behind
+
+pytestmark = pytest.mark.timeout(180)
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
+    with nothing_left_behind() as mark:
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env={**environment, "DASKPYTORCH_TEST_MARK": mark},
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    example = blocks("python")[0]
+    assert len(example.splitlines()) <= 25
+    (tmp_path / "train.py").write_text(example)
+    command = re.match(r"# train\.py: (.*)", example)
+    assert command
+    done = run(shlex.split(command[1]), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = [float(number) for number in re.findall(r"-?\d+\.\d+", done.stdout)[:2]]
+    assert weights == pytest.approx([2.0, -3.0], abs=0.3)
+
+
+def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "Client()" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    assert "'rank 0 of " in done.stdout, done.stdout + done.stderr
+
+
+def test_the_configuration_is_accepted() -> None:
+    scope: dict[str, object] = {}
+    exec(next(block for block in blocks("python") if block.startswith("from flytekit import Resources")), scope)
+    assert scope["config"].ranks_per_worker == 4  # type: ignore[attr-defined]
+
+
+def test_the_commands_run() -> None:
+    local = [
+        line for block in blocks("bash") for line in block.splitlines() if line.startswith("pyflyte run workflows")
+    ]
+    assert local
+    for line in local:
+        done = run(shlex.split(line), REPOSITORY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "names=[" in done.stdout
+
+
+def test_the_two_commands_install_and_start_what_they_say() -> None:
+    main, tests = (block.strip().split(" && ") for block in blocks("bash")[:2])
+    assert main[1] == ".venv/bin/pip install '.[workflows]'"
+    assert main[2].startswith(".venv/bin/pyflyte run workflows/pet_names.py")
+    assert tests[1:] == [".venv/bin/pip install -e '.[dev]'", ".venv/bin/pytest"]
+    assert "pip install --quiet --editable '.[dev]'" in (REPOSITORY / ".ci" / "run").read_text()
+
+
+def test_the_file_tree_is_complete() -> None:
+    tree = blocks("text")[-1]
+    named = set(re.findall(r"[\w.]+\.py", tree))
+    folders = ("plugins/flytekitplugins/daskpytorch", "tasks", "workflows", "benchmarks")
+    there = {path.name for folder in folders for path in (REPOSITORY / folder).glob("*.py")}
+    there -= {"__init__.py"}
+    assert named - {"__init__.py"} == there

@@ -1,0 +1,298 @@
+"""The user's code and arguments as bytes: what travels, how it is named, and that it runs where the project is not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit import task
+
+from flytekitplugins.daskpytorch import ship
+
+PROJECT = {
+    "ship_entry.py": """
+        from ship_project.models import net
+        from ship_project.training import train, train_task
+
+        def run(x):
+            return train(x)
+    """,
+    "ship_neighbour.py": "NAME = 'beside the entry'",
+    "ship_project/__init__.py": "",
+    "ship_project/training.py": """
+        from pathlib import Path
+
+        from flytekit import task
+
+        class DomainError(Exception):
+            pass
+
+        def train(x, scale=1):
+            import ship_neighbour
+            from ship_project import later
+            words = (Path(__file__).parent / "data" / "words.txt").read_text()
+            return (later.double(x) * scale, words, ship_neighbour.NAME, __file__)
+
+        @task
+        def train_task(x: int) -> int:
+            return x + 1
+
+        def make_closure(n):
+            from ship_project.later import double
+            return lambda x: double(x) + n
+    """,
+    "ship_project/later.py": """
+        def double(x):
+            return 2 * x
+    """,
+    "ship_project/models/__init__.py": "",
+    "ship_project/models/net.py": "WIDTH = 128",
+    "ship_project/data/words.txt": "a few words",
+    "ship_project/__pycache__/junk.cpython-311.pyc": "junk",
+    "ship_project/.hidden/secret.py": "junk",
+    "notes.txt": "beside a top-level module only code travels",
+    "unrelated_package/__init__.py": "",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small project of the user's, with its entry module imported and its folder not on `sys.path` any more."""
+    root = tmp_path / "checkout"
+    for name, text in PROJECT.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(textwrap.dedent(text))
+    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (ship.MAX_RESOURCE_BYTES + 1))
+    before = set(sys.modules)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(root)
+        importlib.import_module("ship_entry")
+    yield root
+    for name in set(sys.modules) - before:
+        if name.startswith("ship_"):
+            del sys.modules[name]
+
+
+def training() -> Any:
+    return sys.modules["ship_project.training"]
+
+
+def names_in(code: ship.Code) -> set[str]:
+    with tarfile.open(fileobj=io.BytesIO(code.archive)) as archive:
+        return set(archive.getnames())
+
+
+# ---- The project's sources ------------------------------------------------------------------------------------------
+
+
+def test_packages_travel_whole_with_modules_that_are_not_imported_yet(project: Path) -> None:
+    assert "ship_project.later" not in sys.modules
+    names = names_in(ship.pack_code())
+    assert {
+        "ship_project/__init__.py",
+        "ship_project/training.py",
+        "ship_project/later.py",
+        "ship_project/models/__init__.py",
+        "ship_project/models/net.py",
+    } <= names
+
+
+def test_top_level_modules_travel_with_their_neighbours(project: Path) -> None:
+    assert {"ship_entry.py", "ship_neighbour.py"} <= names_in(ship.pack_code())
+
+
+def test_small_resources_of_packages_travel_and_large_ones_do_not(project: Path) -> None:
+    names = names_in(ship.pack_code())
+    assert "ship_project/data/words.txt" in names
+    assert "ship_project/data/weights.bin" not in names
+
+
+def test_large_code_travels(project: Path) -> None:
+    (project / "ship_project/tables.py").write_text("#" * (ship.MAX_RESOURCE_BYTES + 1))
+    assert "ship_project/tables.py" in names_in(ship.pack_code())
+
+
+def test_caches_hidden_folders_and_what_is_no_part_of_the_project_stay(project: Path) -> None:
+    names = names_in(ship.pack_code())
+    assert not [name for name in names if "__pycache__" in name or ".hidden" in name]
+    assert "notes.txt" not in names
+    assert "unrelated_package/__init__.py" not in names
+
+
+def test_no_installed_package_and_no_part_of_this_plugin_travels(project: Path) -> None:
+    tops = {name.partition("/")[0].removesuffix(".py") for name in names_in(ship.pack_code())}
+    assert tops.isdisjoint({"flytekitplugins", "flytekit", "pytest", "_pytest", "cloudpickle", "json", "tarfile"})
+
+
+def test_digest_is_the_same_twice_and_whenever_the_files_were_written(project: Path) -> None:
+    first = ship.pack_code()
+    os.utime(project / "ship_project/training.py", (1, 1))
+    assert ship.pack_code() == first
+
+
+def test_digest_differs_when_the_sources_do(project: Path) -> None:
+    first = ship.pack_code()
+    (project / "ship_project/later.py").write_text("def double(x): return x + x")
+    assert ship.pack_code().digest != first.digest
+
+
+def test_linked_file_travels_as_a_file(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text("WHERE = 'elsewhere'")
+    (project / "ship_project/linked.py").symlink_to(tmp_path / "elsewhere.py")
+    unpacked = ship.unpack_code(ship.pack_code(), tmp_path)
+    assert not (unpacked / "ship_project/linked.py").is_symlink()
+    assert (unpacked / "ship_project/linked.py").read_text() == "WHERE = 'elsewhere'"
+
+
+def test_packing_does_not_load_lazily_imported_modules(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "ship_lazy.py").write_text("raise AssertionError('loaded')")
+    spec = importlib.util.spec_from_file_location("ship_lazy", project / "ship_lazy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loader = importlib.util.LazyLoader(spec.loader)
+    spec.loader = loader
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "ship_lazy", module)
+    assert "ship_lazy.py" in names_in(ship.pack_code())
+
+
+def test_packing_survives_whatever_stands_in_sys_modules(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ship_odd_none", None)
+    monkeypatch.setitem(sys.modules, "ship_odd_object", object())
+    assert "ship_entry.py" in names_in(ship.pack_code())
+
+
+def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
+    code = ship.pack_code()
+    first = ship.unpack_code(code, tmp_path)
+    (first / "mark").touch()
+    assert ship.unpack_code(code, tmp_path) == first
+    assert (first / "mark").exists()
+
+
+@pytest.mark.timeout(60)
+def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path, tmp_path: Path) -> None:
+    call = tmp_path / "call"
+    call.write_bytes(ship.pack_call(training().train, (21,), {"scale": 10}))
+    sources = ship.unpack_code(ship.pack_code(), tmp_path)
+    project.rename(tmp_path / "moved away")
+    script = """
+        import sys
+        from pathlib import Path
+
+        sys.path.insert(0, sys.argv[1])
+        from flytekitplugins.daskpytorch import ship
+
+        call = ship.unpack_call(Path(sys.argv[2]).read_bytes())
+        print(repr(call.function(*call.args, **call.kwargs)))
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), str(sources), str(call)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == repr(
+        (420, "a few words", "beside the entry", str(sources / "ship_project/training.py"))
+    )
+
+
+# ---- Calls ----------------------------------------------------------------------------------------------------------
+
+
+def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ship.Call:
+    return ship.unpack_call(ship.pack_call(function, args, kwargs))
+
+
+def test_function_of_a_module_travels_by_name(project: Path) -> None:
+    data = ship.pack_call(training().train, (3,), {"scale": 2})
+    assert b"words.txt" not in data  # none of its code
+    call = ship.unpack_call(data)
+    assert call.function is training().train
+    assert (call.args, call.kwargs) == ((3,), {"scale": 2})
+
+
+def test_function_of_a_flyte_task_is_found_through_the_task(project: Path) -> None:
+    function = training().train_task.task_function
+    data = ship.pack_call(function, (), {})
+    assert len(data) < 400
+    assert ship.unpack_call(data).function is function
+
+
+def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) -> None:
+    data = ship.pack_call(training().train, (3,), {})
+    training().train = replaced = lambda _: "the newer one"
+    assert ship.unpack_call(data).function is replaced
+
+
+def test_closure_and_lambda_travel_by_value(project: Path) -> None:
+    base = 100
+    assert sent(lambda x: x + base, 1).function(1) == 101
+    assert sent(training().make_closure(5)).function(2) == 9
+
+
+def test_function_that_its_module_does_not_have_any_more_travels_by_value(project: Path) -> None:
+    function = training().train_task.task_function
+    training().train_task = None
+    assert sent(function).function(1) == 2
+
+
+def test_task_made_in_a_function_travels_by_value() -> None:
+    @task
+    def nested(x: int) -> int:
+        return x * 3
+
+    assert sent(nested.task_function).function(2) == 6
+
+
+def test_methods_and_callable_objects_travel_with_their_state() -> None:
+    assert sent(Scaler(3)).function(2) == 6
+    assert sent(Scaler(4).apply).function(2) == 8
+
+
+class Scaler:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, x: int) -> int:
+        return self.factor * x
+
+    def apply(self, x: int) -> int:
+        return self(x)
+
+
+def test_arguments_are_copies_of_what_they_were_when_packed() -> None:
+    names = ["a"]
+    data = ship.pack_call(len, (names,), {})
+    names.append("b")
+    assert ship.unpack_call(data).args == (["a"],)
+
+
+def test_argument_that_cannot_be_pickled_is_named(project: Path) -> None:
+    with pytest.raises(TypeError) as caught:
+        ship.pack_call(training().train, (1, threading.Lock()), {"scale": 2, "lock": threading.Lock()})
+    text = str(caught.value)
+    assert text.startswith("train cannot be sent to the ranks, because argument 1, lock cannot be pickled")
+    assert "argument 0" not in text
+    assert "scale" not in text
+    assert isinstance(caught.value.__cause__, (TypeError, pickle.PicklingError))
+
+
+def test_function_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+
+    def locked() -> None:
+        lock.acquire()
+
+    with pytest.raises(TypeError, match="locked cannot be sent to the ranks, because the function itself cannot be"):
+        ship.pack_call(locked, (1,), {})
