@@ -84,7 +84,7 @@ def test_the_two_commands_install_and_start_what_they_say() -> None:
 
 def test_the_file_tree_is_complete() -> None:
     tree = blocks("text")[-1]
-    named = set(re.findall(r"[\w.]+\.py", tree))
+    named = set(re.findall(r"(?<=── )[\w.]+\.py", tree))
     folders = ("plugins/flytekitplugins/daskpytorch", "tasks", "workflows", "benchmarks")
     there = {path.name for folder in folders for path in (REPOSITORY / folder).glob("*.py")}
     there -= {"__init__.py"}

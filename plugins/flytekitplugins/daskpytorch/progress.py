@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Collection
 
 from rich.console import Console
 from rich.markup import escape
@@ -68,7 +69,9 @@ class ProgressDisplay(Observer):
             return
         if self._bar is not None and self._task is not None:
             done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
-            self._bar.update(self._task, completed=done, total=record.num_steps, text=escape(describe_record(record)))
+            self._bar.update(
+                self._task, completed=done, total=record.num_steps, text=escape(describe_record(record, LEADING))
+            )
         brings_news = not record.metrics.keys() <= self._metric_names or len(record.metrics) > len(LEADING) + 1
         is_due = time.monotonic() - self._shown_at >= PLAIN_INTERVAL
         if brings_news or (is_due and self._bar is None):
@@ -85,14 +88,18 @@ class ProgressDisplay(Observer):
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def describe_record(record: LogRecord) -> str:
-    """A record in a line: epoch, step, loss, the other values, samples/s."""
+def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
+    """A record in a line: epoch, step, loss, the other values (or only those named), samples/s."""
     numbers = record.numbers
     parts = [f"epoch {numbers['epoch']:g}"] if "epoch" in numbers else []
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
     names = [name for name in ("loss",) if name in numbers]
-    names += [name for name in numbers if name not in (*LEADING, RATE)]
-    parts += [f"{name} {numbers[name]:.4g}" for name in names]
+    names += [name for name in numbers if name not in (*LEADING, RATE) and (only is None or name in only)]
+    parts += [f"{name} {_brief(numbers[name])}" for name in names]
     if RATE in numbers:
         parts.append(f"{numbers[RATE]:,.0f} samples/s")
     return "  ".join(parts)
+
+
+def _brief(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"

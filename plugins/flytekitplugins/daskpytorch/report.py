@@ -60,7 +60,7 @@ class Recorder(Observer):
         return "\n".join(parts)
 
     def _charts(self) -> Iterable[tuple[str, dict[str, list[tuple[float, float]]], str]]:
-        """Title, curves and x-axis of each chart: metrics whose names end alike (loss, held_out_loss) share one."""
+        """Title, curves and x-axis of each chart; `loss` and `held_out_loss` share one, and the like."""
         main = [record for record in self.records if record.rank == 0]
         per_epoch = [r for r in main if "epoch" in r.numbers and any(n.startswith("held_out") for n in r.numbers)]
         chosen, x_label = (per_epoch, "epoch") if per_epoch else (main, "step")
@@ -69,14 +69,15 @@ class Recorder(Observer):
             x = record.numbers["epoch"] if per_epoch else float(record.step)
             for name, value in record.numbers.items():
                 if name not in UNCHARTED:
-                    curves[name.rpartition("_")[2]][name].append((x, value))
+                    curves[name.removeprefix("held_out_")][name].append((x, value))
         for title, named in curves.items():
-            yield title, dict(named), x_label
+            yield title.replace("_", " "), dict(named), x_label
 
 
 def line_chart(title: str, curves: dict[str, list[tuple[float, float]]], x_label: str) -> str:
     """A chart as inline SVG: for each name its (x, y) points."""
     from matplotlib.figure import Figure  # not pyplot, which keeps global state
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -85,6 +86,7 @@ def line_chart(title: str, curves: dict[str, list[tuple[float, float]]], x_label
         axes.plot(*zip(*thinned, strict=True), marker="o" if len(thinned) <= MARKED_POINTS else "", label=name)
     axes.set_title(title)
     axes.set_xlabel(x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     svg = io.StringIO()
