@@ -21,8 +21,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
-
-read_records = None
+from wandb_file import read_records
 
 pytestmark = pytest.mark.timeout(180)
 

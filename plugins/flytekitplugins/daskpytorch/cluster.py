@@ -14,11 +14,10 @@ from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.blame import GangStartError
+from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE, is_local
 
-__all__ = ["current_client", "is_local", "num_workers_here", "opened"]
+__all__ = ["current_client", "num_workers_here", "opened"]
 
-SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
-"""Set by the Dask operator in the job-runner's pod."""
 POLL_INTERVAL = 0.1
 SETTLE_TIME = 30.0
 """Seconds without a new worker after which a gang that may be smaller starts with those that came."""
@@ -42,17 +41,20 @@ def current_client() -> Client:
     return _clients[-1]
 
 
-def is_local() -> bool:
-    """Whether a task makes its own cluster in this process, because no backend gave it one."""
-    return not os.environ.get(SCHEDULER_VARIABLE)
-
-
 @contextlib.contextmanager
-def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
+def opened(
+    *, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0, dashboard: bool = False
+) -> Iterator[Client]:
     """A client whose workers are there; closed at the end, together with a cluster made here.
 
     A local cluster's workers are threads of this process: the ranks are processes of their own anyway, and such a
     cluster starts in a twentieth of a second.
+
+    Args:
+        num_workers: How many workers to wait for, or to make.
+        min_workers: Go on with at least these when the others do not come.
+        start_timeout: Seconds for all that.
+        dashboard: Give a local cluster a dashboard, where bokeh is installed; that takes a second.
 
     Raises:
         GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
@@ -60,9 +62,8 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
     deadline = time.monotonic() + start_timeout
     with contextlib.ExitStack() as stack:
         if is_local():
-            forkserver.connect().close()  # its imports take seconds and run beside ours
             stack.callback(forkserver.shutdown)
-            client = stack.enter_context(_local_client(num_workers))
+            client = stack.enter_context(_local_client(num_workers, dashboard=dashboard))
         else:
             client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
         _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
@@ -79,13 +80,13 @@ def num_workers_here(client: Client) -> int:
 
 
 @contextlib.contextmanager
-def _local_client(num_workers: int) -> Iterator[Client]:
+def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
     with (
         LocalCluster(
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
-            dashboard_address=":0" if find_spec("bokeh") else None,
+            dashboard_address=":0" if dashboard and find_spec("bokeh") else None,
         ) as local,
         Client(local) as client,
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,10 @@ from flytekitplugins.dask import Scheduler, WorkerGroup
 if TYPE_CHECKING:
     from flytekit import Secret
 
-__all__ = ["DaskCluster", "DaskDDP", "Gang", "Scheduler", "Wandb", "WorkerGroup"]
+__all__ = ["DaskCluster", "DaskDDP", "Gang", "Scheduler", "Wandb", "WorkerGroup", "is_local"]
+
+SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
+"""Set by the Dask operator in the job-runner's pod."""
 
 BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("online", "offline", "disabled")
@@ -159,6 +163,11 @@ class DaskCluster:
     def num_workers(self) -> int:
         """The number of Dask workers asked for."""
         return int(self.workers.number_of_workers or 1)
+
+
+def is_local() -> bool:
+    """Whether a task makes its own cluster in this process, because no backend gave it one."""
+    return not os.environ.get(SCHEDULER_VARIABLE)
 
 
 class _Problems:

@@ -109,6 +109,11 @@ class _Generation:
         return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results]
 
     @property
+    def unclean_exits(self) -> list[RankExit]:
+        """All but the exits of ranks that delivered and left in good order: what the blame is found among."""
+        return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results or exit_.exitcode != 0]
+
+    @property
     def is_failing(self) -> bool:
         return bool(self.failures or self.bad_exits)
 
@@ -171,7 +176,7 @@ class Supervisor:
             generation = self._start(shape, store)
             self._watch(generation)
             if generation.bad_exits:
-                raise verdict(generation.bad_exits, shape.world_size)
+                raise verdict(generation.unclean_exits, shape.world_size)
             return [generation.results[rank] for rank in range(shape.world_size)]
 
     # ---- forming the gang

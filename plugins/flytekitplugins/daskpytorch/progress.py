@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.observer import Observer, Shape
 
 __all__ = ["ProgressDisplay", "describe_record"]
 
-PLAIN_INTERVAL = 2.0
+PLAIN_INTERVAL = 10.0
 """Seconds between plain lines; a new epoch's results are always shown."""
 LEADING = ("epoch", "loss")
 RATE = "samples_per_second"

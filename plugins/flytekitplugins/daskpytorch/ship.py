@@ -29,7 +29,8 @@ __all__ = ["Call", "Code", "pack_call", "pack_code", "unpack_call", "unpack_code
 MAX_RESOURCE_BYTES = 1 << 20
 """Files of a package that are not code travel up to this size; data belongs in storage."""
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
+INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +134,10 @@ def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[P
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith(("__m", "flytekitplugins.")):
         return None  # built in; the script itself, which is pickled by value; or this package and its siblings
-    if os.path.abspath(file).startswith(installed):
+    path = Path(os.path.abspath(file))
+    # Of whatever environment: layered ones (PYTHONPATH, .pth files) have folders that this one does not know.
+    if str(path).startswith(installed) or INSTALLED_FOLDERS.intersection(path.parts):
         return None
-    path = Path(file).absolute()
     parts = name.split(".")
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
     root = Path(str(path).removesuffix(str(relative)))

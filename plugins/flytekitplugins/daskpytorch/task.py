@@ -19,9 +19,9 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
-from flytekitplugins.daskpytorch import tracking
+from flytekitplugins.daskpytorch import forkserver, tracking
 from flytekitplugins.daskpytorch.blame import GangStartError, WorkerLostError
-from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Wandb
+from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Wandb, is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte import TaskOutput
@@ -53,8 +53,19 @@ class _OnDask(DaskTask):  # type: ignore[misc]
     def __init__(
         self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
     ) -> None:
-        environment = {**settings, **(kwargs.pop("environment", None) or {})}
-        super().__init__(task_config=task_config, task_function=task_function, environment=environment, **kwargs)
+        super().__init__(task_config=task_config, task_function=task_function, **kwargs)
+        self._cluster_settings = settings
+
+    def get_container(self, settings: SerializationSettings) -> Any:
+        """The container, with our Dask settings below all others: the task's `environment` and the registration's."""
+        return super().get_container(self._with_cluster_settings(settings))
+
+    def get_k8s_pod(self, settings: SerializationSettings) -> Any:
+        """The same for a task that has a pod template."""
+        return super().get_k8s_pod(self._with_cluster_settings(settings))
+
+    def _with_cluster_settings(self, settings: SerializationSettings) -> SerializationSettings:
+        return dataclasses.replace(settings, env={**self._cluster_settings, **(settings.env or {})})
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
@@ -82,6 +93,12 @@ class DaskDDPTask(_OnDask):
 
     def execute(self, **kwargs: Any) -> Any:
         """Open the cluster, run the gang, report, and return rank 0's outputs."""
+        config: DaskDDP = self.task_config
+        if is_local():
+            if config.gang.backend == "nccl":
+                _require_gpu()
+            forkserver.connect().close()  # its imports take seconds, and run beside ours
+
         # Late, so that defining a task imports neither Dask nor torch.
         from flytekitplugins.daskpytorch import cluster
         from flytekitplugins.daskpytorch.dispatch import DaskAgents
@@ -89,9 +106,6 @@ class DaskDDPTask(_OnDask):
         from flytekitplugins.daskpytorch.progress import ProgressDisplay
         from flytekitplugins.daskpytorch.report import Recorder
 
-        config: DaskDDP = self.task_config
-        if config.gang.backend == "nccl" and cluster.is_local():
-            _require_gpu()
         recorder = Recorder()
         request = self._request(kwargs)
         try:
@@ -170,7 +184,7 @@ class DaskClusterTask(_OnDask):
         from flytekitplugins.daskpytorch import cluster
 
         config: DaskCluster = self.task_config
-        with cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout):
+        with cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True):
             return super().execute(**kwargs)
 
 

@@ -107,6 +107,13 @@ def console_link(wandb: Wandb) -> dict[str, str]:
     return link
 
 
+def _wait_until_written(exit_code: int) -> None:
+    """End the process that writes for Weights & Biases: a run's `finish` may return before its file is whole."""
+    import wandb
+
+    wandb.teardown(exit_code)
+
+
 class Tracker:
     """Rank 0's run. Calls return at once; a thread opens the run and feeds it; no failure reaches the training."""
 
@@ -139,6 +146,7 @@ class Tracker:
             while not isinstance(item := self._waiting.get(), int):
                 self._record(run, item)
             run.finish(exit_code=item)
+            _wait_until_written(item)
         except Exception as error:
             print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=sys.stderr)
             while not isinstance(item, int):

@@ -76,9 +76,9 @@ def tracked(steps: int, fail_at: int = -1) -> int:
     """Log a metric per step; rank 1 may fail."""
     for step in range(steps):
         current_rank().log({"loss": 1.0 / (step + 1)}, step=step)
+        dist.barrier()  # so that rank 0 has logged, too, when rank 1 fails
         if current_rank().rank == 1 and step == fail_at:
             raise ValueError("tracked failure")
-    dist.barrier()
     return steps
 
 

@@ -1,0 +1,342 @@
+"""The real fork server: how ranks end, who hears of it, and that nothing is left when anyone along the line dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flytekitplugins.daskpytorch import forkserver
+from flytekitplugins.daskpytorch.forkserver import ForkServerClient
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENCE = 20.0
+"""Seconds for what takes milliseconds on an idle machine."""
+
+
+class Doing:
+    """The first message to a rank, made so that opening it does something in the rank."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+class Rank:
+    """A rank as its agent has it: a channel and the read end of its output."""
+
+    def __init__(self, client: ForkServerClient, key: int, first: Doing | None = None) -> None:
+        self.channel, theirs = Pipe()
+        output, output_of_rank = os.pipe()
+        client.spawn(key, theirs.fileno(), output_of_rank)
+        theirs.close()
+        os.close(output_of_rank)
+        self.output = os.fdopen(output, "rb", buffering=0)  # unbuffered, so that `wait` sees what is unread
+        if first is not None:
+            self.channel.send(first)
+
+    @classmethod
+    def running(cls, client: ForkServerClient, key: int, source: str) -> Rank:
+        return cls(client, key, Doing(exec, textwrap.dedent(source)))
+
+    def line(self) -> str:
+        """The next line it writes."""
+        assert wait([self.output], PATIENCE), "the rank wrote nothing"
+        return self.output.readline().decode().rstrip()
+
+
+FAMILY = """
+    import os, subprocess, time
+    child = subprocess.Popen(["sleep", "600"])
+    print(os.getpid(), child.pid)
+    time.sleep(600)
+"""
+"""A rank with a process of its own, such as a DataLoader's worker."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_server_is_left() -> Iterator[None]:
+    yield
+    forkserver.shutdown()
+
+
+@pytest.fixture
+def client() -> Iterator[ForkServerClient]:
+    with contextlib.closing(forkserver.connect()) as client:
+        yield client
+
+
+def next_exit(client: ForkServerClient) -> tuple[int, int]:
+    assert wait([client], PATIENCE), "no rank ended"
+    return client.next_exit()
+
+
+def server_process() -> psutil.Process:
+    [server] = [child for child in psutil.Process().children() if is_server(child)]
+    return server
+
+
+def is_server(process: psutil.Process) -> bool:
+    try:
+        return "forkserver" in " ".join(process.cmdline())
+    except psutil.Error:  # another test's process, which has ended
+        return False
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def are_gone(pids: Iterable[int]) -> bool:
+    pids = list(pids)
+    return eventually(lambda: not any(map(is_running, pids)))
+
+
+def pids_of(rank: Rank) -> list[int]:
+    pids = [int(pid) for pid in rank.line().split()]
+    assert pids
+    assert all(map(is_running, pids))
+    return pids
+
+
+# ---- How ranks end --------------------------------------------------------------------------------------------------
+
+
+def test_exit_code_of_each_rank_is_reported_with_its_key(client: ForkServerClient) -> None:
+    for key in (3, 4, 5):
+        Rank(client, key, Doing(os._exit, 10 * key))
+    assert {next_exit(client) for _ in range(3)} == {(3, 30), (4, 40), (5, 50)}
+
+
+def test_rank_whose_agent_is_gone_before_its_first_message_ends_with_an_error(client: ForkServerClient) -> None:
+    Rank(client, 0).channel.close()
+    assert next_exit(client) == (0, 1)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+def test_signal_that_ended_a_rank_is_reported_as_a_negative_code(client: ForkServerClient, signum: int) -> None:
+    rank = Rank(client, 7)
+    client.kill(7, signum)
+    assert next_exit(client) == (7, -signum)
+    rank.channel.close()
+
+
+def test_rank_that_ends_itself_by_a_signal_is_reported(client: ForkServerClient) -> None:
+    Rank(client, 1, Doing(os.abort))
+    assert next_exit(client) == (1, -signal.SIGABRT)
+
+
+def test_kill_of_a_rank_that_has_ended_is_ignored(client: ForkServerClient) -> None:
+    Rank(client, 0, Doing(os._exit, 0))
+    assert next_exit(client) == (0, 0)
+    client.kill(0, signal.SIGKILL)
+    client.kill(99, signal.SIGKILL)
+    Rank(client, 1, Doing(os._exit, 5))
+    assert next_exit(client) == (1, 5)
+
+
+def test_kill_reaches_what_the_rank_started(client: ForkServerClient) -> None:
+    pids = pids_of(Rank.running(client, 0, FAMILY))
+    client.kill(0, signal.SIGTERM)
+    assert next_exit(client) == (0, -signal.SIGTERM)
+    assert are_gone(pids)
+
+
+def test_what_a_rank_leaves_behind_when_it_ends_is_killed(client: ForkServerClient) -> None:
+    rank = Rank.running(client, 0, FAMILY.replace("time.sleep(600)", "os._exit(0)"))
+    pids = [int(pid) for pid in rank.line().split()]
+    assert next_exit(client) == (0, 0)
+    assert are_gone(pids)
+
+
+def test_both_outputs_of_a_rank_go_to_its_own_pipe_line_by_line(client: ForkServerClient) -> None:
+    source = """
+        import sys, time
+        print("to stdout {0}")
+        print("to stderr {0}", file=sys.stderr)
+        time.sleep(600)
+    """
+    ranks = [Rank.running(client, key, source.replace("{0}", str(key))) for key in (0, 1)]
+    for key, rank in enumerate(ranks):
+        assert [rank.line(), rank.line()] == [f"to stdout {key}", f"to stderr {key}"]
+
+
+def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> None:
+    source = """
+        import os, sys
+        torch = sys.modules["torch"]
+        print(torch.cuda.is_initialized(), os.getsid(0) == os.getpid(), os.getppid())
+    """
+    rank = Rank.running(client, 0, source)
+    assert rank.line() == f"False True {server_process().pid}"
+
+
+def sockets_of(pid: int) -> set[str]:
+    links = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    return {link for link in links if link.startswith("socket:")}
+
+
+def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -> None:
+    # It would hide the server's end from them.
+    Rank(client, 0, Doing(os._exit, 0))
+    assert next_exit(client) == (0, 0)
+    before = sockets_of(server_process().pid)
+    with contextlib.closing(forkserver.connect()) as other:
+        Rank(other, 0, Doing(os._exit, 0))
+        assert next_exit(other) == (0, 0)
+        [others] = sockets_of(server_process().pid) - before
+        [pid, _] = pids_of(Rank.running(client, 1, FAMILY))
+        assert others not in sockets_of(pid)
+
+
+def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
+    Rank(client, 0, Doing(os._exit, 0))
+    next_exit(client)
+    before = server_process().num_fds()
+    for key in range(10):
+        Rank(client, key, Doing(os._exit, 0))
+    assert {next_exit(client) for _ in range(10)} == {(key, 0) for key in range(10)}
+    assert server_process().num_fds() == before
+
+
+# ---- Nothing is left ------------------------------------------------------------------------------------------------
+
+
+def test_closing_a_client_kills_its_ranks_and_their_children_and_removes_its_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "inside" / "file").touch()
+    client = forkserver.connect()
+    client.own(str(folder))
+    pids = [pid for key in (0, 1) for pid in pids_of(Rank.running(client, key, FAMILY))]
+    assert folder.exists()
+    client.close()
+    assert are_gone(pids)
+    assert eventually(lambda: not folder.exists())
+
+
+def test_closing_a_client_leaves_the_ranks_of_others_alone(client: ForkServerClient) -> None:
+    rank = Rank.running(client, 0, FAMILY)
+    pids = pids_of(rank)
+    other = forkserver.connect()
+    others = pids_of(Rank.running(other, 0, FAMILY))
+    other.close()
+    assert are_gone(others)
+    assert all(map(is_running, pids))
+
+
+def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: ForkServerClient) -> None:
+    pids = pids_of(Rank.running(client, 0, FAMILY))
+    deaf = forkserver.connect()
+    others = pids_of(Rank.running(deaf, 0, FAMILY))
+    deaf.kill(0, signal.SIGKILL)
+    assert wait([deaf], PATIENCE)
+    deaf.close()
+    assert are_gone(others)
+    Rank(client, 1, Doing(os._exit, 5))
+    assert next_exit(client) == (1, 5)
+    assert all(map(is_running, pids))
+
+
+def test_stopped_rank_dies_with_its_client() -> None:
+    client = forkserver.connect()
+    pids = pids_of(Rank.running(client, 0, FAMILY))
+    client.kill(0, signal.SIGSTOP)
+    assert eventually(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
+    client.close()
+    assert are_gone(pids)
+
+
+def test_rank_that_ignores_sigterm_dies_with_its_client() -> None:
+    client = forkserver.connect()
+    source = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(FAMILY)
+    pids = pids_of(Rank.running(client, 0, source))
+    client.kill(0, signal.SIGTERM)
+    assert not wait([client], 0.2)
+    client.close()
+    assert are_gone(pids)
+
+
+OWNER = """
+    import json, os, sys, time
+    from multiprocessing.connection import Pipe
+    from flytekitplugins.daskpytorch import forkserver
+
+    client = forkserver.connect()
+    client.own(sys.argv[1])
+    for key in (0, 1):
+        mine, theirs = Pipe()
+        client.spawn(key, theirs.fileno(), 1)
+        globals()[f"channel_{key}"] = mine
+    client.kill(1, 19)  # SIGSTOP
+    print(json.dumps({"server": forkserver._owned.process.pid}), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_killing_the_owner_leaves_no_rank_no_server_and_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER), str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        server = psutil.Process(json.loads(owner.stdout.readline())["server"])
+        assert eventually(lambda: len(server.children()) == 2)
+        ranks = server.children()
+        assert eventually(lambda: ranks[1].status() == psutil.STATUS_STOPPED)
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    assert are_gone([server.pid, *(rank.pid for rank in ranks)])
+    assert eventually(lambda: not folder.exists())
+
+
+def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(client: ForkServerClient) -> None:
+    rank = Rank.running(client, 0, "import os, time; print(os.getpid()); time.sleep(600)")
+    pids = pids_of(rank)
+    first = server_process()
+    first.kill()
+    assert wait([client], PATIENCE)
+    with pytest.raises(forkserver.ForkServerLostError):
+        client.next_exit()
+    assert are_gone(pids)
+    first.wait()
+    with contextlib.closing(forkserver.connect()) as again:
+        assert server_process().pid != first.pid
+        Rank(again, 0, Doing(os._exit, 5))
+        assert next_exit(again) == (0, 5)
+
+
+def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:
+    pids = pids_of(Rank.running(client, 0, FAMILY))
+    server = server_process()
+    forkserver.shutdown()
+    assert not is_running(server.pid)
+    assert are_gone(pids)

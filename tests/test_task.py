@@ -1,0 +1,268 @@
+"""The task types as Flyte's backend sees them: serialised, beside what flytekitplugins-dask makes of the same."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import OrderedDict
+from importlib.metadata import EntryPoint, distribution
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from flytekit import PodTemplate, Resources, Secret, dynamic, task
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.exceptions.system import FlyteSystemException
+from flytekit.extras.accelerators import A100
+from flytekit.models.literals import LiteralMap
+from flytekit.models.task import TaskTemplate
+from flytekit.tools.translator import get_serializable
+from flytekitplugins.dask import Dask
+from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
+
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+
+SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
+WORKERS = WorkerGroup(
+    number_of_workers=3,
+    image="worker:v3",
+    requests=Resources(cpu="4", mem="8Gi"),
+    limits=Resources(cpu="8", mem="16Gi", gpu="2"),
+)
+DAEMON, FAILURES = "DASK_DISTRIBUTED__WORKER__DAEMON", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES"
+CONFIGS = [DaskDDP, DaskCluster]
+
+
+def make(config: object, **options: Any) -> Any:
+    """A task of this config, as a user's module would define it."""
+
+    @task(task_config=config, **options)
+    def train(epochs: int = 1) -> float:
+        return float(epochs)
+
+    return train
+
+
+def serialised(made: Any, env: dict[str, str] | None = None) -> TaskTemplate:
+    image = Image(name="default", fqn="registry.example/image", tag="v1")
+    settings = SerializationSettings(
+        project="p",
+        domain="d",
+        version="v",
+        env=env,
+        image_config=ImageConfig(default_image=image, images=[image]),
+    )
+    return get_serializable(OrderedDict(), settings, made).template
+
+
+def plain_dask(**options: Any) -> TaskTemplate:
+    return serialised(make(Dask(scheduler=SCHEDULER, workers=WORKERS), **options))
+
+
+def ours(config: type, **options: Any) -> TaskTemplate:
+    return serialised(make(config(scheduler=SCHEDULER, workers=WORKERS), **options))
+
+
+# ---- What the backend gets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_type_and_custom_are_what_the_dask_plugin_makes_of_the_same_cluster(config: type) -> None:
+    template, reference = ours(config), plain_dask()
+    assert template.type == reference.type == "dask"
+    assert template.custom == reference.custom
+    assert template.custom["workers"]["numberOfWorkers"] == 3
+    assert template.custom["workers"]["resources"]["limits"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_default_cluster_is_the_dask_plugins_with_two_workers(config: type) -> None:
+    reference = serialised(make(Dask(workers=WorkerGroup(number_of_workers=2))))
+    assert serialised(make(config())).custom == reference.custom
+
+
+def test_gang_and_wandb_leave_custom_alone() -> None:
+    config = DaskDDP(
+        scheduler=SCHEDULER, workers=WORKERS, gang=Gang(min_workers=1, start_timeout=5), wandb=Wandb(project="names")
+    )
+    assert serialised(make(config)).custom == plain_dask().custom
+
+
+def test_command_is_flytekits_own() -> None:
+    template, reference = ours(DaskDDP), plain_dask()
+    assert template.container.args[0] == "pyflyte-execute"
+    assert template.container.args == reference.container.args
+    assert template.container.image == reference.container.image == "registry.example/image:v1"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache": True, "cache_version": "1.0", "cache_ignore_input_vars": ("epochs",)},
+        {"retries": 3, "interruptible": True},
+        {"timeout": 600},
+        {"requests": Resources(cpu="1"), "limits": Resources(mem="2Gi")},
+        {"container_image": "registry.example/other:v9"},
+        {"enable_deck": True},
+        {"deprecated": "use another"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_options_of_the_task_pass_through(config: type, options: dict[str, Any]) -> None:
+    template, reference = ours(config, **options).to_flyte_idl(), plain_dask(**options).to_flyte_idl()
+    without_options = plain_dask().to_flyte_idl()
+    del template.container.env[:], reference.container.env[:], without_options.container.env[:]
+    assert template == reference
+    assert reference != without_options
+
+
+@pytest.mark.parametrize("options", [{"shared_memory": True}, {"shared_memory": "2Gi"}, {"accelerator": A100}])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_shared_memory_and_accelerator_pass_through(config: type, options: dict[str, Any]) -> None:
+    found = ours(config, **options).extended_resources
+    assert found is not None
+    assert found == plain_dask(**options).extended_resources
+
+
+def pod_template(env: list[V1EnvVar] | None = None) -> PodTemplate:
+    spec = V1PodSpec(
+        containers=[V1Container(name="primary", env=env), V1Container(name="sidecar", image="sidecar:v1")],
+        tolerations=[V1Toleration(key="nvidia.com/gpu", operator="Exists")],
+    )
+    return PodTemplate(pod_spec=spec, primary_container_name="primary", labels={"team": "names"})
+
+
+def primary_env(template: TaskTemplate) -> dict[str, str]:
+    [primary] = [c for c in template.k8s_pod.pod_spec["containers"] if c["name"] == "primary"]
+    return {item["name"]: item["value"] for item in primary.pop("env", [])}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_pod_template_passes_through_with_our_settings_in_its_primary_container(config: type) -> None:
+    template, reference = ours(config, pod_template=pod_template()), plain_dask(pod_template=pod_template())
+    assert primary_env(template)[DAEMON] == "False"
+    primary_env(reference)
+    assert template.container is None
+    assert template.k8s_pod.pod_spec == reference.k8s_pod.pod_spec
+    assert template.k8s_pod.pod_spec["tolerations"]
+    assert template.k8s_pod.metadata.labels == {"team": "names"}
+    assert template.config["primary_container_name"] == "primary"
+
+
+# ---- Dask's settings ------------------------------------------------------------------------------------------------
+
+
+def test_gangs_environment_has_our_dask_settings() -> None:
+    assert ours(DaskDDP).container.env == {DAEMON: "False", FAILURES: "0"}
+
+
+def test_clusters_environment_leaves_the_retries_of_dask_tasks_to_the_user() -> None:
+    assert ours(DaskCluster).container.env == {DAEMON: "False"}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_environment_of_the_user_wins_and_is_kept(config: type) -> None:
+    env = ours(config, environment={DAEMON: "True", "MINE": "1"}).container.env
+    assert env[DAEMON] == "True"
+    assert env["MINE"] == "1"
+
+
+def test_users_dictionary_is_left_as_it_was() -> None:
+    mine = {"MINE": "1"}
+    make(DaskDDP(), environment=mine)
+    assert mine == {"MINE": "1"}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_environment_given_at_registration_wins_too(config: type) -> None:
+    env = serialised(make(config()), env={DAEMON: "True", "MINE": "1"}).container.env
+    assert env["MINE"] == "1"
+    assert env[DAEMON] == "True"
+
+
+# ---- Weights & Biases -----------------------------------------------------------------------------------------------
+
+
+def test_config_has_what_the_consoles_link_is_made_from() -> None:
+    template = serialised(make(DaskDDP(wandb=Wandb(project="names", entity="team", host="https://wandb.example"))))
+    assert template.config["project"] == "names"
+    assert template.config["entity"] == "team"
+    assert template.config["host"] == "https://wandb.example"
+    assert template.config["link_type"]
+
+
+def test_config_without_wandb_is_as_the_dask_plugins() -> None:
+    assert (ours(DaskDDP).config or {}) == (plain_dask().config or {})
+
+
+def test_wandbs_secret_is_requested_once() -> None:
+    secret, other = Secret(group="wandb", key="api_key"), Secret(group="aws", key="id")
+    config = DaskDDP(wandb=Wandb(project="names", secret=secret))
+    for given, expected in (
+        (None, [("wandb", "api_key")]),
+        ([secret], [("wandb", "api_key")]),
+        ([Secret(group="wandb", key="api_key")], [("wandb", "api_key")]),
+        ([other], [("aws", "id"), ("wandb", "api_key")]),
+    ):
+        requested = serialised(make(config, secret_requests=given)).security_context.secrets
+        assert [(item.group, item.key) for item in requested] == expected
+
+
+def test_list_of_secrets_of_the_user_is_left_as_it_was() -> None:
+    mine = [Secret(group="aws", key="id")]
+    make(DaskDDP(wandb=Wandb(project="names", secret=Secret(group="wandb", key="api_key"))), secret_requests=mine)
+    assert len(mine) == 1
+
+
+# ---- What a task may be ---------------------------------------------------------------------------------------------
+
+
+def test_gang_cannot_be_a_dynamic_workflow() -> None:
+    with pytest.raises(ValueError, match="DaskDDP cannot be the task_config of a @dynamic"):
+
+        @dynamic(task_config=DaskDDP())
+        def spread() -> None:
+            pass
+
+
+@pytest.mark.timeout(60)
+def test_scheduler_that_does_not_answer_is_a_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
+    lonely = make(DaskCluster(start_timeout=0.2))
+    with pytest.raises(FlyteSystemException, match=r"no Dask scheduler answered at tcp://127.0.0.1:9"):
+        lonely.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
+
+
+# ---- The commands that the backend starts ---------------------------------------------------------------------------
+
+
+def script(name: str) -> EntryPoint:
+    [entry] = distribution("flytekitplugins-daskpytorch").entry_points.select(group="console_scripts", name=name)
+    return entry
+
+
+@pytest.mark.parametrize("name", ["dask-scheduler", "dask-worker"])
+def test_this_package_installs_the_commands_of_the_backend(name: str) -> None:
+    assert script(name).value.startswith("distributed.cli.")
+    assert shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def parsed(name: str, args: list[str]) -> dict[str, Any]:
+    command = script(name).load()
+    assert isinstance(command, click.Command)
+    return command.make_context(name, args, resilient_parsing=False).params
+
+
+def test_worker_command_takes_the_backends_arguments() -> None:
+    args = ["--name", "f3a-default-worker-0", "--nthreads", "2", "--memory-limit", "1536Mi"]
+    params = parsed("dask-worker", args)
+    assert params["name"] == "f3a-default-worker-0"
+    assert params["nthreads"] == 2
+    assert params["memory_limit"] == "1536Mi"
+
+
+def test_scheduler_command_takes_no_arguments() -> None:
+    assert parsed("dask-scheduler", [])["port"] is None

@@ -1,0 +1,319 @@
+"""Weights & Biases: which run, with which key, and one that is really recorded; never in the way of the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from flytekit import Secret
+
+from flytekitplugins.daskpytorch import Wandb, tracking
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.tracking import RunSettings, Tracker
+from wandb_file import read_records, read_run
+
+OURS = ("WANDB_", "FLYTE_", "_FSEC_", "NETRC")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key, no Flyte, and a home of its own."""
+    for name in list(os.environ):
+        if name.startswith(OURS):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("HOSTNAME", raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
+    given: dict[str, Any] = {"task": "workflows.names.train", "execution": "f3a", "config": {}}
+    return tracking.settings(wandb or Wandb(project="names"), **{**given, **changes})
+
+
+# ---- Which run ------------------------------------------------------------------------------------------------------
+
+
+def test_run_id_is_the_pods_name_without_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = set()
+    for attempt in ("0", "1", "11"):
+        monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
+        ids.add(tracking.run_id("f3a", "train"))
+    assert ids == {"f3a-n0"}
+
+
+def test_run_id_is_the_pods_name_also_without_the_operators_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", "f3a-n1-2")
+    monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "2")
+    assert tracking.run_id("f3a", "train") == "f3a-n1"
+
+
+@pytest.mark.parametrize("hostname", ["my-laptop", "my-laptop-1", "f3a-n0-7-runner", "other-n0-1-runner"])
+def test_run_id_is_execution_and_task_where_the_host_is_not_named_so(
+    monkeypatch: pytest.MonkeyPatch, hostname: str
+) -> None:
+    monkeypatch.setenv("HOSTNAME", hostname)
+    monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
+    assert tracking.run_id("f3a", "train") == "f3a-train"
+
+
+@pytest.mark.parametrize("execution", [None, "", "local"])
+def test_every_local_run_has_a_new_id(execution: str | None) -> None:
+    ids = {tracking.run_id(execution, "train") for _ in range(5)}
+    assert len(ids) == 5
+    assert all(id_.isalnum() for id_ in ids)
+
+
+def test_run_id_has_only_characters_that_wandb_takes() -> None:
+    assert tracking.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
+    assert len(tracking.run_id("f3a", "x" * 500)) <= 128
+
+
+def test_id_and_name_that_are_given_win() -> None:
+    made = settings(Wandb(project="names", id="mine", name="my run"))
+    assert (made.id, made.name) == ("mine", "my run")
+
+
+def test_default_name_is_the_tasks_short_name() -> None:
+    assert (settings().name, settings().id) == ("train", "f3a-train")
+
+
+def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
+    made = settings(Wandb(project="names", config={"lr": 1, "team": "a"}), config={"lr": 0, "epochs": 3})
+    assert made.config == {"lr": 1, "team": "a", "epochs": 3}
+
+
+def test_notes_are_the_link_to_flytes_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings().notes is None
+    monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
+    assert settings().notes == "https://flyte.example/f3a"
+
+
+def test_console_link_has_project_host_and_type() -> None:
+    link = tracking.console_link(Wandb(project="names", host="https://wandb.example"))
+    assert link == {"project": "names", "host": "https://wandb.example", "link_type": tracking.LINK_TYPE}
+
+
+def test_console_link_has_entity_and_id_where_they_are_given() -> None:
+    link = tracking.console_link(Wandb(project="names", entity="team", id="mine"))
+    assert (link["entity"], link["id"]) == ("team", "mine")
+
+
+# ---- Which key ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_key_the_run_is_offline_with_one_line_of_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    made = settings()
+    assert (made.mode, made.key) == ("offline", None)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "WANDB_API_KEY" in err
+    assert "wandb sync" in err
+
+
+def test_key_from_the_environment_makes_the_run_online_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    made = settings()
+    assert (made.mode, made.key) == ("online", "k" * 40)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_key_from_a_flyte_secret_goes_before_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "from the environment")
+    monkeypatch.setenv("_FSEC_WANDB_API_KEY", "from the secret")
+    made = settings(Wandb(project="names", secret=Secret(group="wandb", key="api_key")))
+    assert (made.mode, made.key) == ("online", "from the secret")
+
+
+def test_named_secret_that_is_not_there_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match="api_key"):
+        settings(Wandb(project="names", secret=Secret(group="wandb", key="api_key")))
+
+
+def test_key_from_netrc(tmp_path: Path) -> None:
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
+    netrc.chmod(0o600)
+    assert tracking.api_key(Wandb(project="names")) == "from-netrc"
+
+
+def test_netrc_of_another_server_or_a_broken_one_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    assert tracking.api_key(Wandb(project="names")) is None
+    netrc.write_text("what is this")
+    assert tracking.api_key(Wandb(project="names")) is None
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_mode_that_needs_no_key_asks_for_none_and_says_nothing(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    made = settings(Wandb(project="names", mode=mode, secret=Secret(group="wandb", key="not_there")))
+    assert (made.mode, made.key) == (mode, None)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_mode_of_the_environment_counts_where_the_user_gave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert settings().mode == "disabled"
+    assert settings(Wandb(project="names", mode="online")).mode == "online"
+
+
+def test_settings_travel_pickled() -> None:
+    made = settings(Wandb(project="names", tags=("a",), secret=Secret(group="g", key="k"), mode="offline"))
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+# ---- Real runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wandbs_own_process_ends() -> Iterator[None]:
+    yield
+    _end_wandb()
+
+
+def _end_wandb() -> None:
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+
+
+def record(step: int, **metrics: Any) -> LogRecord:
+    return LogRecord(rank=0, step=step, num_steps=None, time=time.time(), metrics=metrics)
+
+
+def file_of(folder: Path) -> Path:
+    [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    return file
+
+
+def run_in(folder: Path) -> dict[str, Any]:
+    return read_run(file_of(folder))
+
+
+@pytest.mark.timeout(90)
+def test_offline_run_has_config_history_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
+    wandb = Wandb(project="names", group="sweep", tags=("a", "b"), dir=str(tmp_path))
+    tracker = Tracker(settings(wandb, config={"lr": 0.25, "gang": {"world_size": 2, "hosts": ["h", "i"]}}))
+    tracker.log(record(0, loss=3.0))
+    tracker.log(record(1, loss=2.0, note="half way"))
+    tracker.log(record(7, loss=1.5, epoch=1))
+    tracker.finish(0)
+
+    run = run_in(tmp_path)
+    assert run["runs"] == 1
+    assert (run["id"], run["project"], run["name"]) == ("f3a-train", "names", "train")
+    assert (run["group"], run["tags"], run["notes"]) == ("sweep", ["a", "b"], "https://flyte.example/f3a")
+    assert run["config"] == {"lr": 0.25, "gang": {"world_size": 2, "hosts": ["h", "i"]}}
+    rows = [{name: value for name, value in row.items() if not name.startswith("_")} for row in run["history"]]
+    assert rows == [
+        {"step": 0, "loss": 3.0},
+        {"step": 1, "loss": 2.0, "note": "half way"},
+        {"step": 7, "loss": 1.5, "epoch": 1},
+    ]
+    assert run["exit_code"] == 0
+
+
+@pytest.mark.timeout(90)
+def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_path: Path) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.log(record(0, loss=3.0))
+    tracker.finish(1)
+    tracker.finish(0)
+    run = run_in(tmp_path)
+    assert run["exit_code"] == 1
+    assert [row["loss"] for row in run["history"]] == [3.0]
+
+
+@pytest.mark.timeout(90)
+def test_long_run_is_read_over_many_blocks(tmp_path: Path) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    for step in range(3):
+        tracker.log(record(step, text=str(step) * 50_000))
+    tracker.finish(0)
+    assert [row["text"] for row in run_in(tmp_path)["history"]] == [str(step) * 50_000 for step in range(3)]
+    assert sum(r.WhichOneof("record_type") == "exit" for r in read_records(file_of(tmp_path))) == 1
+
+
+@pytest.mark.timeout(90)
+def test_value_that_cannot_be_shown_costs_one_notice_and_neither_its_row_nor_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    for step in range(3):
+        tracker.log(record(step, loss=float(step), odd=object()))
+    tracker.finish(1)
+    run = run_in(tmp_path)
+    assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert run["exit_code"] == 1
+    assert capsys.readouterr().err.count("not JSON serializable") == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("wandb", [Wandb(project="no/such:name"), Wandb(project="names", mode="online")])
+def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(
+    tmp_path: Path, wandb: Wandb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracker = Tracker(settings(wandb))
+    for step in range(100):
+        tracker.log(record(step, loss=0.0))
+    tracker.finish(0)
+    assert "The training goes on." in capsys.readouterr().err
+    assert not list(tmp_path.glob("wandb/*/run-*.wandb"))
+
+
+@pytest.mark.timeout(90)
+def test_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path / "file"), mode="offline")))
+    tracker.log(record(0, loss=0.0))
+    tracker.finish(0)
+
+
+def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "MAX_WAITING", 0)
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="disabled")))
+    for step in range(5):
+        tracker.log(record(step, loss=0.0))
+    tracker.finish(0)
+    assert "5 records were dropped" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(90)
+def test_death_of_wandbs_own_process_costs_a_notice_and_no_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _end_wandb()
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    tracker.log(record(0, loss=0.0))
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("wandb/*/run-*.wandb")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    services = [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
+    assert services
+    for service in services:
+        service.kill()
+    began_at = time.monotonic()
+    tracker.finish(0)
+    assert time.monotonic() - began_at < 30
+    assert "The training goes on." in capsys.readouterr().err
