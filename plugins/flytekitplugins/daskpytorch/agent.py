@@ -56,12 +56,18 @@ def run(order: AgentOrder) -> None:
     Raises:
         ConnectionError: The driver cannot be reached from here.
     """
-    connection, interface = _dial(order)
-    # The connection closes last: its end tells the driver that nothing is left here.
-    with connection, contextlib.closing(forkserver.connect()) as server, _scratch(server) as scratch:
+    with (
+        contextlib.ExitStack() as at_last,
+        contextlib.closing(forkserver.connect()) as server,
+        _scratch(server) as scratch,
+    ):
+        agent = _Agent(server, scratch)
+        agent.fork_ahead(order.num_ranks)
+        connection, interface = _dial(order)
+        at_last.callback(connection.close)  # its end tells the driver that nothing is left here
         try:
             connection.send(Hello(describe_node(order.worker, interface)))
-            _Agent(connection, server, scratch, interface).serve()
+            agent.serve(connection, interface)
         except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
             return
         except Exception:
@@ -71,10 +77,13 @@ def run(order: AgentOrder) -> None:
 
 @dataclass
 class _Rank:
-    place: Place
+    key: int
+    """Its name at the fork server: the local rank."""
     channel: Connection
     output: int | None
     """Read end of its standard output and error; None once it has closed them."""
+    place: Place | None = None
+    """None while it waits for its orders."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     unfinished: bytes = b""
     """A line without its end."""
@@ -83,19 +92,23 @@ class _Rank:
 
 
 class _Agent:
-    def __init__(
-        self, driver: Connection, server: forkserver.ForkServerClient, scratch: Path, interface: str | None
-    ) -> None:
-        self._driver = driver
+    def __init__(self, server: forkserver.ForkServerClient, scratch: Path) -> None:
         self._server = server
         self._scratch = scratch
-        self._interface = interface
         self._ranks: dict[int, _Rank] = {}
         self._job: Job | None = None
         self._num_kills_for_memory = _num_kills_for_memory()
         self._open = True
 
-    def serve(self) -> None:
+    def fork_ahead(self, count: int) -> None:
+        """Have the first ranks forked while all agents meet; they wait for their orders."""
+        for key in range(count):
+            self._fork(key)
+
+    def serve(self, driver: Connection, interface: str | None) -> None:
+        """Until the driver closes the gang."""
+        self._driver = driver
+        self._interface = interface
         while self._open:
             handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
             for rank in self._ranks.values():
@@ -123,14 +136,9 @@ class _Agent:
         self._job = order.job
         code = ship.unpack_code(order.code, self._scratch)
         for place in order.places:
-            mine, theirs = Pipe()
-            output, output_of_rank = os.pipe()
-            os.set_blocking(output, False)
-            self._server.spawn(place.rank, theirs.fileno(), output_of_rank)
-            theirs.close()
-            os.close(output_of_rank)
-            self._ranks[place.rank] = _Rank(place=place, channel=mine, output=output)
-            mine.send(
+            rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
+            rank.place = place
+            rank.channel.send(
                 RankOrder(
                     place=place,
                     job=order.job,
@@ -140,16 +148,27 @@ class _Agent:
                 )
             )
 
+    def _fork(self, key: int) -> _Rank:
+        mine, theirs = Pipe()
+        output, output_of_rank = os.pipe()
+        os.set_blocking(output, False)
+        self._server.spawn(key, theirs.fileno(), output_of_rank)
+        theirs.close()
+        os.close(output_of_rank)
+        self._ranks[key] = _Rank(key=key, channel=mine, output=output)
+        return self._ranks[key]
+
     def _stop(self) -> None:
         for rank in self._ranks.values():
-            has_run_to_close = rank.place.rank == 0 and self._job is not None and self._job.tracking is not None
+            is_main = rank.place is not None and rank.place.rank == 0
+            has_run_to_close = is_main and self._job is not None and self._job.tracking is not None
             rank.kill_at = time.monotonic() + (TRACKED_STOP_GRACE if has_run_to_close else STOP_GRACE)
             self._tell(rank, "stop")
 
     def _kill_the_late(self) -> None:
         for rank in self._ranks.values():
             if rank.kill_at is not None and time.monotonic() >= rank.kill_at:
-                self._server.kill(rank.place.rank, signal.SIGKILL)
+                self._server.kill(rank.key, signal.SIGKILL)
 
     def _patience(self) -> float | None:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -166,7 +185,8 @@ class _Agent:
         except (EOFError, OSError):  # also where its exit was noted a moment ago
             rank.channel.close()
             return
-        self._driver.send(Reported(rank.place.rank, report))
+        if rank.place is not None:
+            self._driver.send(Reported(rank.place.rank, report))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
@@ -185,7 +205,8 @@ class _Agent:
         lines = [line.decode(errors="replace") for line in whole if line.strip()]
         if lines:
             rank.tail.extend(lines)
-            self._driver.send(Lines(rank.place.rank, lines))
+            if rank.place is not None:
+                self._driver.send(Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
@@ -194,9 +215,13 @@ class _Agent:
             self._relay_report(rank)
         while rank.output is not None and wait([rank.output], 0):
             self._relay_output(rank)
+        if rank.place is None:
+            raise RuntimeError(
+                f"a rank ended with exit code {exitcode} before it had its orders: {' / '.join(rank.tail)}"
+            )
         self._driver.send(
             Exited(
-                rank=key,
+                rank=rank.place.rank,
                 exitcode=exitcode,
                 stopped=rank.kill_at is not None and exitcode in (STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and _num_kills_for_memory() > self._num_kills_for_memory,

@@ -74,7 +74,6 @@ def run(
     request = Request(
         name=getattr(pytorch_function, "__qualname__", "the function"),
         call=ship.pack_call(pytorch_function, args, kwargs),
-        code=ship.pack_code(),
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
@@ -181,6 +180,7 @@ class DaskAgents:
                 address,
                 order.worker,
                 *order.driver,
+                order.num_ranks,
                 order.token,
                 workers=[address],
                 allow_other_workers=False,
@@ -206,13 +206,13 @@ class DaskAgents:
         self._futures.clear()
 
 
-def _serve(address: str, worker: str, host: str, port: int, token: bytes) -> None:
+def _serve(address: str, worker: str, host: str, port: int, num_ranks: int, token: bytes) -> None:
     """Be the agent on one worker: a Dask task."""
     here = get_worker().address
     if here != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
-    agent.run(AgentOrder(worker=worker, driver=(host, port), token=token))
+    agent.run(AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token))
 
 
 def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Exception], None]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch import messages, placement
+from flytekitplugins.daskpytorch import messages, placement, ship
 from flytekitplugins.daskpytorch.blame import Failure, GangStartError, RankExit, verdict
 from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.flyte import FlyteSettings
@@ -53,7 +53,6 @@ class Request:
 
     name: str
     call: bytes
-    code: Code
     ranks_per_worker: int
     settings: Gang
     pass_local_rank: bool = False
@@ -166,20 +165,24 @@ class Supervisor:
 
     def _run(self, listener: Listener) -> list[Any]:
         self._launcher.launch(
-            [AgentOrder(worker=w, driver=listener.address, token=self._token) for w in self._launcher.workers],
+            [self._agent_order(worker, listener.address) for worker in self._launcher.workers],
             lambda worker, error: self._events.put(("not launched", worker, error)),
         )
+        code = ship.pack_code()  # while the agents are on their way
         nodes = self._muster()
         _check_versions(nodes)
         shape = self._place(nodes)
         with _rendezvous_store(self._launcher.host) as store:
-            generation = self._start(shape, store)
+            generation = self._start(shape, code, store)
             self._watch(generation)
             if generation.bad_exits:
                 raise verdict(generation.unclean_exits, shape.world_size)
             return [generation.results[rank] for rank in range(shape.world_size)]
 
     # ---- forming the gang
+
+    def _agent_order(self, worker: str, address: tuple[str, int]) -> AgentOrder:
+        return AgentOrder(worker=worker, driver=address, num_ranks=self._request.ranks_per_worker, token=self._token)
 
     def _muster(self) -> list[Node]:
         """Wait until every agent has said hello; the nodes in the order of their ranks."""
@@ -236,7 +239,7 @@ class Supervisor:
         self._observe("placed", shape)
         return shape
 
-    def _start(self, shape: Shape, store: tuple[str, int], number: int = 0) -> _Generation:
+    def _start(self, shape: Shape, code: Code, store: tuple[str, int], number: int = 0) -> _Generation:
         job = Job(
             gang=self._token[:8].hex(),
             generation=number,
@@ -252,7 +255,7 @@ class Supervisor:
         for node, places in zip(shape.nodes, shape.places, strict=True):
             peer = self._peers[node.worker]
             generation.places |= {place.rank: (place, peer) for place in places}
-            _send(peer, messages.Start(job, self._request.code, places))
+            _send(peer, messages.Start(job, code, places))
         return generation
 
     # ---- seeing it through

@@ -32,6 +32,8 @@ class AgentOrder:
     """The address of the worker that it should run on."""
     driver: tuple[str, int]
     """Host and port."""
+    num_ranks: int
+    """How many ranks it will be told to start, so that they can be forked while all meet."""
     token: bytes
     """Proves to the driver that it is this gang's agent; the first bytes on the connection."""
 

@@ -134,10 +134,11 @@ def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[P
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith(("__m", "flytekitplugins.")):
         return None  # built in; the script itself, which is pickled by value; or this package and its siblings
-    path = Path(os.path.abspath(file))
+    absolute = os.path.abspath(file)
     # Of whatever environment: layered ones (PYTHONPATH, .pth files) have folders that this one does not know.
-    if str(path).startswith(installed) or INSTALLED_FOLDERS.intersection(path.parts):
+    if absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS):
         return None
+    path = Path(absolute)
     parts = name.split(".")
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
     root = Path(str(path).removesuffix(str(relative)))

@@ -136,7 +136,6 @@ class DaskDDPTask(_OnDask):
         return Request(
             name=self.name,
             call=ship.pack_call(self.task_function, (), {}),
-            code=ship.pack_code(),
             ranks_per_worker=config.ranks_per_worker,
             settings=config.gang,
             flyte=flyte.capture(self.name, self.python_interface, _input_literals.get()),

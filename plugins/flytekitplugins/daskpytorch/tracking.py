@@ -79,7 +79,7 @@ def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[
     key = None if wandb.mode in ("offline", "disabled") else api_key(wandb)
     from_environment = os.environ.get("WANDB_MODE")
     mode = wandb.mode or (from_environment if from_environment in WANDB_MODES else "online" if key else "offline")
-    if wandb.mode is None and mode == "offline" and key is None:
+    if mode == "offline" and not (wandb.mode or from_environment):
         print(
             "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
             "with `wandb sync`.",
