@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.observer import Observer, Shape
 __all__ = ["ProgressDisplay", "describe_record"]
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between plain lines; a new epoch's results are always shown."""
+"""Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
 LEADING = ("epoch", "loss")
 RATE = "samples_per_second"
 
@@ -30,7 +30,8 @@ class ProgressDisplay(Observer):
         self._task: TaskID | None = None
         self._name = ""
         self._shown_at = 0.0
-        self._metric_names: set[str] = set()
+        self._epoch = 0
+        self._newest_names: set[str] = set()
 
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
@@ -72,10 +73,11 @@ class ProgressDisplay(Observer):
             self._bar.update(
                 self._task, completed=done, total=record.num_steps, text=escape(describe_record(record, LEADING))
             )
-        brings_news = not record.metrics.keys() <= self._metric_names or len(record.metrics) > len(LEADING) + 1
-        is_due = time.monotonic() - self._shown_at >= PLAIN_INTERVAL
-        if brings_news or (is_due and self._bar is None):
-            self._metric_names |= record.metrics.keys()
+        epoch = int(record.numbers.get("epoch", 0))
+        brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
+        is_due = self._bar is None and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        self._epoch, self._newest_names = epoch, set(record.metrics)
+        if brings_news or is_due:
             self._shown_at = time.monotonic()
             self._print(f"{self._name}: {describe_record(record)}")
 

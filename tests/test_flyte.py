@@ -1,0 +1,60 @@
+"""Rank 0's return value as the task's outputs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.interface import Interface, transform_function_to_interface
+from flytekit.models.literals import LiteralMap
+
+from flytekitplugins.daskpytorch import flyte
+
+
+class Named(NamedTuple):
+    only: float
+
+
+def one() -> float:
+    return 0.0
+
+
+def two() -> tuple[int, str]:
+    return 0, ""
+
+
+def named() -> Named:
+    return Named(0.0)
+
+
+def nothing() -> None:
+    pass
+
+
+def outputs(function: object, returned: object) -> dict[str, object]:
+    interface: Interface = transform_function_to_interface(function)
+    ctx = FlyteContextManager.current_context()
+    settings = flyte.capture("flows.train", interface, LiteralMap(literals={}))
+    literals = flyte.literals(settings, returned, ctx).literals
+    return {name: literal.scalar.primitive.value for name, literal in literals.items()}
+
+
+def test_values_become_literals_by_their_places() -> None:
+    assert outputs(one, 0.5) == {"o0": 0.5}
+    assert outputs(two, (7, "x")) == {"o0": 7, "o1": "x"}
+    assert outputs(named, Named(0.5)) == {"only": 0.5}
+    assert outputs(nothing, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "returned", "said"),
+    [
+        (two, (7,), r"declares 2 outputs \(o0, o1\); rank 0 returned 1 values"),
+        (two, None, "rank 0 returned a NoneType"),
+        (one, "text", "output 'o0' of task flows.train is declared as <class 'float'>; rank 0 returned a str"),
+    ],
+)
+def test_what_does_not_fit_is_said(function: object, returned: object, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        outputs(function, returned)
