@@ -215,6 +215,7 @@ def test_exception_without_a_text_can_be_recorded() -> None:
     "error",
     [
         PlainError("a", 2),
+        CodedError(3, "x"),
         KeyError("name"),
         FlyteRecoverableException("again"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
@@ -234,7 +235,7 @@ def test_class_made_in_a_function_is_rebuilt_in_its_own_type() -> None:
     assert type(failure(LocalError("x")).rebuilt()) is LocalError
 
 
-@pytest.mark.parametrize("error", [LockedError("x"), CodedError(3, "x"), LockedValueError("x")])
+@pytest.mark.parametrize("error", [LockedError("x"), LockedValueError("x")])
 def test_exception_that_cannot_be_rebuilt_is_not(error: Exception) -> None:
     record = failure(error)
     assert record.pickled is None

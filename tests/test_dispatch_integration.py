@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -86,7 +87,7 @@ def meet(own: str, other: str) -> float:
 
 
 class NeedsTwoError(Exception):
-    """Cannot be unpickled: its __init__ asks for more than its args hold."""
+    """Its __init__ asks for more than its args hold."""
 
     def __init__(self, what: str, number: int) -> None:
         super().__init__(f"{what} {number}")
@@ -111,8 +112,12 @@ def fail_on_rank_1(how: str) -> None:
     match how:
         case "own exception" | "deaf survivor":
             raise SimpleError("the batch is spoilt")
-        case "unpicklable exception":
+        case "exception with a demanding __init__":
             raise NeedsTwoError("code", 7)
+        case "unpicklable exception":
+            error = SimpleError("code 7")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+            raise error
         case "closes its group first":
             dist.destroy_process_group()
             time.sleep(0.2)
@@ -213,10 +218,15 @@ def test_the_failing_ranks_own_exception_is_raised(client: Client, how: str) -> 
     assert f"about to fail: {how}" in blamed.log_tail
 
 
+def test_an_exception_with_a_demanding_init_keeps_its_type(client: Client) -> None:
+    with pytest.raises(NeedsTwoError, match="code 7"):
+        dispatch.run(client, fail_on_rank_1, "exception with a demanding __init__").result(60)
+
+
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("unpicklable exception", "NeedsTwoError: code 7"),
+        ("unpicklable exception", "SimpleError: code 7"),
         ("leaves early", "SystemExit: 0"),
         ("exit code", "exit code 3"),
         ("crash", "SIGSEGV"),
@@ -248,8 +258,6 @@ def test_cancel_ends_all_ranks(client: Client, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_pickled_is_named_before_anything_starts(client: Client) -> None:
-    import threading
-
     with pytest.raises(TypeError, match="argument 1"):
         dispatch.run(client, weighted_sum, 5, threading.Lock())
 

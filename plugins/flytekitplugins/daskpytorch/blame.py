@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import cloudpickle
+from tblib import pickling_support
 
 __all__ = [
     "Failure",
@@ -249,6 +250,7 @@ def _text_of(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
+        pickling_support.install(error)  # with its traceback and causes, and whatever its __init__ asks for
         data = cloudpickle.dumps(error)
         if type(pickle.loads(data)) is not type(error):
             return None
