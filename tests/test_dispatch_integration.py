@@ -18,7 +18,7 @@ import psutil
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch, gang
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -137,6 +137,22 @@ def train_for_ever(started: str) -> None:
     Path(started + str(current_rank().rank)).touch()
     while True:
         time.sleep(0.1)
+
+
+def fail_when_told(started: str, told: str) -> None:
+    """Rank 1 fails, but not before its time."""
+    Path(started + str(current_rank().rank)).write_text(str(os.getppid()))
+    while current_rank().rank == 0 or not Path(told).exists():
+        time.sleep(0.05)
+    raise SimpleError("told to")
+
+
+def linger_at_exit() -> int:
+    """Deliver, and then do not leave."""
+    import atexit
+
+    atexit.register(time.sleep, 600)
+    return current_rank().rank
 
 
 def load_in_workers(start_method: str) -> float:
@@ -275,6 +291,28 @@ def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
         cluster.kill_worker(1)
         with pytest.raises(WorkerLostError, match="its Dask worker was lost"):
             futures.result(30)
+
+
+def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang, "MAX_STOP_WAIT", 1.0)
+    started, told = str(tmp_path / "rank"), tmp_path / "told"
+    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, fail_when_told, started, str(told))
+        until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
+        fork_server = psutil.Process(int(Path(started + "0").read_text()))
+        worker = fork_server.parent()
+        assert worker is not None
+        worker.suspend()
+        told.touch()
+        with pytest.raises(SimpleError, match="told to"):
+            futures.result(30)
+        worker.resume()  # now it hears that all is over, and ends its rank
+        until(lambda: not fork_server.children(), "the rank of the suspended worker to end")
+
+
+def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang, "MAX_LEAVE_WAIT", 1.0)
+    assert dispatch.run(client, linger_at_exit).result(30) == [0, 1]
 
 
 def test_a_lost_scheduler_ends_the_gang(tmp_path: Path) -> None:

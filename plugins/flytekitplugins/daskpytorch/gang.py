@@ -7,9 +7,11 @@ will be a new generation: the same agents, another `Start` with a fresh rendezvo
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +35,10 @@ __all__ = ["AgentLauncher", "GangCancelledError", "Request", "Supervisor"]
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better culprit while every failure so far reads like the loss of a peer."""
-MAX_EXIT_WAIT = 75.0
-"""Seconds for all ranks to leave; more than Weights & Biases may take to close its run."""
+MAX_LEAVE_WAIT = 75.0
+"""Seconds for the ranks to leave once all have delivered; more than Weights & Biases may take to close its run."""
+MAX_STOP_WAIT = 15.0
+"""Seconds for the ranks to end once they are told to stop; more than an agent waits before it kills."""
 
 
 MUSTER_INTERVAL = 1.0
@@ -96,7 +100,7 @@ class _Generation:
     failures: dict[int, Failure] = field(default_factory=dict)
     exits: dict[int, RankExit] = field(default_factory=dict)
     stop_at: float | None = None
-    """When to end it, if no better culprit is found before; on the monotonic clock."""
+    """When to end it: a better culprit may be found before, or the last rank may leave; on the monotonic clock."""
 
     @property
     def is_over(self) -> bool:
@@ -313,6 +317,7 @@ class Supervisor:
             generation.results[rank] = value
             if len(generation.results) == len(generation.places):
                 self._broadcast(messages.End())
+                generation.stop_at = time.monotonic() + MAX_LEAVE_WAIT
 
     def _note_exit(self, generation: _Generation, exited: messages.Exited) -> None:
         place, peer = generation.places[exited.rank]
@@ -362,13 +367,17 @@ class Supervisor:
     def _stop(self, generation: _Generation) -> None:
         """End every rank, and wait until all are gone; late failures still count for the blame."""
         self._broadcast(messages.Stop())
-        deadline = time.monotonic() + MAX_EXIT_WAIT
+        deadline = time.monotonic() + MAX_STOP_WAIT
         while not generation.is_over and time.monotonic() < deadline:
             kind, source, value = self._next_event(deadline - time.monotonic())
             if kind == "message":
                 self._take(generation, source, value)
             elif kind == "gone":
                 self._lose(generation, source)
+        for rank, (_, peer) in generation.places.items():
+            if rank not in generation.exits:  # its worker does not even answer (it may be suspended)
+                self._lose(generation, peer.connection)
+                _hang_up(peer.connection)
 
     def _not_formed(self, generation: _Generation) -> Exception:
         missing = sorted(set(generation.places) - generation.ready)
@@ -392,7 +401,7 @@ class Supervisor:
             if kind == "gone":
                 staying.discard(source)
         for connection in staying:
-            connection.close()
+            _hang_up(connection)
 
     def _broadcast(self, message: object) -> None:
         for peer in self._peers.values():
@@ -431,6 +440,12 @@ def _check_versions(nodes: Sequence[Node]) -> None:
         raise ValueError(
             f"driver and workers differ: {'; '.join(differing)}. Use one image for the task and its Dask cluster."
         )
+
+
+def _hang_up(connection: Connection) -> None:
+    """End a connection for both sides; a thread that reads from it wakes up, which it would not if it were closed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _send(peer: _Peer, message: object) -> None:
