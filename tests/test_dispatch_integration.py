@@ -23,6 +23,9 @@ from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)
 
+ONCE = Gang(max_restarts=0)
+"""For tests of how a gang ends; see test_faults_integration.py for how it starts again."""
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -224,7 +227,7 @@ def test_data_loader_workers_in_a_rank(client: Client, start_method: str) -> Non
 @pytest.mark.parametrize("how", ["own exception", "closes its group first", "deaf survivor"])
 def test_the_failing_ranks_own_exception_is_raised(client: Client, how: str) -> None:
     with pytest.raises(SimpleError, match="the batch is spoilt") as caught:
-        dispatch.run(client, fail_on_rank_1, how).result(60)
+        dispatch.run(client, fail_on_rank_1, how, gang=ONCE).result(60)
     blamed = caught.value.__cause__
     assert isinstance(blamed, GangError)
     assert blamed.rank == 1
@@ -236,7 +239,7 @@ def test_the_failing_ranks_own_exception_is_raised(client: Client, how: str) -> 
 
 def test_an_exception_with_a_demanding_init_keeps_its_type(client: Client) -> None:
     with pytest.raises(NeedsTwoError, match="code 7"):
-        dispatch.run(client, fail_on_rank_1, "exception with a demanding __init__").result(60)
+        dispatch.run(client, fail_on_rank_1, "exception with a demanding __init__", gang=ONCE).result(60)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_an_exception_with_a_demanding_init_keeps_its_type(client: Client) -> No
 )
 def test_other_ends_of_a_rank_are_named(client: Client, how: str, cause: str) -> None:
     with pytest.raises(GangError, match=cause) as caught:
-        dispatch.run(client, fail_on_rank_1, how).result(60)
+        dispatch.run(client, fail_on_rank_1, how, gang=ONCE).result(60)
     assert caught.value.rank == 1
     assert not isinstance(caught.value, WorkerLostError)
     if how == "crash":
@@ -259,13 +262,13 @@ def test_other_ends_of_a_rank_are_named(client: Client, how: str, cause: str) ->
 
 def test_a_killed_rank_counts_as_infrastructure(client: Client) -> None:
     with pytest.raises(WorkerLostError, match="SIGKILL") as caught:
-        dispatch.run(client, fail_on_rank_1, "killed").result(60)
+        dispatch.run(client, fail_on_rank_1, "killed", gang=ONCE).result(60)
     assert caught.value.rank == 1
 
 
 def test_cancel_ends_all_ranks(client: Client, tmp_path: Path) -> None:
     started = str(tmp_path / "rank")
-    futures = dispatch.run(client, train_for_ever, started)
+    futures = dispatch.run(client, train_for_ever, started, gang=ONCE)
     until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
     assert futures.cancel()
     with pytest.raises(CancelledError):
@@ -286,7 +289,7 @@ def test_nccl_without_gpus_is_refused(client: Client) -> None:
 def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
     started = str(tmp_path / "rank")
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, train_for_ever, started)
+        futures = dispatch.run(client, train_for_ever, started, gang=ONCE)
         until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
         cluster.kill_worker(1)
         with pytest.raises(WorkerLostError, match="its Dask worker was lost"):
@@ -297,7 +300,7 @@ def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
     monkeypatch.setattr(gang, "MAX_STOP_WAIT", 1.0)
     started, told = str(tmp_path / "rank"), tmp_path / "told"
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, fail_when_told, started, str(told))
+        futures = dispatch.run(client, fail_when_told, started, str(told), gang=ONCE)
         until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
         fork_server = psutil.Process(int(Path(started + "0").read_text()))
         worker = fork_server.parent()
@@ -318,7 +321,7 @@ def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest
 def test_a_lost_scheduler_ends_the_gang(tmp_path: Path) -> None:
     started = str(tmp_path / "rank")
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, train_for_ever, started)
+        futures = dispatch.run(client, train_for_ever, started, gang=ONCE)
         until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
         cluster.scheduler.kill()
         with pytest.raises(WorkerLostError):

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import task as _register_task_types  # noqa: F401
-from flytekitplugins.daskpytorch.blame import GangError, GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.blame import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
 from flytekitplugins.daskpytorch.inputs import StrictInputs
@@ -23,7 +23,9 @@ __all__ = [
     "DaskDDP",
     "Gang",
     "GangError",
+    "GangHungError",
     "GangStartError",
+    "PreemptedError",
     "RankContext",
     "Scheduler",
     "StrictInputs",

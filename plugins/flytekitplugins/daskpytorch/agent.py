@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections import deque
@@ -22,36 +23,57 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import forkserver, ship
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, failure_path
 from flytekitplugins.daskpytorch.messages import (
     AgentOrder,
+    Beat,
     Broken,
     Close,
-    End,
+    Download,
+    Dump,
     Exited,
+    Fetch,
     Hello,
+    Leaving,
     Lines,
     Reported,
+    Stacks,
     Start,
     Stop,
+    Tell,
+    Upload,
     watch_peer,
 )
 from flytekitplugins.daskpytorch.node import describe_node, interface_of
 from flytekitplugins.daskpytorch.placement import Place
-from flytekitplugins.daskpytorch.rank import STOPPED, Job, RankOrder, environment
+from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
+from flytekitplugins.daskpytorch.transfer import send_file, take_file
 
 __all__ = ["run"]
 
 STOP_GRACE = 0.5
 """Seconds a rank gets to leave by itself once it is told to stop."""
 TRACKED_STOP_GRACE = 10.0
-"""The same for the rank that has a Weights & Biases run to close."""
+"""The same for the rank that has a Weights & Biases run to close ..."""
+TRACKED_RESTART_GRACE = 1.0
+"""... which the next generation will open again."""
+BEAT_INTERVAL = 1.0
+"""Seconds between signs of life."""
+DUMP_TIME = 0.5
+"""Seconds for the ranks to write down their stacks."""
+NUM_FILES_KEPT = 3
+"""How many checkpoints stay on this node, so that a restart here need not fetch them."""
 TAIL_LINES = 40
 """How much of a rank's log goes into an error."""
 DIAL_TIMEOUT = 30.0
 
 
-def run(order: AgentOrder) -> None:
+def run(order: AgentOrder, leaving: int | None = None) -> None:
     """Serve the driver until the gang is over, or the driver is gone; then no rank is left.
+
+    Args:
+        order: Where the driver is.
+        leaving: A file descriptor that becomes readable when this process is told to end.
 
     Raises:
         ConnectionError: The driver cannot be reached from here.
@@ -61,13 +83,12 @@ def run(order: AgentOrder) -> None:
         contextlib.closing(forkserver.connect()) as server,
         _scratch(server) as scratch,
     ):
-        agent = _Agent(server, scratch)
+        agent = _Agent(order, server, scratch, leaving)
         agent.fork_ahead(order.num_ranks)
-        connection, interface = _dial(order)
+        connection = _dial(order)
         at_last.callback(connection.close)  # its end tells the driver that nothing is left here
         try:
-            connection.send(Hello(describe_node(order.worker, interface)))
-            agent.serve(connection, interface)
+            agent.serve(connection)
         except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
             return
         except Exception:
@@ -92,25 +113,35 @@ class _Rank:
 
 
 class _Agent:
-    def __init__(self, server: forkserver.ForkServerClient, scratch: Path) -> None:
+    def __init__(
+        self, order: AgentOrder, server: forkserver.ForkServerClient, scratch: Path, leaving: int | None
+    ) -> None:
+        self._order = order
         self._server = server
         self._scratch = scratch
+        self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
         self._job: Job | None = None
         self._num_kills_for_memory = _num_kills_for_memory()
         self._open = True
+        self._beat_at = 0.0
+        self._dump_at: float | None = None
 
     def fork_ahead(self, count: int) -> None:
         """Have the first ranks forked while all agents meet; they wait for their orders."""
         for key in range(count):
             self._fork(key)
 
-    def serve(self, driver: Connection, interface: str | None) -> None:
+    def serve(self, driver: Connection) -> None:
         """Until the driver closes the gang."""
         self._driver = driver
-        self._interface = interface
+        self._interface = interface_of(_own_address(driver))
+        self._driver.send(Hello(describe_node(self._order.worker, self._interface)))
+        self._beat_at = time.monotonic() + BEAT_INTERVAL
         while self._open:
             handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
+            if self._leaving is not None:
+                handlers[self._leaving] = self._say_leaving
             for rank in self._ranks.values():
                 if not rank.channel.closed:
                     handlers[rank.channel] = functools.partial(self._relay_report, rank)
@@ -118,22 +149,28 @@ class _Agent:
                     handlers[rank.output] = functools.partial(self._relay_output, rank)
             for ready in wait(list(handlers), self._patience()):
                 handlers[ready]()
-            self._kill_the_late()
+            self._keep_time()
 
     def _follow(self) -> None:
         match order := self._driver.recv():
             case Start():
                 self._start(order)
-            case Stop():
-                self._stop()
-            case End():
+            case Stop(is_last):
+                self._stop(is_last=is_last)
+            case Tell(word, value):
                 for rank in self._ranks.values():
-                    self._tell(rank, "end")
+                    self._tell(rank, word, value)
+            case Dump():
+                self._dump()
+            case Fetch(file):
+                self._in_background(self._upload, file)
             case Close():
                 self._open = False
 
     def _start(self, order: Start) -> None:
         self._job = order.job
+        if order.job.checkpoint is not None:
+            self._provide(order.job.checkpoint)
         code = ship.unpack_code(order.code, self._scratch)
         for place in order.places:
             rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
@@ -143,6 +180,7 @@ class _Agent:
                     place=place,
                     job=order.job,
                     code=str(code),
+                    scratch=str(self._scratch),
                     directory=str(Path.cwd()),
                     environment=environment(os.environ, place, order.job, self._interface),
                 )
@@ -158,26 +196,92 @@ class _Agent:
         self._ranks[key] = _Rank(key=key, channel=mine, output=output)
         return self._ranks[key]
 
-    def _stop(self) -> None:
+    def _stop(self, *, is_last: bool) -> None:
+        tracked_grace = TRACKED_STOP_GRACE if is_last else TRACKED_RESTART_GRACE
         for rank in self._ranks.values():
             is_main = rank.place is not None and rank.place.rank == 0
             has_run_to_close = is_main and self._job is not None and self._job.tracking is not None
-            rank.kill_at = time.monotonic() + (TRACKED_STOP_GRACE if has_run_to_close else STOP_GRACE)
+            rank.kill_at = time.monotonic() + (tracked_grace if has_run_to_close else STOP_GRACE)
             self._tell(rank, "stop")
 
-    def _kill_the_late(self) -> None:
+    def _keep_time(self) -> None:
+        """Do what has become due."""
+        now = time.monotonic()
         for rank in self._ranks.values():
-            if rank.kill_at is not None and time.monotonic() >= rank.kill_at:
+            if rank.kill_at is not None and now >= rank.kill_at:
                 self._server.kill(rank.key, signal.SIGKILL)
+        if self._dump_at is not None and now >= self._dump_at:
+            self._dump_at = None
+            self._send_stacks()
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_INTERVAL
+            self._driver.send(Beat())
 
-    def _patience(self) -> float | None:
+    def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
-        return max(0.01, min(deadlines) - time.monotonic()) if deadlines else None
+        deadlines += [self._beat_at] if self._dump_at is None else [self._beat_at, self._dump_at]
+        return max(0.01, min(deadlines) - time.monotonic())
+
+    def _say_leaving(self) -> None:
+        self._leaving = None
+        self._driver.send(Leaving())
+
+    # ---- stacks
+
+    def _dump(self) -> None:
+        """Have the ranks write down what they do: a signal, since a rank that hangs may not even listen."""
+        for rank in self._ranks.values():
+            if rank.place is not None:
+                self._server.signal(rank.key, DUMP_SIGNAL)
+        self._dump_at = time.monotonic() + DUMP_TIME
+
+    def _send_stacks(self) -> None:
+        texts = {}
+        for rank in self._ranks.values():
+            if rank.place is None:
+                continue
+            with contextlib.suppress(OSError):
+                texts[rank.place.rank] = stacks_path(self._scratch, rank.place).read_text(errors="replace")
+            text = texts.setdefault(rank.place.rank, "") or "(no stacks: the process does not run; is it suspended?)"
+            texts[rank.place.rank] = text
+            self._note_lines(rank, text.splitlines())
+        self._driver.send(Stacks(texts))
+
+    # ---- checkpoints
+
+    def _provide(self, file: CheckpointFile) -> None:
+        """Have the checkpoint here for the ranks to load; they look for it themselves."""
+        path = self._scratch / file.name
+        failure_path(path).unlink(missing_ok=True)
+        if not path.exists():
+            self._in_background(self._download, file)
+
+    def _download(self, file: CheckpointFile) -> None:
+        try:
+            with contextlib.closing(_dial(self._order)) as connection:
+                connection.send(Download(file))
+                take_file(connection, file, self._scratch)
+        except Exception as error:
+            failure_path(self._scratch / file.name).write_text(f"{type(error).__name__}: {error}")
+
+    def _upload(self, file: CheckpointFile) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(_dial(self._order)) as connection:  # the driver notices
+            connection.send(Upload(file))
+            send_file(connection, self._scratch / file.name)
+        kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
+        for old in kept[:-NUM_FILES_KEPT]:
+            old.unlink(missing_ok=True)
 
     @staticmethod
-    def _tell(rank: _Rank, word: str) -> None:
+    def _in_background(work: Callable[[CheckpointFile], None], file: CheckpointFile) -> None:
+        threading.Thread(target=work, args=(file,), name="daskpytorch-transfer", daemon=True).start()
+
+    # ---- the ranks' channels
+
+    @staticmethod
+    def _tell(rank: _Rank, word: str, value: object = None) -> None:
         with contextlib.suppress(OSError):  # it is already ending
-            rank.channel.send(word)
+            rank.channel.send((word, value))
 
     def _relay_report(self, rank: _Rank) -> None:
         try:
@@ -202,11 +306,12 @@ class _Agent:
         *whole, rank.unfinished = (rank.unfinished + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         if not data and rank.unfinished:
             whole, rank.unfinished = [rank.unfinished], b""
-        lines = [line.decode(errors="replace") for line in whole if line.strip()]
-        if lines:
-            rank.tail.extend(lines)
-            if rank.place is not None:
-                self._driver.send(Lines(rank.place.rank, lines))
+        self._note_lines(rank, [line.decode(errors="replace") for line in whole if line.strip()])
+
+    def _note_lines(self, rank: _Rank, lines: list[str]) -> None:
+        rank.tail.extend(lines)
+        if lines and rank.place is not None:
+            self._driver.send(Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
@@ -243,8 +348,8 @@ def _scratch(server: forkserver.ForkServerClient) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _dial(order: AgentOrder) -> tuple[Connection, str | None]:
-    """Connect to the driver; the connection, and the interface it goes through."""
+def _dial(order: AgentOrder) -> Connection:
+    """Connect to the driver."""
     host, port = order.driver
     try:
         sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)
@@ -255,10 +360,15 @@ def _dial(order: AgentOrder) -> tuple[Connection, str | None]:
         ) from error
     sock.settimeout(None)
     watch_peer(sock)
-    interface = interface_of(sock.getsockname()[0])
     connection = Connection(sock.detach())
     connection.send_bytes(order.token)
-    return connection, interface
+    return connection
+
+
+def _own_address(connection: Connection) -> str:
+    """This side's address of a connection."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        return str(sock.getsockname()[0])
 
 
 def _num_kills_for_memory() -> int:

@@ -10,7 +10,7 @@ import pickle
 import re
 import signal
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import cloudpickle
@@ -19,7 +19,9 @@ from tblib import pickling_support
 __all__ = [
     "Failure",
     "GangError",
+    "GangHungError",
     "GangStartError",
+    "PreemptedError",
     "RankExit",
     "WorkerLostError",
     "describe",
@@ -51,6 +53,7 @@ class GangError(RuntimeError):
         worker: str | None = None,
         host: str | None = None,
         cause: str | None = None,
+        step: int | None = None,
         rank_traceback: str = "",
         log_tail: str = "",
     ) -> None:
@@ -63,6 +66,8 @@ class GangError(RuntimeError):
         """The name of its host."""
         self.cause = cause
         """How it ended, in a line."""
+        self.step = step
+        """The newest step that it had named, to `log` or to a checkpoint."""
         self.rank_traceback = rank_traceback
         """The traceback of the exception it raised, or an empty string."""
         self.log_tail = log_tail
@@ -74,6 +79,14 @@ class GangError(RuntimeError):
 
 class WorkerLostError(GangError):
     """A worker, the scheduler or a rank's process was taken away: the infrastructure failed, not the user's code."""
+
+
+class PreemptedError(WorkerLostError):
+    """The task, or one of its workers, was told to end; the next attempt goes on from the newest checkpoint."""
+
+
+class GangHungError(GangError):
+    """A rank stood still for longer than `hang_timeout`; the message has the stacks of all ranks."""
 
 
 class GangStartError(GangError):
@@ -100,9 +113,17 @@ class Failure:
     """Seconds since the epoch when it reached the top of the rank."""
     is_consequence: bool
     """It reads like the loss of a peer."""
+    position: tuple[int | None, int | None] = (None, None)
+    """Where the rank was: the newest step that it had named, and its signs of life since then."""
 
     @classmethod
-    def of(cls, error: BaseException, time: float, sources: str = "") -> Failure:
+    def of(
+        cls,
+        error: BaseException,
+        time: float,
+        sources: str = "",
+        position: tuple[int | None, int | None] = (None, None),
+    ) -> Failure:
         """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
         name = type(error).__name__
         text = _text_of(error)
@@ -118,6 +139,7 @@ class Failure:
             is_consequence=isinstance(error, ConnectionError)
             or name in CONSEQUENCE_TYPES
             or (isinstance(error, (RuntimeError, OSError)) and CONSEQUENCES.search(text) is not None),
+            position=position,
         )
 
     def rebuilt(self) -> Exception | None:
@@ -159,33 +181,50 @@ class RankExit:
     """The container's out-of-memory killer was at work on its host."""
     stopped: bool = False
     """We ended it, after another rank's failure."""
+    hang: str | None = None
+    """It held up the others: for how long, why it is thought to, and the stacks of all ranks."""
+    step: int | None = None
+    """The newest step that it had named."""
+
+    @property
+    def position(self) -> tuple[int | None, int | None]:
+        """Where it was: the newest step that it had named and, where it could still say, its signs of life since."""
+        return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
     def is_consequence(self) -> bool:
         """It may well have ended because another rank did."""
+        if self.hang is not None:
+            return False
         return self.stopped if self.failure is None else self.failure.is_consequence
 
     @property
     def is_infrastructure(self) -> bool:
         """Taken away from outside: with its worker, or by a signal that code does not send itself by accident."""
-        taken = self.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
-        return self.failure is None and (self.exitcode is None or taken)
+        if self.failure is not None or self.hang is not None or self.out_of_memory:
+            return False
+        return self.exitcode in (None, -signal.SIGKILL, -signal.SIGTERM)
 
 
 def find_culprit(exits: Iterable[RankExit]) -> RankExit:
     """The exit that caused the others.
 
-    A rank's own exception comes before signals and unexpected exits, these before a lost worker, and that before
-    errors that read like the loss of a peer, and before ranks that we stopped; among equals the first in time.
+    A rank's own exception comes before signals and unexpected exits, these before a lost worker, that before a hang,
+    and that before errors that read like the loss of a peer, and before ranks that we stopped; among equals the first
+    in time.
     """
     return min(exits, key=lambda e: (_severity(e), e.failure.time if e.failure else e.time))
 
 
 def _severity(exit_: RankExit) -> int:
-    if exit_.failure is not None:  # even of a rank that was then told to stop
-        return 4 if exit_.failure.is_consequence else 0
-    if exit_.stopped:
+    if exit_.failure is not None and not exit_.failure.is_consequence:  # even of a rank that was then told to stop
+        return 0
+    if exit_.hang is not None:
+        return 4
+    if exit_.failure is not None:
         return 5
+    if exit_.stopped:
+        return 6
     if exit_.exitcode is None:
         return 3
     return 2 if exit_.out_of_memory else 1
@@ -196,6 +235,8 @@ def describe(exit_: RankExit) -> str:
     if exit_.failure is not None:
         text = exit_.failure.message
         return f"{exit_.failure.type_name}: {text}" if text else exit_.failure.type_name
+    if exit_.hang is not None:
+        return exit_.hang.partition("\n")[0]
     if exit_.exitcode is None:
         return "its Dask worker was lost"
     if exit_.out_of_memory:
@@ -214,23 +255,38 @@ def _signal_name(number: int) -> str:
         return "a real-time signal"
 
 
-def verdict(exits: Iterable[RankExit], world_size: int) -> Exception:
-    """What the driver raises for a failed gang: the culprit's own exception from a `GangError`, or that error alone."""
-    culprit = find_culprit(exits)
+def verdict(culprit: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
+    """What the driver raises for a failed gang: the culprit's own exception from a `GangError`, or that error alone.
+
+    Args:
+        culprit: From `find_culprit`.
+        world_size: The number of ranks.
+        refusal: Why the gang does not start again.
+        history: What ended its earlier generations, a line each.
+    """
     who, how = f"rank {culprit.rank}", describe(culprit)
     rank_traceback = culprit.failure.traceback if culprit.failure else ""
-    message = f"{who} of {world_size} failed on {culprit.worker} (host {culprit.host}): {how}"
+    step = culprit.position[0]
+    where = f" after step {step}" if step is not None else ""
+    message = f"{who} of {world_size} failed on {culprit.worker} (host {culprit.host}){where}: {how}"
+    if history:
+        message += f"\n\nNot started again, because {refusal}. Failures before this one:\n" + "\n".join(history)
+    if culprit.hang is not None:
+        message += "\n" + culprit.hang.partition("\n")[2]
     if rank_traceback:
         message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
     if culprit.log_tail:
         message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{culprit.log_tail}"
-    kind = WorkerLostError if culprit.is_infrastructure and not culprit.out_of_memory else GangError
+    kind = GangHungError if culprit.hang is not None and culprit.failure is None else GangError
+    if culprit.is_infrastructure:
+        kind = WorkerLostError
     error = kind(
         message,
         rank=culprit.rank,
         worker=culprit.worker,
         host=culprit.host,
         cause=how,
+        step=step,
         rank_traceback=rank_traceback,
         log_tail=culprit.log_tail,
     )

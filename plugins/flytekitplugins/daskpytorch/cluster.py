@@ -62,7 +62,7 @@ def opened(
     deadline = time.monotonic() + start_timeout
     with contextlib.ExitStack() as stack:
         if is_local():
-            stack.callback(forkserver.shutdown)
+            stack.callback(forkserver.shutdown)  # after the cluster, whose agents use it
             client = stack.enter_context(_local_client(num_workers, dashboard=dashboard))
         else:
             client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))

@@ -29,13 +29,17 @@ class Gang:
     ranks_per_worker: int | Literal["auto"] = "auto"
     """Ranks on each Dask worker; `auto` is the number of GPUs in the worker's limits, else 1."""
     min_workers: int | None = None
-    """Start with at least this many workers when the others do not come; None waits for all of them."""
-    max_restarts: int = 0
-    """How often a failed gang starts again. Only 0 is available so far: the first failure ends the gang."""
+    """Start, and go on after losses, with at least this many workers; None waits for all of them."""
+    max_restarts: int = 3
+    """How often a failed gang starts again from its newest checkpoint: this often after losses of infrastructure, and
+    as often after errors of the function. The same error at the same step twice ends it before. 0: never."""
     start_timeout: float = 600.0
-    """Seconds within which the scheduler answers, the workers come and all ranks form their process group."""
+    """Seconds within which the scheduler answers, the workers come, or come back, and all ranks form their process
+    group."""
     hang_timeout: float | None = None
-    """Seconds without progress after which a gang counts as hung. Only None (never) is available so far."""
+    """Seconds without a sign of life after which a rank counts as hung; None: never. Signs of life are optimizer steps
+    and the calls of `log`, `should_stop` and `checkpoint` on `current_rank()`: allow for the longest time between two,
+    the evaluation and the start of the training included."""
 
     def __post_init__(self) -> None:
         problems = _Problems("Gang")
@@ -53,14 +57,17 @@ class Gang:
             "None or a whole number from 1 up",
         )
         problems.unless(
-            self.max_restarts == 0, "max_restarts", self.max_restarts, "0: restarts are not available in this version"
+            self.max_restarts == 0 or _is_count(self.max_restarts),
+            "max_restarts",
+            self.max_restarts,
+            "a whole number from 0 up",
         )
         problems.unless(_is_positive(self.start_timeout), "start_timeout", self.start_timeout, "seconds above 0")
         problems.unless(
-            self.hang_timeout is None,
+            self.hang_timeout is None or _is_positive(self.hang_timeout),
             "hang_timeout",
             self.hang_timeout,
-            "None: the hang watchdog is not available in this version",
+            "None or seconds above 0",
         )
         problems.raise_any()
 

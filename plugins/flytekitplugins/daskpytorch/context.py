@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LogRecord", "RankContext", "current_rank"]
+__all__ = ["Checkpoint", "LogRecord", "Progress", "RankContext", "StopSignal", "current_rank"]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -38,6 +39,91 @@ class LogRecord:
         return {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
 
 
+class Checkpoint:
+    """What a rank leaves for the next generation of its gang. Outside a gang nothing is kept."""
+
+    def save(self, state: Any, step: int) -> None:
+        """Keep `state` as the newest checkpoint; training goes on while it is written.
+
+        Every rank may call this; rank 0's state is the one that is kept, so what differs between ranks (random
+        generators, say) must be gathered into it. It is copied before the call returns, and may be changed then.
+
+        Args:
+            state: Anything that pickles: tensors on any device, in dictionaries, lists, dataclasses.
+            step: The training step that the state belongs to.
+        """
+
+    def load(self) -> Any | None:
+        """The state that this generation of the gang starts from, the same on every rank; None on a fresh start.
+
+        That is the newest state that was kept whole before the gang was started again, or by the attempt before.
+        Tensors arrive on the CPU.
+        """
+        return None
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the newest state is written, or for `timeout` seconds."""
+
+
+@dataclass
+class Progress:
+    """How far this rank has come; what tells a rank that is slow from one that hangs."""
+
+    step: int | None = None
+    """The newest step that was named, to `log` or to a checkpoint."""
+    num_moves: int = 0
+    """Signs of life altogether: optimizer steps, log records, checkpoints, looks at `should_stop`."""
+    num_moves_since: int = 0
+    """Those since that step was named."""
+
+    def move(self) -> None:
+        """Note a sign of life."""
+        self.num_moves += 1
+        self.num_moves_since += 1
+
+    def reach(self, step: int, *, anew: bool = False) -> None:
+        """Note that a named step has been reached; `anew`: count from here even if it was reached before."""
+        self.num_moves += 1
+        if anew or step != self.step:
+            self.step, self.num_moves_since = step, 0
+
+
+class StopSignal:
+    """Turns true on every rank at the same call of `should_stop`.
+
+    Ranks count their calls. When the gang is to stop, each says how many it has made and then holds the next one back
+    until the greatest of these numbers has come round: the first call beyond it is true, everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._num_calls = 0
+        self._is_held = False
+        self._last_call: int | None = None
+        self.has_fired = False
+        """A call has returned True."""
+
+    def __call__(self) -> bool:
+        """Whether to stop now."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_held or self._last_call is not None)
+            self._num_calls += 1
+            self.has_fired = self._last_call is not None and self._num_calls > self._last_call
+            return self.has_fired
+
+    def hold(self) -> int:
+        """Hold back the calls to come; the number of those made."""
+        with self._lock:
+            self._is_held = True
+            return self._num_calls
+
+    def release(self, last_call: int) -> None:
+        """Let calls through: false up to this one, true from the next."""
+        with self._lock:
+            self._last_call = last_call
+            self._lock.notify_all()
+
+
 @dataclass
 class RankContext:
     """This process's place in the gang, and its ways to report. Outside a gang: rank 0 of 1."""
@@ -50,8 +136,14 @@ class RankContext:
     """The number of ranks in the gang."""
     local_world_size: int = 1
     """The number of ranks on this worker."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
+    """Saves and loads the training's state."""
     sink: Callable[[LogRecord], None] | None = field(default=None, repr=False)
     """Where log records go; None outside a gang."""
+    progress: Progress = field(default_factory=Progress, repr=False)
+    """What the hang watchdog looks at."""
+    stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
+    """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)
 
     @property
@@ -86,10 +178,22 @@ class RankContext:
             metrics={str(name): _plain(value) for name, value in metrics.items()},
         )
         self._num_logged += 1
+        if step is None:
+            self.progress.move()
+        else:
+            self.progress.reach(int(step))
         if self.sink is not None:
             self.sink(record)
         else:
             logger.info("step %d: %s", record.step, ", ".join(f"{n}={v}" for n, v in record.metrics.items()))
+
+    def should_stop(self) -> bool:
+        """Whether the gang is to save a checkpoint and return, because the task or a worker is being taken away.
+
+        Call it once per step on every rank: it turns true on all of them at the same step. Costs a microsecond.
+        """
+        self.progress.move()
+        return self.stop_signal()
 
 
 def current_rank() -> RankContext:

@@ -5,20 +5,26 @@ For example `first, *others = dispatch.run(client, train, epochs=5).result()`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import os
 import pickle
+import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any, Literal, overload
 
-from distributed import Client, get_worker, secede
+from distributed import Client, Worker, WorkerPlugin, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, ship
+from flytekitplugins.daskpytorch import agent, flyte, ship
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
@@ -30,6 +36,10 @@ __all__ = ["DaskAgents", "GangFutures", "run"]
 
 AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
+LOOK_TIMEOUT = 5.0
+"""Seconds for the scheduler to say which workers it has."""
+FAREWELL_TIMEOUT = 5.0
+"""Seconds for a worker's event loop to take up a callback."""
 
 
 def run(
@@ -71,14 +81,29 @@ def run(
             f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, "
             f"but needs {settings.min_workers or 1}. Start workers, or wait for them with client.wait_for_workers(n)."
         )
+    call = ship.pack_call(pytorch_function, args, kwargs)
     request = Request(
         name=getattr(pytorch_function, "__qualname__", "the function"),
-        call=ship.pack_call(pytorch_function, args, kwargs),
+        call=call,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
+        mirror=flyte.checkpoint_paths(_mirror_name(pytorch_function, call)),
     )
     return GangFutures(Supervisor(request, agents, [_Echo()]), len(agents.workers) * request.ranks_per_worker)
+
+
+def _mirror_name(function: Callable[..., Any], call: bytes) -> str:
+    """Names a gang among others of its task, alike in every attempt: its function, its arguments, which of such."""
+    name = f"{getattr(function, '__name__', 'gang')}-{hashlib.sha256(call).hexdigest()[:12]}"
+    name = re.sub(r"[^\w-]", "-", name)
+    with _lock:
+        _num_calls[name] += 1
+        return f"{name}-{_num_calls[name]}"
+
+
+_lock = threading.Lock()
+_num_calls: Counter[str] = Counter()
 
 
 class GangFutures(Sequence["Future[Any]"]):
@@ -157,15 +182,9 @@ class DaskAgents:
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        infos = client.sync(client.scheduler.identity)["workers"]
-        # In-process workers have addresses without an order; their names are 0, 1, 2, ...
-        by_label = {
-            f"local worker {info['name']}" if address.startswith("inproc:") else address: address
-            for address, info in infos.items()
-        }
-        labels = sorted(by_label, key=worker_order)[:num_workers]
-        self._addresses = {label: by_label[label] for label in labels}
-        self.workers: Sequence[str] = labels
+        self._addresses = self._look()
+        self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
+        self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
@@ -191,13 +210,18 @@ class DaskAgents:
             future.add_done_callback(lambda done, worker=order.worker: _report_failure(done, worker, on_failure))
             self._futures.append(future)
 
-    def lost_workers(self) -> list[str]:
-        """Those of the workers that the scheduler no longer knows; all of them when it is gone itself."""
-        try:
-            here = self._client.sync(self._client.scheduler.identity)["workers"]
-        except (OSError, TimeoutError):
-            return list(self.workers)
-        return [label for label, address in self._addresses.items() if address not in here]
+    def present(self) -> list[str]:
+        """All the workers that the scheduler knows now."""
+        self._addresses |= (here := self._look())
+        return list(here)
+
+    def _look(self) -> dict[str, str]:
+        """What users call the workers -> their addresses. In-process ones have addresses without an order."""
+        infos = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)["workers"]
+        return {
+            f"local worker {info['name']}" if address.startswith("inproc:") else address: address
+            for address, info in infos.items()
+        }
 
     def close(self) -> None:
         """Forget the agents' tasks."""
@@ -208,11 +232,51 @@ class DaskAgents:
 
 def _serve(address: str, worker: str, host: str, port: int, num_ranks: int, token: bytes) -> None:
     """Be the agent on one worker: a Dask task."""
-    here = get_worker().address
-    if here != address:
+    here = get_worker()
+    if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
-    agent.run(AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token))
+    with _farewell(here) as leaving:
+        agent.run(AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token), leaving)
+
+
+@contextlib.contextmanager
+def _farewell(worker: Worker) -> Iterator[int]:
+    """Notice that the worker is told to close: gives a file descriptor that becomes readable then.
+
+    The worker puts its end off until the end of this context, as far as its nanny lets it (`dask worker` gives it 8 s).
+    """
+    readable, writable = os.pipe()
+    farewell, name = _Farewell(writable), f"daskpytorch-{threading.get_ident()}"
+    _run_on(worker, worker.plugin_add, farewell, name)
+    try:
+        yield readable
+    finally:
+        farewell.done.set()
+        if not farewell.is_said:
+            with contextlib.suppress(RuntimeError, TimeoutError):  # the worker's loop has stopped
+                _run_on(worker, worker.plugin_remove, name)
+        os.close(readable)
+        os.close(writable)
+
+
+class _Farewell(WorkerPlugin):  # type: ignore[misc]
+    def __init__(self, writable: int) -> None:
+        self._writable = writable
+        self.done = threading.Event()
+        self.is_said = False
+
+    async def teardown(self, worker: Worker) -> None:
+        """Called when the worker closes, and when the agent has ended."""
+        if not self.done.is_set():
+            self.is_said = True
+            os.write(self._writable, b".")
+            await asyncio.to_thread(self.done.wait)
+
+
+def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
+    """Run a coroutine on the worker's event loop, from a task's thread, and wait for it."""
+    asyncio.run_coroutine_threadsafe(coroutine(*args), worker.loop.asyncio_loop).result(FAREWELL_TIMEOUT)
 
 
 def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Exception], None]) -> None:
@@ -224,7 +288,10 @@ def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Ex
 
 
 class _Echo(Observer):
-    """Writes what the ranks write to this process's standard error, with their ranks."""
+    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
+
+    def noted(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))

@@ -1,6 +1,6 @@
 """Flyte's context, carried from the driver into the ranks, and rank 0's outputs, carried back as literals.
 
-`capture` runs in the driver; `entered`, `arguments`, `literals` and `decks` run in a rank.
+`capture` and `checkpoint_paths` run in the driver; `entered`, `arguments`, `literals` and `decks` run in a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,21 @@ from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import LiteralMap
 
-__all__ = ["FlyteSettings", "TaskOutput", "arguments", "capture", "decks", "entered", "literals"]
+from flytekitplugins.daskpytorch.mirror import MirrorPaths
+
+__all__ = [
+    "FlyteSettings",
+    "TaskOutput",
+    "arguments",
+    "capture",
+    "checkpoint_paths",
+    "decks",
+    "entered",
+    "literals",
+]
+
+CHECKPOINTS = "daskpytorch"
+"""Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +96,25 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSe
         interface=cloudpickle.dumps((interface.inputs, interface.outputs, bool(interface.output_tuple_name))),
         inputs=inputs.to_flyte_idl().SerializeToString(),
         task_name=task_name,
+    )
+
+
+def checkpoint_paths(name: str) -> MirrorPaths | None:
+    """Where the checkpoints of a gang of this name go, and where the attempt before left its own, in Flyte's storage.
+
+    None in local runs, which have no attempts.
+    """
+    ctx = FlyteContextManager.current_context()
+    if ctx.execution_state is None or ctx.execution_state.mode != ExecutionState.Mode.TASK_EXECUTION:
+        return None
+    checkpoint = getattr(ctx.user_space_params, "_checkpoint", None)
+    own, previous = getattr(checkpoint, "_checkpoint_dest", None), getattr(checkpoint, "_checkpoint_src", None)
+    if not own:
+        return None
+    return MirrorPaths(
+        file_access=ctx.file_access,
+        previous=f"{previous}/{CHECKPOINTS}/{name}" if previous else None,
+        own=f"{own}/{CHECKPOINTS}/{name}",
     )
 
 

@@ -67,6 +67,10 @@ class ForkServerClient:
         """Signal a rank and everything it started, if it still runs."""
         self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
 
+    def signal(self, key: int, signum: int) -> None:
+        """Signal a rank alone, if it still runs."""
+        self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
+
     def next_exit(self) -> tuple[int, int]:
         """Wait for a rank's end: its key, and its exit code (negative: the signal that ended it).
 
@@ -202,7 +206,11 @@ class _Server:
                 os.close(descriptor)
         elif request["op"] == "own":
             client.folders.append(request["folder"])
-        elif pid := client.ranks.get(request["key"]):
+        elif (pid := client.ranks.get(request["key"])) is None:
+            return  # it has ended
+        elif request["op"] == "signal":
+            os.kill(pid, request["signal"])  # it is not reaped yet, so the number is still its own
+        else:
             _kill_session(pid, request["signal"])
 
     def _drop(self, client: _Client) -> None:

@@ -1,37 +1,52 @@
-"""The driver's brain: takes the workers, places the ranks, hears of everything, ends it all at the first failure.
+"""The driver's brain: gathers the workers, places the ranks, hears of everything, decides what follows.
 
-One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages. A restart
-will be a new generation: the same agents, another `Start` with a fresh rendezvous prefix (see `Job.generation`).
+The first failure ends a generation; the next one starts from the newest checkpoint.
+One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import pickle
 import queue
-import secrets
-import socket
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from flytekitplugins.daskpytorch import messages, placement, ship
-from flytekitplugins.daskpytorch.blame import Failure, GangStartError, RankExit, verdict
+from flytekitplugins.daskpytorch.blame import (
+    Failure,
+    GangError,
+    GangStartError,
+    PreemptedError,
+    WorkerLostError,
+    describe,
+    verdict,
+)
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.flyte import FlyteSettings
+from flytekitplugins.daskpytorch.generation import Generation
 from flytekitplugins.daskpytorch.listener import Event, Listener
-from flytekitplugins.daskpytorch.messages import AgentOrder
+from flytekitplugins.daskpytorch.mirror import Mirror, MirrorPaths
 from flytekitplugins.daskpytorch.node import local_versions
 from flytekitplugins.daskpytorch.observer import Observer, Shape
-from flytekitplugins.daskpytorch.placement import Node, Place
+from flytekitplugins.daskpytorch.placement import Node
 from flytekitplugins.daskpytorch.rank import Job
+from flytekitplugins.daskpytorch.restarts import Defeat, Restarts
+from flytekitplugins.daskpytorch.roster import AgentLauncher, Peer, Roster, hang_up
 from flytekitplugins.daskpytorch.ship import Code
 from flytekitplugins.daskpytorch.tracking import RunSettings
+from flytekitplugins.daskpytorch.vault import Vault
+from flytekitplugins.daskpytorch.watchdog import Witness, find_hung
 
-__all__ = ["AgentLauncher", "GangCancelledError", "Request", "Supervisor"]
+__all__ = ["GangCancelledError", "Request", "Supervisor", "preempt_all"]
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better culprit while every failure so far reads like the loss of a peer."""
@@ -39,12 +54,23 @@ MAX_LEAVE_WAIT = 75.0
 """Seconds for the ranks to leave once all have delivered; more than Weights & Biases may take to close its run."""
 MAX_STOP_WAIT = 15.0
 """Seconds for the ranks to end once they are told to stop; more than an agent waits before it kills."""
-
-
-MUSTER_INTERVAL = 1.0
-"""Seconds between looks at which workers have gone, while some are still to say hello."""
+SETTLE_TIME = 0.25
+"""Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
+MAX_UPLOAD_WAIT = 10.0
+"""Seconds for a checkpoint that is on its way when its generation ends."""
+STACKS_WAIT = 3.0
+"""Seconds for the ranks of a gang that hangs to say where they are."""
+PREEMPTION_GRACE = 20.0
+"""Seconds for the ranks to stop by themselves; Kubernetes kills a pod 30 s after it has told it to end."""
+UNHEEDED_GRACE = 5.0
+"""The same where no rank has ever asked `should_stop`."""
+MIRROR_GRACE = 7.0
+"""Seconds for the last checkpoint to reach storage after that."""
 DISMISS_TIMEOUT = 5.0
 """Seconds for the agents to clean up after the last rank has left."""
+TICK = 1.0
+"""Seconds between looks at what may have changed without an event."""
+NOTICE_INTERVAL = 10.0
 
 
 class GangCancelledError(Exception):
@@ -62,70 +88,23 @@ class Request:
     pass_local_rank: bool = False
     flyte: FlyteSettings | None = None
     tracking: Callable[[Shape], RunSettings] | None = None
-
-
-class AgentLauncher(Protocol):
-    """Starts agents, one per worker, wherever those are."""
-
-    workers: Sequence[str]
-    """The workers' addresses, in the order of their ranks."""
-    host: str
-    """The address at which the workers can reach this process."""
-
-    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
-        """Start the agents; `on_failure(worker, error)` is called for one that ended in an error."""
-
-    def lost_workers(self) -> Sequence[str]:
-        """Those of the workers that have gone since."""
-
-    def close(self) -> None:
-        """Forget the agents; they end with their connections."""
+    mirror: MirrorPaths | None = None
+    """Where the checkpoints of other attempts are; None outside a Flyte backend."""
 
 
 @dataclass
-class _Peer:
-    """An agent that has said hello."""
+class _StopRequest:
+    """The gang is to save a checkpoint and end."""
 
-    node: Node
-    connection: Connection
-
-
-@dataclass
-class _Generation:
-    """What has happened to the ranks of one generation."""
-
-    places: dict[int, tuple[Place, _Peer]]
-    ready: set[int] = field(default_factory=set)
-    results: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)
-    exits: dict[int, RankExit] = field(default_factory=dict)
-    stop_at: float | None = None
-    """When to end it: a better culprit may be found before, or the last rank may leave; on the monotonic clock."""
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.exits) == len(self.places)
-
-    @property
-    def bad_exits(self) -> list[RankExit]:
-        """Exits without a result. A rank that has delivered is out of danger, whatever happens to it then."""
-        return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results]
-
-    @property
-    def unclean_exits(self) -> list[RankExit]:
-        """All but the exits of ranks that delivered and left in good order: what the blame is found among."""
-        return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results or exit_.exitcode != 0]
-
-    @property
-    def is_failing(self) -> bool:
-        return bool(self.failures or self.bad_exits)
-
-    @property
-    def has_earnest_failure(self) -> bool:
-        """Some rank failed, and not because it lost a peer."""
-        return any(not failure.is_consequence for failure in self.failures.values()) or any(
-            not exit_.is_consequence for exit_ in self.bad_exits
-        )
+    reason: str
+    ends_gang: bool
+    """Else it goes on without the worker that is being taken away."""
+    deadline: float
+    """On the monotonic clock."""
+    is_asked: bool = False
+    """The ranks were told to hold their next `should_stop`."""
+    is_released: bool = False
+    """They were told at which call it turns true."""
 
 
 class Supervisor:
@@ -133,17 +112,30 @@ class Supervisor:
 
     def __init__(self, request: Request, launcher: AgentLauncher, observers: Sequence[Observer] = ()) -> None:
         self._request = request
+        self._settings = request.settings
         self._launcher = launcher
         self._observers = observers
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._token = secrets.token_bytes(32)
-        self._peers: dict[str, _Peer] = {}
-        self._broken: dict[Connection, Failure] = {}
+        self._num_wanted = launcher.num_wanted
+        self._num_least = request.settings.min_workers or launcher.num_wanted
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
+        self._restarts = Restarts(request.settings.max_restarts)
+        self._broken: dict[str, Failure] = {}
+        self._fetching: tuple[Peer, CheckpointFile] | None = None
+        self._to_fetch: tuple[Peer, CheckpointFile] | None = None
+        self._stop_request: _StopRequest | None = None
+        self._is_growing = False
+        self._stacks: dict[int, str] = {}
+        self._tracking: RunSettings | None = None
         self._asked_at = time.monotonic()
+        self._noticed_at = self._asked_at
 
     def cancel(self) -> None:
         """End the gang from any thread; `run` raises `GangCancelledError`."""
         self._events.put(("cancel", None, None))
+
+    def preempt(self, reason: str) -> None:
+        """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`."""
+        self._events.put(("preempt", None, reason))
 
     def run(self) -> list[Any]:
         """Form the gang and see it through; the ranks' reported results, in rank order.
@@ -153,238 +145,457 @@ class Supervisor:
             ValueError: The workers do not suit what was asked for.
             GangError: A rank failed; or the rank's own exception, from such an error.
             WorkerLostError: A worker or a rank's process was taken away.
+            PreemptedError: `preempt` was called, or a worker was told to end.
             GangCancelledError: `cancel` was called.
         """
         error: Exception | None = None
+        _running.add(self)
         try:
-            with contextlib.closing(Listener(self._launcher.host, self._token, self._events)) as listener:
-                return self._run(listener)
+            with contextlib.ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daskpytorch-checkpoints-"))
+                mirror = Mirror(self._request.mirror) if self._request.mirror else None
+                self._vault = Vault(Path(folder), mirror)
+                stack.callback(self._vault.close)
+                self._listen(stack)
+                return self._run()
         except Exception as caught:
             error = caught
             raise
         finally:
-            self._dismiss()
-            self._launcher.close()
+            _running.discard(self)
             self._observe("ended", error)
 
-    def _run(self, listener: Listener) -> list[Any]:
-        self._launcher.launch(
-            [self._agent_order(worker, listener.address) for worker in self._launcher.workers],
-            lambda worker, error: self._events.put(("not launched", worker, error)),
+    def _listen(self, stack: contextlib.ExitStack) -> None:
+        token = os.urandom(32)
+        listener = Listener(self._launcher.host, token, self._events, self._vault.serve)
+        self._roster = Roster(
+            launcher=self._launcher,
+            num_ranks=self._request.ranks_per_worker,
+            address=listener.address,
+            on_failure=lambda worker, error: self._events.put(("not launched", worker, error)),
+            token=token,
         )
+        stack.callback(self._launcher.close)
+        stack.callback(self._dismiss)
+        stack.callback(listener.close)
+
+    def _run(self) -> list[Any]:
+        self._roster.launch(self._launcher.workers)
         code = ship.pack_code()  # while the agents are on their way
-        nodes = self._muster()
-        _check_versions(nodes)
-        shape = self._place(nodes)
+        if (previous := self._vault.restore()) is not None:
+            self._note(f"going on from the previous attempt's checkpoint of step {previous.step}")
         with _rendezvous_store(self._launcher.host) as store:
-            generation = self._start(shape, code, store)
-            self._watch(generation)
-            if generation.bad_exits:
-                raise verdict(generation.unclean_exits, shape.world_size)
-            return [generation.results[rank] for rank in range(shape.world_size)]
+            for number in itertools.count():
+                self._gather(is_first=number == 0)
+                generation = self._start(number, code, store)
+                self._watch(generation)
+                if not generation.bad_exits and not generation.stopped_early:
+                    return [generation.results[rank] for rank in range(generation.world_size)]
+                self._settle_uploads(MAX_UPLOAD_WAIT)
+                self._account_for(generation)
+        raise AssertionError("the loop above returns or raises")
 
-    # ---- forming the gang
+    # ---- forming a generation
 
-    def _agent_order(self, worker: str, address: tuple[str, int]) -> AgentOrder:
-        return AgentOrder(worker=worker, driver=address, num_ranks=self._request.ranks_per_worker, token=self._token)
+    def _gather(self, *, is_first: bool) -> None:
+        """Wait for the workers: all that are wanted, or after losses those that are left, if they are enough."""
+        now = time.monotonic()
+        deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
+        settled_at = now if is_first else now + SETTLE_TIME
+        recruits = not is_first or self._settings.max_restarts > 0
+        while (count := len(self._roster.nodes())) < self._num_wanted:
+            now = time.monotonic()
+            is_settled = now >= settled_at and not (is_first and self._roster.expected)
+            if count >= self._num_least and (is_settled or now >= deadline):
+                return
+            if now >= deadline or (is_first and self._is_hopeless(recruits=recruits)):
+                raise self._too_few(is_first=is_first)
+            self._handle(self._next_event(min(SETTLE_TIME, deadline - now)), None)
+            if self._stop_request is not None:
+                raise self._preempted(self._stop_request.reason)
+            if recruits:
+                self._recruit()
+            else:
+                self._roster.note_absences()
+            self._give_notice(f"{count} of {self._num_wanted} workers are here, waiting for the others")
 
-    def _muster(self) -> list[Node]:
-        """Wait until every agent has said hello; the nodes in the order of their ranks."""
-        deadline = self._asked_at + self._request.settings.start_timeout
-        lost: dict[str, Exception] = {}
-        workers = self._launcher.workers
-        least = self._request.settings.min_workers or len(workers)
-        while len(self._peers) + len(lost) < len(workers):
-            kind, source, value = self._next_event(min(MUSTER_INTERVAL, deadline - time.monotonic()))
-            if kind == "message" and isinstance(value, messages.Hello):
-                self._peers[value.node.worker] = _Peer(value.node, source)
-            elif kind == "not launched" and source not in self._peers:
-                lost[source] = value
-            elif kind == "gone":
-                self._forget(source, lost)
-            elif kind == "cancel":
-                raise GangCancelledError(f"{self._request.name} was cancelled")
-            elif kind == "timeout":
-                gone = [worker for worker in self._launcher.lost_workers() if worker not in self._peers]
-                lost |= {worker: ConnectionError("the worker was lost before the gang was formed") for worker in gone}
-            if len(workers) - len(lost) < least or time.monotonic() >= deadline:
-                break
-        if len(self._peers) < least:
-            raise self._too_few(lost)
-        return [self._peers[worker].node for worker in workers if worker in self._peers]
+    def _is_hopeless(self, *, recruits: bool) -> bool:
+        """Too many of the workers have said that they cannot take part, or have gone and are not replaced."""
+        gone = self._roster.refused.keys() | (set() if recruits else self._roster.lost.keys())
+        return self._num_wanted - len(gone) < self._num_least
 
-    def _forget(self, connection: Connection, lost: dict[str, Exception]) -> None:
-        for worker, peer in list(self._peers.items()):
-            if peer.connection is connection:
-                del self._peers[worker]
-                lost[worker] = ConnectionError("the worker was lost before the gang was formed")
+    def _recruit(self) -> None:
+        try:
+            self._roster.recruit(self._num_wanted)
+        except ConnectionError as error:
+            raise WorkerLostError(f"{self._request.name} cannot go on: {error}", cause=str(error)) from error
 
-    def _too_few(self, lost: dict[str, Exception]) -> Exception:
-        workers = self._launcher.workers
-        if lost:
-            worker, error = next(iter(lost.items()))
-            return GangStartError(
-                f"{len(lost)} of {len(workers)} workers could not take part in {self._request.name}; the first, "
+    def _too_few(self, *, is_first: bool) -> Exception:
+        name, timeout = self._request.name, self._settings.start_timeout
+        here = len(self._roster.nodes())
+        gone = self._roster.refused or self._roster.lost
+        if is_first and gone:
+            worker, error = next(iter(gone.items()))
+            kind = (
+                GangError if isinstance(error, ModuleNotFoundError) else GangStartError
+            )  # no retry will mend an image
+            return kind(
+                f"{len(gone)} of {self._num_wanted} workers could not take part in {name}; the first, "
                 f"{worker}: {type(error).__name__}: {error}",
                 worker=worker,
                 cause=str(error),
             )
-        missing = [worker for worker in workers if worker not in self._peers]
+        if not is_first:
+            return WorkerLostError(
+                f"{here} of {self._num_wanted} workers are left of {name}, {self._num_least} are needed, and no others "
+                f"came within {timeout:g} s. Lower Gang(min_workers=...) to go on with fewer, or raise start_timeout. "
+                f"Failures so far:\n" + "\n".join(defeat.what for defeat in self._restarts.defeats)
+            )
         return GangStartError(
-            f"only {len(self._peers)} of {len(workers)} workers started their part of {self._request.name} within "
-            f"{self._request.settings.start_timeout:g} s. Missing: {', '.join(missing)}. They may be busy with other "
-            "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...).",
+            f"only {here} of {self._num_wanted} workers started their part of {name} within {timeout:g} s. "
+            f"Missing: {', '.join(sorted(self._roster.expected)) or 'those that were lost'}. They may be busy with "
+            "other tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
         )
 
-    def _place(self, nodes: list[Node]) -> Shape:
+    def _start(self, number: int, code: Code, store: tuple[str, int]) -> Generation:
+        """Place the ranks on the workers that are here, and have them started."""
+        nodes = self._roster.nodes()[: self._num_wanted]
+        _check_versions(nodes)
         places = placement.place_ranks(nodes, self._request.ranks_per_worker)
-        backend = placement.choose_backend(self._request.settings.backend, nodes, places)
+        backend = placement.choose_backend(self._settings.backend, nodes, places)
         shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
         self._observe("placed", shape)
-        return shape
-
-    def _start(self, shape: Shape, code: Code, store: tuple[str, int], number: int = 0) -> _Generation:
+        if self._request.tracking is not None and self._tracking is None:  # one run for all generations
+            self._tracking = self._request.tracking(shape)
+        self._vault.fence(number)
+        checkpoint = self._vault.newest()
+        if number > 0:
+            start = f"step {checkpoint.step}" if checkpoint else "the beginning, since no checkpoint was saved"
+            self._note(f"going on from {start}")
         job = Job(
-            gang=self._token[:8].hex(),
+            gang=self._roster.token[:8].hex(),
             generation=number,
             call=self._request.call,
             pass_local_rank=self._request.pass_local_rank,
-            backend=shape.backend,
+            backend=backend,
             store=store,
-            timeout=self._request.settings.start_timeout,
+            timeout=self._settings.start_timeout,
+            checkpoint=checkpoint,
+            pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
             flyte=self._request.flyte,
-            tracking=self._request.tracking(shape) if self._request.tracking else None,
+            tracking=self._tracking,
         )
-        generation = _Generation(places={})
-        for node, places in zip(shape.nodes, shape.places, strict=True):
-            peer = self._peers[node.worker]
-            generation.places |= {place.rank: (place, peer) for place in places}
-            _send(peer, messages.Start(job, code, places))
+        generation = Generation(number=number, places={})
+        for node, here in zip(nodes, places, strict=True):
+            generation.places |= {place.rank: (place, node) for place in here}
+            self._roster.peers[node.worker].send(messages.Start(job, code, here))
         return generation
 
     # ---- seeing it through
 
-    def _watch(self, generation: _Generation) -> None:
-        """Until every rank has left: all with results, or all because one failed."""
-        deadline = self._asked_at + self._request.settings.start_timeout
-        while not generation.is_over:
-            kind, source, value = self._next_event(self._patience(generation, deadline))
-            if kind == "message":
-                self._take(generation, source, value)
-            elif kind == "gone":
-                self._lose(generation, source)
-            elif kind == "cancel":
-                self._stop(generation)
-                raise GangCancelledError(f"{self._request.name} was cancelled")
-            self._decide(generation, deadline)
+    def _watch(self, generation: Generation) -> None:
+        """Until every rank has left: all with results, or all because one failed or was told to."""
+        try:
+            while not generation.is_over:
+                self._handle(self._next_event(self._patience(generation)), generation)
+                self._advance(generation)
+        except GangCancelledError:
+            self._stop(generation, is_last=True)
+            raise
 
-    def _patience(self, generation: _Generation, deadline: float) -> float | None:
+    def _patience(self, generation: Generation) -> float:
+        """How long nothing need be done unless something happens."""
+        due = [time.monotonic() + TICK]
         if generation.stop_at is not None:
-            return generation.stop_at - time.monotonic()
-        if len(generation.ready) < len(generation.places):
-            return deadline - time.monotonic()
-        return None
+            due.append(generation.stop_at)
+        if not generation.is_formed:
+            due.append(generation.began_at + self._settings.start_timeout)
+        if self._stop_request is not None:
+            due.append(self._stop_request.deadline)
+        if (hangs_at := self._hangs_at(generation)) is not None:
+            due.append(hangs_at)
+        return min(due) - time.monotonic()
 
-    def _take(self, generation: _Generation, source: Connection, message: object) -> None:
+    def _advance(self, generation: Generation) -> None:
+        """Decide what follows from all that has happened."""
+        now = time.monotonic()
+        if generation.is_over:
+            return
+        is_time = generation.stop_at is not None and now >= generation.stop_at
+        if is_time or generation.has_earnest_failure:
+            self._stop(generation)
+        elif generation.is_failing:
+            generation.stop_at = generation.stop_at or now + BLAME_WINDOW
+        elif not generation.is_formed and now >= generation.began_at + self._settings.start_timeout:
+            self._stop(generation, is_last=True)
+            raise self._not_formed(generation)
+        elif self._stop_request is not None:
+            self._pursue(self._stop_request, generation)
+        elif (hangs_at := self._hangs_at(generation)) is not None and now >= hangs_at:
+            self._investigate(generation)
+            self._stop(generation)
+        elif len(generation.workers) < self._num_wanted:
+            with contextlib.suppress(WorkerLostError):  # a lost scheduler takes the workers along by itself
+                self._recruit()
+
+    def _handle(self, event: Event, generation: Generation | None) -> None:
+        """Take in one thing that happened."""
+        kind, source, value = event
+        match kind:
+            case "message":
+                self._hear(source, value, generation)
+            case "gone":
+                self._lose(source, generation)
+            case "not launched":
+                self._roster.refuse(source, value)
+            case "kept":
+                self._note_kept(source, value, generation)
+            case "preempt":
+                self._request_stop(value, ends_gang=True)
+            case "cancel":
+                raise GangCancelledError(f"{self._request.name} was cancelled")
+        for peer in self._roster.silent():
+            self._lose(peer.connection, generation)
+            hang_up(peer.connection)
+
+    def _hear(self, connection: Connection, message: object, generation: Generation | None) -> None:
+        if isinstance(message, messages.Hello):
+            self._roster.welcome(message, connection)
+            return
+        peer = self._roster.find(connection)
+        if peer is None:  # it was given up, and may not have a say any more
+            return
+        peer.heard_at = time.monotonic()
         match message:
             case messages.Broken(text):
-                last_line = text.rstrip().rpartition("\n")[2]
-                self._broken[source] = Failure(
-                    type_name="GangError",
-                    message=f"the agent that watches its ranks failed: {last_line}",
-                    traceback=text,
-                    pickled=None,
-                    time=time.time(),
-                    is_consequence=False,
-                )
+                self._broken[peer.node.worker] = _agent_failure(text)
+            case messages.Leaving():
+                self._note_leaving(peer, generation)
+            case messages.Stacks(texts):
+                self._stacks |= texts
             case messages.Lines(rank, lines):
                 self._observe("wrote", rank, lines)
-            case messages.Reported(rank, report):
-                self._take_report(generation, rank, *pickle.loads(report))
-            case messages.Exited():
-                self._note_exit(generation, message)
+            case messages.Reported(rank, report) if _is_of(peer, rank, generation) and generation is not None:
+                self._take_report(peer, rank, report, generation)
+            case messages.Exited() if _is_of(peer, message.rank, generation) and generation is not None:
+                generation.note_exit(message)
 
-    def _take_report(self, generation: _Generation, rank: int, kind: str, value: Any) -> None:
+    def _take_report(self, peer: Peer, rank: int, report: bytes, generation: Generation) -> None:
+        kind, value = generation.take(rank, report)
         if kind == "log":
             self._observe("logged", value)
-        elif kind == "failure":
-            generation.failures[rank] = value
-        elif kind == "ready":
-            generation.ready.add(rank)
-            if len(generation.ready) == len(generation.places):
-                self._observe("formed", time.monotonic() - self._asked_at)
-        elif kind == "result":
-            generation.results[rank] = value
-            if len(generation.results) == len(generation.places):
-                self._broadcast(messages.End())
-                generation.stop_at = time.monotonic() + MAX_LEAVE_WAIT
+        elif kind == "saved":
+            self._fetch(peer, value)
+        elif kind == "ready" and generation.is_formed:
+            began_at = self._asked_at if generation.number == 0 else generation.began_at
+            self._observe("formed", time.monotonic() - began_at)
+        elif kind == "result" and generation.has_delivered:
+            self._roster.broadcast(messages.Tell("end"))
+            generation.stop_at = time.monotonic() + MAX_LEAVE_WAIT
 
-    def _note_exit(self, generation: _Generation, exited: messages.Exited) -> None:
-        place, peer = generation.places[exited.rank]
-        generation.exits[place.rank] = RankExit(
-            rank=place.rank,
-            worker=peer.node.worker,
-            host=peer.node.host,
-            exitcode=exited.exitcode,
-            failure=generation.failures.get(place.rank),
-            log_tail=exited.log_tail,
-            time=exited.time,
-            out_of_memory=exited.out_of_memory,
-            stopped=exited.stopped,
-        )
+    def _lose(self, connection: Connection, generation: Generation | None) -> None:
+        peer = self._roster.forget(connection)
+        if peer is None:
+            return
+        if generation is not None:
+            generation.lose(peer.node.worker, self._broken.get(peer.node.worker))
+        if self._to_fetch is not None and self._to_fetch[0] is peer:
+            self._to_fetch = None
+        if self._fetching is not None and self._fetching[0] is peer:
+            self._fetch_next()
 
-    def _lose(self, generation: _Generation, connection: Connection) -> None:
-        """A worker has gone, and its ranks with it."""
-        for worker, peer in list(self._peers.items()):
-            if peer.connection is connection:
-                del self._peers[worker]
-        for rank, (_, peer) in generation.places.items():
-            if peer.connection is connection and rank not in generation.exits:
-                generation.exits[rank] = RankExit(
-                    rank=rank,
-                    worker=peer.node.worker,
-                    host=peer.node.host,
-                    exitcode=None,
-                    failure=generation.failures.get(rank) or self._broken.get(connection),
-                    log_tail="",
-                    time=time.time(),
-                )
-
-    def _decide(self, generation: _Generation, deadline: float) -> None:
-        """End the generation at its first failure in earnest, or soon after one that reads like a consequence."""
-        now = time.monotonic()
-        if generation.stop_at is not None and now >= generation.stop_at:
-            self._stop(generation)
-        elif not generation.is_failing:
-            if len(generation.ready) < len(generation.places) and now >= deadline:
-                self._stop(generation)
-                raise self._not_formed(generation)
-        elif generation.has_earnest_failure:
-            self._stop(generation)
-        elif generation.stop_at is None:
-            generation.stop_at = now + BLAME_WINDOW
-
-    def _stop(self, generation: _Generation) -> None:
+    def _stop(self, generation: Generation, *, is_last: bool | None = None) -> None:
         """End every rank, and wait until all are gone; late failures still count for the blame."""
-        self._broadcast(messages.Stop())
+        if is_last is None:
+            is_last = self._is_last(generation)
+        self._roster.broadcast(messages.Stop(is_last=is_last))
         deadline = time.monotonic() + MAX_STOP_WAIT
         while not generation.is_over and time.monotonic() < deadline:
-            kind, source, value = self._next_event(deadline - time.monotonic())
-            if kind == "message":
-                self._take(generation, source, value)
-            elif kind == "gone":
-                self._lose(generation, source)
-        for rank, (_, peer) in generation.places.items():
-            if rank not in generation.exits:  # its worker does not even answer (it may be suspended)
-                self._lose(generation, peer.connection)
-                _hang_up(peer.connection)
+            self._handle(self._next_event(deadline - time.monotonic()), generation)
+        for worker in generation.unaccounted():  # it does not even answer (it may be suspended)
+            peer = self._roster.peers[worker]
+            self._lose(peer.connection, generation)
+            hang_up(peer.connection)
 
-    def _not_formed(self, generation: _Generation) -> Exception:
+    # ---- after a generation's end
+
+    def _account_for(self, generation: Generation) -> None:
+        """Let the gang start again, or raise what ends it."""
+        request, self._stop_request = self._stop_request, None
+        if self._is_growing:
+            self._is_growing = False
+            return
+        if request is not None and (generation.stopped_early or not generation.has_own_failure):
+            defeat = Defeat(what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True)
+            if request.ends_gang or self._restarts.refusal(defeat) is not None:
+                raise self._preempted(request.reason)
+            self._restarts.note(defeat)
+            self._observe("restarting", request.reason)
+            return
+        defeat = self._defeat(generation)
+        refusal = self._restarts.refusal(defeat)
+        if refusal is not None:
+            history = [earlier.what for earlier in self._restarts.defeats]
+            raise verdict(generation.culprit(), generation.world_size, refusal, history)
+        self._restarts.note(defeat)
+        self._note(f"{defeat.what}; starting again (failure {len(self._restarts.defeats)})")
+        self._observe("restarting", defeat.what)
+
+    def _defeat(self, generation: Generation) -> Defeat:
+        culprit = generation.culprit()
+        how = describe(culprit)
+        step = culprit.position[0]
+        where = f" after step {step}" if step is not None else ""
+        return Defeat(
+            what=f"rank {culprit.rank} on {culprit.worker}{where}: {how}",
+            cause=how,
+            position=culprit.position,
+            is_infrastructure=culprit.is_infrastructure,
+        )
+
+    def _is_last(self, generation: Generation) -> bool:
+        """Whether no other generation follows, as far as is known."""
+        if self._is_growing:
+            return False
+        if self._stop_request is not None:
+            return self._stop_request.ends_gang
+        if not generation.is_failing:
+            return True
+        return self._restarts.refusal(self._defeat(generation)) is not None
+
+    # ---- checkpoints
+
+    def _fetch(self, peer: Peer, file: CheckpointFile) -> None:
+        """Have a checkpoint sent here; one at a time, and the newest next."""
+        if self._fetching is not None:
+            self._to_fetch = (peer, file)
+            return
+        self._fetching = (peer, file)
+        peer.send(messages.Fetch(file))
+
+    def _fetch_next(self) -> None:
+        self._fetching, waiting, self._to_fetch = None, self._to_fetch, None
+        if waiting is not None:
+            self._fetch(*waiting)
+
+    def _note_kept(self, file: CheckpointFile, error: Exception | None, generation: Generation | None) -> None:
+        if self._fetching is not None and self._fetching[1] == file:
+            self._fetch_next()
+        if error is not None:
+            self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
+            return
+        self._observe("kept", file.step)
+        if generation is None or generation.is_failing or self._stop_request is not None:
+            return
+        if self._is_growing or generation.results:
+            return
+        spare = [node.worker for node in self._roster.nodes() if node.worker not in generation.workers]
+        if spare and len(generation.workers) < self._num_wanted:
+            self._note(f"{len(spare)} workers have come; starting again, larger, from step {file.step}")
+            self._is_growing = True
+            self._stop(generation)
+
+    def _settle_uploads(self, timeout: float) -> None:
+        """Wait for checkpoints that are on their way."""
+        deadline = time.monotonic() + timeout
+        while self._fetching is not None and time.monotonic() < deadline:
+            self._handle(self._next_event(deadline - time.monotonic()), None)
+        self._fetching = self._to_fetch = None
+
+    # ---- being told to stop
+
+    def _note_leaving(self, peer: Peer, generation: Generation | None) -> None:
+        peer.is_leaving = True
+        if generation is None or peer.node.worker not in generation.workers:
+            peer.send(messages.Close())
+            return
+        may_shrink = self._settings.min_workers is not None and self._settings.max_restarts > 0
+        goes_on = may_shrink and len(self._roster.nodes()) >= self._num_least
+        self._request_stop(f"the worker {peer.node.worker} was told to end", ends_gang=not goes_on)
+
+    def _request_stop(self, reason: str, *, ends_gang: bool) -> None:
+        if self._stop_request is None:
+            self._note(f"{reason}: saving a checkpoint and ending")
+            deadline = time.monotonic() + PREEMPTION_GRACE
+            self._stop_request = _StopRequest(reason=reason, ends_gang=ends_gang, deadline=deadline)
+        elif ends_gang:
+            self._stop_request.reason, self._stop_request.ends_gang = reason, True
+
+    def _pursue(self, request: _StopRequest, generation: Generation) -> None:
+        """Have `should_stop` turn true on all ranks at the same call; end those that do not heed it."""
+        if not request.is_asked:
+            request.is_asked = True
+            self._roster.broadcast(messages.Tell("hold"))
+        elif not request.is_released and generation.have_answered(generation.held):
+            request.is_released = True
+            last_call = max(generation.held.values(), default=0)
+            self._roster.broadcast(messages.Tell("release", last_call))
+            if last_call == 0:
+                request.deadline = min(request.deadline, time.monotonic() + UNHEEDED_GRACE)
+        elif time.monotonic() >= request.deadline and not generation.has_delivered:
+            self._stop(generation)
+
+    def _preempted(self, reason: str) -> Exception:
+        """The error that ends the task, once the newest checkpoint is in storage."""
+        newest = self._vault.newest()
+        is_stored = self._vault.flush(MIRROR_GRACE)
+        if newest is None:
+            rest = "there is no checkpoint, so the next attempt starts afresh"
+        elif self._request.mirror is None:
+            rest = f"the newest checkpoint was that of step {newest.step}"
+        elif is_stored:
+            rest = f"the next attempt goes on from the checkpoint of step {newest.step}"
+        else:
+            rest = f"the checkpoint of step {newest.step} did not reach {self._request.mirror.own} in time"
+        return PreemptedError(f"{self._request.name} was ended: {reason}; {rest}", cause=reason)
+
+    # ---- hanging
+
+    def _hangs_at(self, generation: Generation) -> float | None:
+        """When the gang counts as hung unless something moves."""
+        if self._settings.hang_timeout is None or generation.stillness is None:
+            return None
+        oldest = generation.stillness.oldest(generation.running)
+        return None if oldest is None else oldest + self._settings.hang_timeout
+
+    def _investigate(self, generation: Generation) -> None:
+        """Find out which rank holds up the others, and what all of them are doing."""
+        self._stacks.clear()
+        generation.positions.clear()
+        self._roster.broadcast(messages.Tell("where"))
+        self._roster.broadcast(messages.Dump())
+        deadline = time.monotonic() + STACKS_WAIT
+        while time.monotonic() < deadline and not generation.is_failing:
+            if len(self._stacks) == len(generation.positions) == generation.world_size:
+                break
+            self._handle(self._next_event(deadline - time.monotonic()), generation)
+        if generation.is_failing or generation.stillness is None:
+            return
+        now = time.monotonic()
+        witnesses = {
+            rank: Witness(
+                is_done=rank in generation.results,
+                num_collectives=generation.positions.get(rank),
+                still_for=generation.stillness.still_for(rank, now),
+                stacks=self._stacks.get(rank, "it did not answer"),
+            )
+            for rank in generation.places
+        }
+        rank, why = find_hung(witnesses)
+        stacks = "".join(f"\n\nrank {rank}:\n{witness.stacks.rstrip()}" for rank, witness in witnesses.items())
+        still = max(witnesses[rank].still_for for rank in generation.running or generation.places)
+        report = (
+            f"it hangs, or holds up the others: no sign of life for {still:.1f} s "
+            f"(hang_timeout={self._settings.hang_timeout:g}); {why}\nWhat all ranks were doing:{stacks}"
+        )
+        generation.hang = (rank, report)
+
+    def _not_formed(self, generation: Generation) -> Exception:
         missing = sorted(set(generation.places) - generation.ready)
         tails = [f"rank {rank}: {generation.exits[rank].log_tail or '(no output)'}" for rank in missing[:4]]
         return GangStartError(
             f"{len(generation.ready)} of {len(generation.places)} ranks met within "
-            f"{self._request.settings.start_timeout:g} s; missing: {', '.join(map(str, missing))}. They may not "
+            f"{self._settings.start_timeout:g} s; missing: {', '.join(map(str, missing))}. They may not "
             "reach each other, or importing the function's module takes too long.\n" + "\n".join(tails),
             rank=missing[0],
         )
@@ -393,39 +604,73 @@ class Supervisor:
 
     def _dismiss(self) -> None:
         """Let the agents go, and wait until they have cleaned up."""
-        self._broadcast(messages.Close())
-        staying = {peer.connection for peer in self._peers.values()}
+        self._roster.broadcast(messages.Close())
+        staying = {peer.connection for peer in self._roster.peers.values()}
         deadline = time.monotonic() + DISMISS_TIMEOUT
         while staying and time.monotonic() < deadline:
             kind, source, _ = self._next_event(deadline - time.monotonic())
             if kind == "gone":
                 staying.discard(source)
         for connection in staying:
-            _hang_up(connection)
+            hang_up(connection)
 
-    def _broadcast(self, message: object) -> None:
-        for peer in self._peers.values():
-            _send(peer, message)
-
-    def _next_event(self, timeout: float | None) -> Event:
+    def _next_event(self, timeout: float) -> Event:
         try:
-            return self._events.get(timeout=None if timeout is None else max(0.0, timeout))
+            return self._events.get(timeout=max(0.0, timeout))
         except queue.Empty:
             return ("timeout", None, None)
+
+    def _give_notice(self, text: str) -> None:
+        if time.monotonic() - self._noticed_at >= NOTICE_INTERVAL:
+            self._noticed_at = time.monotonic()
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        self._observe("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
 
     def _observe(self, method: str, *args: object) -> None:
         for observer in self._observers:
             getattr(observer, method)(*args)
 
 
+_running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+def preempt_all(reason: str) -> bool:
+    """Have all gangs of this process save a checkpoint and end; whether there are any."""
+    running = list(_running)
+    for supervisor in running:
+        supervisor.preempt(reason)
+    return bool(running)
+
+
 @contextlib.contextmanager
-def _rendezvous_store(host: str) -> Any:
+def _rendezvous_store(host: str) -> Iterator[tuple[str, int]]:
     """A store on a port that the system picks, in this process, which outlives every rank."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     yield host, store.port
     del store
+
+
+def _is_of(peer: Peer, rank: int, generation: Generation | None) -> bool:
+    """Whether this rank of the generation is that agent's."""
+    return (
+        generation is not None and rank in generation.places and generation.places[rank][1].worker == peer.node.worker
+    )
+
+
+def _agent_failure(text: str) -> Failure:
+    last_line = text.rstrip().rpartition("\n")[2]
+    return Failure(
+        type_name="GangError",
+        message=f"the agent that watches its ranks failed: {last_line}",
+        traceback=text,
+        pickled=None,
+        time=time.time(),
+        is_consequence=False,
+    )
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:
@@ -440,14 +685,3 @@ def _check_versions(nodes: Sequence[Node]) -> None:
         raise ValueError(
             f"driver and workers differ: {'; '.join(differing)}. Use one image for the task and its Dask cluster."
         )
-
-
-def _hang_up(connection: Connection) -> None:
-    """End a connection for both sides; a thread that reads from it wakes up, which it would not if it were closed."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def _send(peer: _Peer, message: object) -> None:
-    with contextlib.suppress(OSError):  # its loss arrives as an event
-        peer.connection.send(message)

@@ -7,10 +7,11 @@ import queue
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flytekitplugins.daskpytorch.messages import watch_peer
+from flytekitplugins.daskpytorch.messages import Download, Upload, watch_peer
 
 __all__ = ["Event", "Listener"]
 
@@ -19,12 +20,19 @@ Event = tuple[str, Any, Any]
 
 
 class Listener:
-    """Accepts this gang's agents and turns what they say into events."""
+    """Accepts this gang's agents and turns what they say into events; files go to the vault."""
 
-    def __init__(self, host: str, token: bytes, events: queue.Queue[Event]) -> None:
+    def __init__(
+        self,
+        host: str,
+        token: bytes,
+        events: queue.SimpleQueue[Event],
+        serve_file: Callable[[Connection, Upload | Download], None],
+    ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._token = token
         self._events = events
+        self._serve_file = serve_file
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         """Host and port to dial."""
         threading.Thread(target=self._accept, name="daskpytorch-accept", daemon=True).start()
@@ -52,6 +60,20 @@ class Listener:
                 connection.close()
                 return
             while True:
-                self._events.put(("message", connection, connection.recv()))
+                message = connection.recv()
+                if isinstance(message, (Upload, Download)):
+                    self._transfer(connection, message)
+                    return
+                self._events.put(("message", connection, message))
         except (EOFError, OSError):
             self._events.put(("gone", connection, None))
+
+    def _transfer(self, connection: Connection, request: Upload | Download) -> None:
+        error: Exception | None = None
+        with contextlib.closing(connection):
+            try:
+                self._serve_file(connection, request)
+            except Exception as caught:  # whatever it is, the checkpoint is not here
+                error = caught
+        if isinstance(request, Upload):
+            self._events.put(("kept", request.file, error))

@@ -5,21 +5,29 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.placement import Node, Place
 from flytekitplugins.daskpytorch.rank import Job
 from flytekitplugins.daskpytorch.ship import Code
 
 __all__ = [
     "AgentOrder",
+    "Beat",
     "Broken",
     "Close",
-    "End",
+    "Download",
+    "Dump",
     "Exited",
+    "Fetch",
     "Hello",
+    "Leaving",
     "Lines",
     "Reported",
+    "Stacks",
     "Start",
     "Stop",
+    "Tell",
+    "Upload",
     "watch_peer",
 ]
 
@@ -84,6 +92,23 @@ class Broken:
     traceback: str
 
 
+@dataclass(frozen=True)
+class Beat:
+    """The agent is alive; said every second."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The agent's worker is being taken away: it was told to close."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What each rank of this agent is doing: the tracebacks of all its threads, or why there are none."""
+
+    texts: dict[int, str]
+
+
 # ---- ... and to it
 
 
@@ -100,15 +125,50 @@ class Start:
 class Stop:
     """End all ranks: something failed."""
 
+    is_last: bool
+    """No other generation follows: rank 0 may take its time to close the Weights & Biases run."""
+
 
 @dataclass(frozen=True)
-class End:
-    """Let all ranks leave: everyone has finished."""
+class Tell:
+    """Pass a word on to every rank, with what belongs to it; see `rank`."""
+
+    word: str
+    value: object = None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Have every rank write down its stacks."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Send this checkpoint, which one of the agent's ranks has written, over a connection of its own."""
+
+    file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Close:
     """The gang is over."""
+
+
+# ---- Over connections of their own, in pieces that follow
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Here comes a checkpoint."""
+
+    file: CheckpointFile
+
+
+@dataclass(frozen=True)
+class Download:
+    """Please send a checkpoint."""
+
+    file: CheckpointFile
 
 
 def watch_peer(sock: socket.socket) -> None:

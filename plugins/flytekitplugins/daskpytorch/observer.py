@@ -41,5 +41,14 @@ class Observer:
     def logged(self, record: LogRecord) -> None:
         """A rank called `log`."""
 
+    def kept(self, step: int) -> None:
+        """A checkpoint of this step is safe with the driver."""
+
+    def restarting(self, reason: str) -> None:
+        """The gang starts again, after this."""
+
+    def noted(self, text: str) -> None:
+        """Something happened that a user should read."""
+
     def ended(self, error: Exception | None) -> None:
         """All ranks are gone."""

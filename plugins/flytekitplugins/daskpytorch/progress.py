@@ -81,6 +81,15 @@ class ProgressDisplay(Observer):
             self._shown_at = time.monotonic()
             self._print(f"{self._name}: {describe_record(record)}")
 
+    def noted(self, text: str) -> None:
+        """Say it."""
+        self._print(text)
+
+    def restarting(self, reason: str) -> None:
+        """Take the live display away until the ranks have met again."""
+        self.ended(None)
+        self._bar = None
+
     def ended(self, error: Exception | None) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:

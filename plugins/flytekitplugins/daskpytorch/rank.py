@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,23 +15,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
 from flytekitplugins.daskpytorch import context, flyte, ship, tracking
 from flytekitplugins.daskpytorch.blame import Failure
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint
+from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.flyte import FlyteSettings, TaskOutput
 from flytekitplugins.daskpytorch.placement import Place
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.tracking import RunSettings
 
-__all__ = ["STOPPED", "Job", "RankOrder", "environment", "main"]
+__all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "main", "stacks_path"]
 
 STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
+
+DUMP_SIGNAL = signal.SIGQUIT
+"""Has a rank write down its stacks, as it has a Java machine; also good for `kill -QUIT` by hand."""
+STOP_FLUSH = 0.3
+"""Seconds for a checkpoint that is being written when its rank is told to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,10 @@ class Job:
     """Host and port of the rendezvous store."""
     timeout: float
     """Seconds for all ranks to meet."""
+    checkpoint: CheckpointFile | None
+    """What the generation starts from."""
+    pulse: float | None
+    """Seconds between two reports of how far a rank has come; None: nobody asks."""
     flyte: FlyteSettings | None
     """None outside a Flyte task: results then travel pickled, from every rank."""
     tracking: RunSettings | None
@@ -63,6 +75,8 @@ class RankOrder:
     job: Job
     code: str
     """Where the project's sources lie, unpacked."""
+    scratch: str
+    """The agent's folder: checkpoints come and go through it."""
     directory: str
     """The working directory."""
     environment: dict[str, str]
@@ -93,30 +107,44 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
     return env
 
 
+def stacks_path(scratch: Path, place: Place) -> Path:
+    """Where a rank writes down its stacks."""
+    return scratch / f"stacks-{place.local_rank}"
+
+
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
     link = _Link(channel)
     tracker: tracking.Tracker | None = None
+    progress = Progress()
     try:
         _settle_in(order)
         if order.job.tracking is not None and order.place.rank == 0:
             tracker = tracking.Tracker(order.job.tracking)
-        link.obey(tracker)
+        rank = _context(order, link, tracker, progress)
+        link.obey(rank, tracker)
         with flyte.entered(order.job.flyte) as ctx:
             call = ship.unpack_call(order.job.call)
             _join_gang(order)
-            context.enter(_context(order, link, tracker))
+            context.enter(rank)
             link.send("ready")
+            _watch_progress(order, link, progress)
             returned = call.function(*call.args, **_keywords(order, call, ctx))
-            link.send("result", _payload(order, returned, ctx))
+            rank.checkpoint.flush()
+            if rank.stop_signal.has_fired:
+                link.send("stopped")
+                link.send("result")  # what it returned is unfinished, and nobody's to use
+            else:
+                link.send("result", _payload(order, returned, ctx))
     except BaseException as error:
-        link.send("failure", Failure.of(error, time.time(), order.code))
+        position = (progress.step, progress.num_moves_since)
+        link.send("failure", Failure.of(error, time.time(), order.code, position))
         _wind_up(tracker, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
     link.ended.wait()
-    _wind_up(tracker, 0)
+    _wind_up(tracker, 1 if rank.stop_signal.has_fired else 0)
     return 0
 
 
@@ -135,19 +163,63 @@ class _Link:
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
 
-    def obey(self, tracker: tracking.Tracker | None) -> None:
+    def obey(self, rank: RankContext, tracker: tracking.Tracker | None) -> None:
         """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
-        threading.Thread(target=self._obey, args=(tracker,), name="daskpytorch-orders", daemon=True).start()
+        threading.Thread(target=self._obey, args=(rank, tracker), name="daskpytorch-orders", daemon=True).start()
 
-    def _obey(self, tracker: tracking.Tracker | None) -> None:
+    def _obey(self, rank: RankContext, tracker: tracking.Tracker | None) -> None:
         try:
-            while self._channel.recv() != "stop":
-                self.ended.set()
+            while (order := self._channel.recv())[0] != "stop":
+                self._follow(rank, *order)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
+        rank.checkpoint.flush(STOP_FLUSH)
         if tracker is not None:
             tracker.finish(1)
         os._exit(STOPPED)
+
+    def _follow(self, rank: RankContext, word: str, value: Any) -> None:
+        match word:
+            case "end":
+                self.ended.set()
+            case "hold":
+                self.send("held", rank.stop_signal.hold())
+            case "release":
+                rank.stop_signal.release(value)
+            case "where":
+                self.send("position", _num_collectives())
+
+
+def _num_collectives() -> int:
+    """How many collectives this rank has entered."""
+    from torch import distributed
+
+    try:
+        group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+        # What torch's own debugging reads; it counts those of DistributedDataParallel, too.
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+    except (RuntimeError, ValueError):  # the function has closed the group
+        return 0
+
+
+def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
+    """Report how far the training has come, now and again, where somebody asks."""
+    pulse = order.job.pulse
+    if pulse is None:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: progress.move())
+
+    def report() -> None:
+        reported = -1
+        while True:
+            if progress.num_moves != reported:
+                reported = progress.num_moves
+                link.send("moves", reported)
+            time.sleep(pulse)
+
+    threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
 
 
 def _settle_in(order: RankOrder) -> None:
@@ -159,6 +231,9 @@ def _settle_in(order: RankOrder) -> None:
     sys.path.insert(0, order.code)
     sys.argv[1:] = []
     faulthandler.enable()  # a rank that crashes in C code says where, in its log
+    global _stacks_file
+    _stacks_file = stacks_path(Path(order.scratch), order.place).open("w")
+    faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=True)
     torch.set_num_threads(order.place.num_threads)
 
 
@@ -182,7 +257,7 @@ def _join_gang(order: RankOrder) -> None:
     )
 
 
-def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None) -> RankContext:
+def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, progress: Progress) -> RankContext:
     def sink(record: LogRecord) -> None:
         if tracker is not None:
             tracker.log(record)
@@ -190,12 +265,23 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None) ->
         link.send("log", LogRecord(**{**vars(record), "metrics": plain}))
 
     place = order.place
+    checkpoint = RankCheckpoint(
+        folder=Path(order.scratch),
+        generation=order.job.generation,
+        start=order.job.checkpoint,
+        is_main=place.rank == 0,
+        progress=progress,
+        announce=lambda file: link.send("saved", file),
+        timeout=order.job.timeout,
+    )
     return RankContext(
         rank=place.rank,
         local_rank=place.local_rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
+        checkpoint=checkpoint,
         sink=sink,
+        progress=progress,
     )
 
 
@@ -216,6 +302,10 @@ def _payload(order: RankOrder, returned: Any, ctx: Any) -> object:
         return None
     literal_map = flyte.literals(order.job.flyte, returned, ctx)
     return TaskOutput(literal_map=literal_map.to_flyte_idl().SerializeToString(), decks=flyte.decks(ctx))
+
+
+_stacks_file: IO[str] | None = None
+"""Stays open for as long as the signal may come."""
 
 
 def _dumps(value: Any) -> bytes:

@@ -43,6 +43,10 @@ class Recorder(Observer):
         """Keep every rank's values."""
         self.records.append(record)
 
+    def restarting(self, reason: str) -> None:
+        """Keep the reason."""
+        self._timings.append((f"started again: {reason}", time.monotonic() - self._began_at))
+
     def ended(self, error: Exception | None) -> None:
         """Keep the outcome."""
         self.error = error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +24,7 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch import forkserver, tracking
-from flytekitplugins.daskpytorch.blame import GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Wandb, is_local
 
 if TYPE_CHECKING:
@@ -71,7 +75,8 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
         token = _input_literals.set(input_literal_map)
         try:
-            return super().dispatch_execute(ctx, input_literal_map)
+            with _heeding_sigterm():
+                return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, (WorkerLostError, GangStartError)):
                 raise FlyteSystemException(str(error.value)) from error.value
@@ -94,11 +99,15 @@ class DaskDDPTask(_OnDask):
     def execute(self, **kwargs: Any) -> Any:
         """Open the cluster, run the gang, report, and return rank 0's outputs."""
         config: DaskDDP = self.task_config
-        if is_local():
-            if config.gang.backend == "nccl":
-                _require_gpu()
-            forkserver.connect().close()  # its imports take seconds, and run beside ours
+        with contextlib.ExitStack() as stack:
+            if is_local():
+                if config.gang.backend == "nccl":
+                    _require_gpu()
+                stack.callback(forkserver.shutdown)
+                forkserver.connect().close()  # its imports take seconds, and run beside ours
+            return self._train(config, kwargs)
 
+    def _train(self, config: DaskDDP, inputs: dict[str, Any]) -> LiteralMap:
         # Late, so that defining a task imports neither Dask nor torch.
         from flytekitplugins.daskpytorch import cluster
         from flytekitplugins.daskpytorch.dispatch import DaskAgents
@@ -107,7 +116,7 @@ class DaskDDPTask(_OnDask):
         from flytekitplugins.daskpytorch.report import Recorder
 
         recorder = Recorder()
-        request = self._request(kwargs)
+        request = self._request(inputs)
         try:
             with cluster.opened(
                 num_workers=config.num_workers,
@@ -119,7 +128,7 @@ class DaskDDPTask(_OnDask):
         finally:
             if self.enable_deck:
                 Deck("Training", recorder.html())
-        return self._deliver(kwargs, outputs[0])
+        return self._deliver(inputs, outputs[0])
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
         """Add what the console's link to Weights & Biases is made from."""
@@ -140,6 +149,7 @@ class DaskDDPTask(_OnDask):
             settings=config.gang,
             flyte=flyte.capture(self.name, self.python_interface, _input_literals.get()),
             tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
+            mirror=flyte.checkpoint_paths("gang"),
         )
 
     def _tracking(self, wandb: Wandb, inputs: dict[str, Any]) -> Callable[[Shape], tracking.RunSettings]:
@@ -185,6 +195,26 @@ class DaskClusterTask(_OnDask):
         config: DaskCluster = self.task_config
         with cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True):
             return super().execute(**kwargs)
+
+
+@contextlib.contextmanager
+def _heeding_sigterm() -> Iterator[None]:
+    """While a task runs here, have SIGTERM end its gangs after a checkpoint, and the task with a system error."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's to handle
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _end_task)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _end_task(*_: object) -> None:
+    reason = "the task was told to end (SIGTERM)"
+    gang = sys.modules.get(f"{__package__}.gang")  # not imported before there is one
+    if gang is None or not gang.preempt_all(reason):
+        raise PreemptedError(f"{reason}, while no gang was running", cause=reason)
 
 
 def _require_gpu() -> None:

@@ -53,7 +53,7 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
     return Outputs(total=shifted(total.item()), seen=seen, model_state=PythonPickledFile(path=str(path)))
 
 
-@task(task_config=DaskDDP(gang=Gang(start_timeout=20)))
+@task(task_config=DaskDDP(gang=Gang(start_timeout=20, max_restarts=0)))
 def fail(how: str, started: str = "") -> float:
     """Rank 1 fails; rank 0 waits for it."""
     if current_rank().rank == 0:
@@ -71,7 +71,7 @@ def fail(how: str, started: str = "") -> float:
     return 0.0
 
 
-@task(task_config=DaskDDP(wandb=Wandb(project="tests", mode="offline")))
+@task(task_config=DaskDDP(gang=Gang(max_restarts=0), wandb=Wandb(project="tests", mode="offline")))
 def tracked(steps: int, fail_at: int = -1) -> int:
     """Log a metric per step; rank 1 may fail."""
     for step in range(steps):

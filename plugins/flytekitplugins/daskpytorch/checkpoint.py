@@ -1,0 +1,194 @@
+"""A rank's checkpoints: states copied at once, written in the background, whole or not at all. Runs in a rank.
+
+rank 0 --file--> its agent --connection--> the driver's vault; and back to every rank of the next generation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+
+__all__ = ["CheckpointFile", "RankCheckpoint", "digest_of", "failure_path"]
+
+POLL_INTERVAL = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """A whole checkpoint, written by `torch.save`."""
+
+    generation: int
+    """The incarnation of the gang that wrote it."""
+    step: int
+    """The training step that it belongs to."""
+    size: int
+    """In bytes."""
+    digest: str
+    """SHA-256 of the file, in hexadecimal digits."""
+
+    @property
+    def name(self) -> str:
+        """The file's name, the same on every host and in storage."""
+        return f"step-{self.step}-{self.digest[:16]}.pt"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def failure_path(path: Path) -> Path:
+    """Where an agent says why it could not bring a checkpoint."""
+    return path.with_suffix(".failed")
+
+
+class RankCheckpoint(Checkpoint):
+    """Rank 0 writes, one state at a time; every rank reads the same."""
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        generation: int,
+        start: CheckpointFile | None,
+        is_main: bool,
+        progress: Progress,
+        announce: Callable[[CheckpointFile], None],
+        timeout: float,
+    ) -> None:
+        """Take the rank's own part.
+
+        Args:
+            folder: The agent's: new files are left here, and what `start` names arrives here.
+            generation: The gang's present incarnation.
+            start: What the generation starts from.
+            is_main: Whether this is rank 0.
+            progress: Notes the steps.
+            announce: Called, in the writing thread, for each file that is whole.
+            timeout: Seconds to wait for the file that `start` names.
+        """
+        self._folder = folder
+        self._generation = generation
+        self._start = start
+        self._is_main = is_main
+        self._progress = progress
+        self._announce = announce
+        self._timeout = timeout
+        self._writing: threading.Thread | None = None
+
+    def save(self, state: Any, step: int) -> None:
+        """Keep a state; waits only while the one before is still being written.
+
+        Raises:
+            TypeError: The state cannot be pickled.
+        """
+        step = int(step)
+        self._progress.reach(step, anew=True)
+        if not self._is_main:
+            return
+        self.flush()
+        self._writing = threading.Thread(
+            target=self._write, args=(_copy(state), step), name="daskpytorch-checkpoint", daemon=True
+        )
+        self._writing.start()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the newest state is written, or for `timeout` seconds."""
+        if self._writing is not None:
+            self._writing.join(timeout)
+
+    def load(self) -> Any | None:
+        """Read what this generation starts from.
+
+        Raises:
+            OSError: The checkpoint did not arrive.
+        """
+        if self._start is None:
+            return None
+        import torch
+
+        state = torch.load(self._await_file(self._start), map_location="cpu", weights_only=False)
+        self._progress.reach(self._start.step, anew=True)
+        return state
+
+    def _write(self, state: Any, step: int) -> None:
+        import torch
+
+        unfinished = self._folder / f"unfinished-{self._generation}-{step}"
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state, file)
+            written = CheckpointFile(
+                generation=self._generation,
+                step=step,
+                size=unfinished.stat().st_size,
+                digest=digest_of(unfinished),
+            )
+            unfinished.rename(self._folder / written.name)
+        except Exception as error:  # a full disk, mostly: worth a word, but not the training
+            unfinished.unlink(missing_ok=True)
+            print(
+                f"the checkpoint of step {step} was not written ({type(error).__name__}: {error}); the training goes "
+                "on, and the checkpoint before stays the newest",
+                file=sys.stderr,
+            )
+            return
+        self._announce(written)
+
+    def _await_file(self, wanted: CheckpointFile) -> Path:
+        """Wait for the agent to bring the file."""
+        path = self._folder / wanted.name
+        deadline = time.monotonic() + self._timeout
+        while not path.exists():
+            if failure_path(path).exists():
+                raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {failure_path(path).read_text()}")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the checkpoint of step {wanted.step} did not arrive within {self._timeout:g} s")
+            time.sleep(POLL_INTERVAL)
+        return path
+
+
+def _copy(state: Any) -> Any:
+    """A copy that later training steps do not touch, with tensors on the CPU.
+
+    The structure is pickled and unpickled; tensors go past the pickle, copied once each.
+    """
+    import torch
+
+    tensors: list[Any] = []
+    seen: dict[int, tuple[Any, int]] = {}  # holds the originals, too, so that no id is given twice
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, torch.Tensor):
+                return None
+            if id(obj) not in seen:
+                seen[id(obj)] = (obj, len(tensors))
+                tensors.append(obj.detach().to("cpu", copy=True))
+            return seen[id(obj)][1]
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> Any:
+            return tensors[pid]
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=5).dump(state)
+    except Exception as error:
+        raise TypeError(
+            f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
+            "the model and the optimizer, instead of the objects themselves."
+        ) from error
+    buffer.seek(0)
+    return Unpickler(buffer).load()

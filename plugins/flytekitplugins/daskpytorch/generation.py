@@ -1,0 +1,182 @@
+"""One incarnation of a gang: which ranks there are, and what has become of them. Runs in the driver.
+
+Holds no connection: the supervisor tells it what happens, and it says what that means.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flytekitplugins.daskpytorch.blame import Failure, RankExit, find_culprit
+from flytekitplugins.daskpytorch.messages import Exited
+from flytekitplugins.daskpytorch.placement import Node, Place
+from flytekitplugins.daskpytorch.watchdog import Stillness
+
+__all__ = ["Generation"]
+
+
+@dataclass
+class Generation:
+    """What has happened to the ranks of one generation."""
+
+    number: int
+    places: dict[int, tuple[Place, Node]]
+    """rank -> its place, and the node of its worker."""
+    ready: set[int] = field(default_factory=set)
+    """Ranks that have joined the process group."""
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    """The newest step that each rank has named."""
+    hang: tuple[int, str] | None = None
+    """The rank that holds up the others, and the report."""
+    held: dict[int, int] = field(default_factory=dict)
+    """How often each rank has called `should_stop`, once it was asked to hold."""
+    stopped_early: set[int] = field(default_factory=set)
+    """Ranks whose `should_stop` has turned true."""
+    positions: dict[int, int | None] = field(default_factory=dict)
+    """How many collectives each rank has entered, once it was asked."""
+    stillness: Stillness | None = None
+    """From the moment that all have met."""
+    stop_at: float | None = None
+    """When to end it: a better culprit may be found before, or the last rank may leave; on the monotonic clock."""
+    began_at: float = field(default_factory=time.monotonic)
+    """On the monotonic clock."""
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers that carry it."""
+        return list(dict.fromkeys(node.worker for _, node in self.places.values()))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.places)
+
+    @property
+    def is_formed(self) -> bool:
+        """All ranks have met."""
+        return len(self.ready) == len(self.places)
+
+    @property
+    def has_delivered(self) -> bool:
+        """Every rank's function has returned."""
+        return len(self.results) == len(self.places)
+
+    @property
+    def is_over(self) -> bool:
+        """Every rank has left."""
+        return len(self.exits) == len(self.places)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks whose function has neither returned nor failed."""
+        ended = self.results.keys() | self.exits.keys() | self.failures.keys()
+        return [rank for rank in self.places if rank not in ended]
+
+    @property
+    def bad_exits(self) -> list[RankExit]:
+        """Exits without a result. A rank that has delivered is out of danger, whatever happens to it then."""
+        return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results]
+
+    @property
+    def unclean_exits(self) -> list[RankExit]:
+        """All but the exits of ranks that delivered and left in good order: what the blame is found among."""
+        return [
+            exit_
+            for rank, exit_ in self.exits.items()
+            if rank not in self.results or exit_.exitcode != 0 or exit_.hang is not None
+        ]
+
+    @property
+    def is_failing(self) -> bool:
+        """Something has gone wrong."""
+        return bool(self.failures or self.bad_exits or self.hang)
+
+    @property
+    def has_earnest_failure(self) -> bool:
+        """Some rank failed, and not because it lost a peer."""
+        return (
+            self.hang is not None
+            or any(not failure.is_consequence for failure in self.failures.values())
+            or any(not exit_.is_consequence for exit_ in self.bad_exits)
+        )
+
+    @property
+    def has_own_failure(self) -> bool:
+        """Some rank's function raised, and not because it lost a peer."""
+        return any(not failure.is_consequence for failure in self.failures.values())
+
+    def take(self, rank: int, report: bytes) -> tuple[str, Any]:
+        """Open a rank's report and note what it says; its kind and value."""
+        kind, value = pickle.loads(report)
+        match kind:
+            case "ready":
+                self.ready.add(rank)
+                if self.is_formed:
+                    self.stillness = Stillness(self.places, time.monotonic())
+            case "result":
+                self.results[rank] = value
+            case "failure":
+                self.failures[rank] = value
+            case "log" | "saved":
+                self.steps[rank] = value.step
+            case "moves" if self.stillness is not None:
+                self.stillness.note(rank, value, time.monotonic())
+            case "held":
+                self.held[rank] = value
+            case "stopped":
+                self.stopped_early.add(rank)
+            case "position":
+                self.positions[rank] = value
+        return kind, value
+
+    def note_exit(self, exited: Exited) -> None:
+        """A rank ended."""
+        place, node = self.places[exited.rank]
+        self.exits[place.rank] = self._exit(
+            place.rank,
+            node,
+            exitcode=exited.exitcode,
+            log_tail=exited.log_tail,
+            time=exited.time,
+            out_of_memory=exited.out_of_memory,
+            stopped=exited.stopped,
+        )
+
+    def lose(self, worker: str, failure: Failure | None = None) -> None:
+        """A worker has gone, and its ranks with it."""
+        for rank, (_, node) in self.places.items():
+            if node.worker == worker and rank not in self.exits:
+                self.exits[rank] = self._exit(rank, node, exitcode=None, log_tail="", time=time.time(), broken=failure)
+
+    def unaccounted(self) -> set[str]:
+        """The workers of ranks that have not left."""
+        return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
+
+    def have_answered(self, answers: Mapping[int, Any]) -> bool:
+        """Whether all ranks that can still answer a question have done so."""
+        return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
+
+    def culprit(self) -> RankExit:
+        """Whose fault it is, as far as is known."""
+        here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
+        for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
+            here[rank] = self._exit(rank, self.places[rank][1], exitcode=1, log_tail="", time=time.time())
+        return find_culprit(here.values())
+
+    def _exit(self, rank: int, node: Node, *, broken: Failure | None = None, **how: Any) -> RankExit:
+        return RankExit(
+            rank=rank,
+            worker=node.worker,
+            host=node.host,
+            failure=self.failures.get(rank) or broken,
+            hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
+            step=self.steps.get(rank),
+            **how,
+        )

@@ -1,0 +1,193 @@
+"""The agents of one gang: who was asked, who is there, who has gone, who has come since. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from flytekitplugins.daskpytorch.messages import AgentOrder, Hello
+from flytekitplugins.daskpytorch.placement import Node, worker_order
+
+__all__ = ["AgentLauncher", "Peer", "Roster"]
+
+MAX_SILENCE = 15.0
+"""Seconds without a word from an agent, which speaks every second, after which its worker counts as lost."""
+RECRUIT_INTERVAL = 0.5
+"""Seconds between looks at the workers of the cluster."""
+SCHEDULER_PATIENCE = 5.0
+"""Seconds for the scheduler to answer again before it counts as lost; a dropped connection comes back sooner."""
+
+
+class AgentLauncher(Protocol):
+    """Starts agents, one per worker, wherever those are."""
+
+    workers: Sequence[str]
+    """The workers to begin with, in the order of their ranks."""
+    num_wanted: int
+    """How many workers the gang is to have."""
+    host: str
+    """The address at which the workers can reach this process."""
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
+        """Start agents; `on_failure(worker, error)` is called for one that ended in an error."""
+
+    def present(self) -> Sequence[str]:
+        """All workers that are there now, these and others.
+
+        Raises:
+            OSError: Nobody answers that question.
+        """
+
+    def close(self) -> None:
+        """Forget the agents; they end with their connections."""
+
+
+@dataclass
+class Peer:
+    """An agent that has said hello."""
+
+    node: Node
+    connection: Connection
+    heard_at: float
+    """When it last said anything; on the monotonic clock."""
+    is_leaving: bool = False
+    """Its worker is being taken away."""
+
+    def send(self, message: object) -> None:
+        """Tell it something; should it be gone, that arrives as an event."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+
+@dataclass
+class Roster:
+    """Keeps the list."""
+
+    launcher: AgentLauncher
+    num_ranks: int
+    """Ranks per worker."""
+    address: tuple[str, int]
+    """Where the driver listens."""
+    on_failure: Callable[[str, Exception], None]
+    token: bytes = field(repr=False)
+    """Proves to the driver who dials in."""
+    peers: dict[str, Peer] = field(default_factory=dict)
+    """By worker."""
+    expected: set[str] = field(default_factory=set)
+    """Workers that were asked, and have not answered yet."""
+    lost: dict[str, Exception] = field(default_factory=dict)
+    """Workers that went, with the reason."""
+    refused: dict[str, Exception] = field(default_factory=dict)
+    """Workers whose agent failed, with the error: there is no use in asking them again."""
+    _shunned: set[str] = field(default_factory=set)
+    """Workers that fell silent; the scheduler may still believe in them."""
+    _looked_at: float = field(default_factory=time.monotonic)
+    _recruit_at: float = 0.0
+    _unanswered_since: float | None = None
+
+    def launch(self, workers: Iterable[str]) -> None:
+        """Have agents started on these workers."""
+        orders = [
+            AgentOrder(worker=worker, driver=self.address, num_ranks=self.num_ranks, token=self.token)
+            for worker in workers
+        ]
+        self.expected |= {order.worker for order in orders}
+        self.launcher.launch(orders, self.on_failure)
+
+    def nodes(self) -> list[Node]:
+        """Those that can carry ranks, in the order of their ranks."""
+        fit = [peer.node for peer in self.peers.values() if not peer.is_leaving]
+        return sorted(fit, key=lambda node: worker_order(node.worker))
+
+    def find(self, connection: Connection) -> Peer | None:
+        """Whose connection this is."""
+        return next((peer for peer in self.peers.values() if peer.connection is connection), None)
+
+    def welcome(self, hello: Hello, connection: Connection) -> None:
+        """An agent has come."""
+        worker = hello.node.worker
+        if (old := self.peers.get(worker)) is not None:
+            hang_up(old.connection)
+        self.expected.discard(worker)
+        self.lost.pop(worker, None)
+        self.peers[worker] = Peer(hello.node, connection, time.monotonic())
+
+    def refuse(self, worker: str, error: Exception) -> None:
+        """An agent could not be started, or ended in an error before it had said hello."""
+        if worker in self.expected:
+            self.expected.discard(worker)
+            self.refused[worker] = error
+
+    def forget(self, connection: Connection) -> Peer | None:
+        """An agent has gone; whose it was."""
+        peer = self.find(connection)
+        if peer is not None:
+            del self.peers[peer.node.worker]
+            self.lost[peer.node.worker] = ConnectionError("the worker was lost")
+        return peer
+
+    def silent(self) -> list[Peer]:
+        """Agents that have not spoken for too long. They may come to life again, and must find themselves forgotten."""
+        now = time.monotonic()
+        if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
+            for peer in self.peers.values():
+                peer.heard_at = now
+        self._looked_at = now
+        silent = [peer for peer in self.peers.values() if now - peer.heard_at > MAX_SILENCE]
+        self._shunned |= {peer.node.worker for peer in silent}
+        return silent
+
+    def note_absences(self) -> None:
+        """Give up those of the expected workers that have gone before they answered; looks every now and then."""
+        if self.expected and (present := self._look()) is not None:
+            self._give_up(self.expected - present)
+
+    def recruit(self, wanted: int) -> None:
+        """Have agents started on workers that have come since, up to a number; looks every now and then.
+
+        Raises:
+            ConnectionError: The scheduler is lost.
+        """
+        if (present := self._look()) is None:
+            return
+        self._give_up(self.expected - present)
+        num_missing = wanted - len(self.nodes()) - len(self.expected)
+        newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
+        if num_missing > 0:
+            self.launch(sorted(newcomers, key=worker_order)[:num_missing])
+
+    def _give_up(self, workers: Iterable[str]) -> None:
+        self.expected -= set(workers)
+        self.lost |= {worker: ConnectionError("the worker was lost before the gang was formed") for worker in workers}
+
+    def _look(self) -> set[str] | None:
+        now = time.monotonic()
+        if now < self._recruit_at:
+            return None
+        self._recruit_at = now + RECRUIT_INTERVAL
+        try:
+            present = set(self.launcher.present())
+        except (OSError, TimeoutError) as error:
+            self._unanswered_since = self._unanswered_since or now
+            if time.monotonic() - self._unanswered_since >= SCHEDULER_PATIENCE:
+                raise ConnectionError(f"the Dask scheduler was lost: {error}") from error
+            return None
+        self._unanswered_since = None
+        return present
+
+    def broadcast(self, message: object) -> None:
+        """Tell all agents something."""
+        for peer in self.peers.values():
+            peer.send(message)
+
+
+def hang_up(connection: Connection) -> None:
+    """End a connection for both sides; a thread that reads from it wakes up, which it would not if it were closed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,76 @@
+"""Which ranks stand still, and which of them holds up the others. Pure; runs in the driver."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Stillness", "Witness", "find_hung", "is_in_collective"]
+
+COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
+"""Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
+NUM_INNER_FRAMES = 2
+
+
+class Stillness:
+    """When each rank last gave a sign of life."""
+
+    def __init__(self, ranks: Iterable[int], now: float) -> None:
+        self._num_moves = dict.fromkeys(ranks, -1)
+        self._moved_at = dict.fromkeys(self._num_moves, now)
+
+    def note(self, rank: int, num_moves: int, now: float) -> None:
+        """Take down a rank's count of signs of life."""
+        if num_moves != self._num_moves[rank]:
+            self._num_moves[rank], self._moved_at[rank] = num_moves, now
+
+    def oldest(self, ranks: Iterable[int]) -> float | None:
+        """When the stillest of these ranks last moved."""
+        return min((self._moved_at[rank] for rank in ranks), default=None)
+
+    def still_for(self, rank: int, now: float) -> float:
+        """Seconds since a rank moved."""
+        return now - self._moved_at[rank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """What is known of one rank when the gang hangs."""
+
+    is_done: bool
+    """Its function has returned."""
+    num_collectives: int | None
+    """How many collectives it has entered; None where it does not even say."""
+    still_for: float
+    """Seconds without a sign of life."""
+    stacks: str
+    """The tracebacks of its threads."""
+
+
+def find_hung(witnesses: Mapping[int, Witness]) -> tuple[int, str]:
+    """The rank that holds up the others, and why it is thought to.
+
+    A rank that does not answer comes first: something keeps its process, or its interpreter, from running. Then the
+    one that has entered the fewest collectives: the others wait for it in the next. Among equals one that is not
+    inside a collective, and then the one that has stood still the longest.
+    """
+    silent = [rank for rank, witness in witnesses.items() if witness.num_collectives is None]
+    if silent:
+        return silent[0], "it does not answer: suspended, or inside C code that holds the interpreter"
+    entered = {rank: witness.num_collectives or 0 for rank, witness in witnesses.items()}
+    fewest = min(entered.values())
+    behind = [rank for rank, count in entered.items() if count == fewest]
+    if len(behind) < len(witnesses):
+        rank = behind[0]
+        told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
+        return rank, f"{told}; its function has returned" if witnesses[rank].is_done else told
+    outside = [rank for rank in behind if not witnesses[rank].is_done and not is_in_collective(witnesses[rank].stacks)]
+    rank = max(outside or behind, key=lambda rank: witnesses[rank].still_for)
+    return rank, "it is not inside a collective" if outside else "all ranks are inside the same collective"
+
+
+def is_in_collective(stacks: str) -> bool:
+    """Whether the main thread, which faulthandler writes last, waits for other ranks."""
+    main = stacks.rstrip().rpartition("(most recent call first):")[2].strip().splitlines()
+    return any(COLLECTIVE_FILES.search(frame) for frame in main[:NUM_INNER_FRAMES])

@@ -1,0 +1,279 @@
+"""A training whose result is known, and ways to break it: what the tests of faults run, and how they watch it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from processes import until
+
+STEPS = 10
+SAVED_AT = 4
+"""The step whose checkpoint is safe before anything breaks; the next one is that of step 8."""
+BREAKS_AT = 6
+
+
+class SpoiltError(Exception):
+    """A user's own exception."""
+
+
+class DemandingError(Exception):
+    """Its __init__ asks for more than its args hold."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} {number}")
+
+
+# ---- What the ranks run
+
+
+def train(folder: str, fault: str | None = None, at_rank: int = 1, *, always: bool = False, pace: float = 0.0) -> float:
+    """Ten steps, each with an all-reduce, a checkpoint at every fourth; the result is the same however often it broke.
+
+    Args:
+        folder: Where the ranks leave traces, and the test its own.
+        fault: What goes wrong at step 6, the first time round.
+        at_rank: On which rank.
+        always: Every time round.
+        pace: Seconds per step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank = current_rank()
+    state = rank.checkpoint.load() or {"step": 0, "value": torch.zeros(1, dtype=torch.float64)}
+    value = state["value"]
+    _leave(folder, f"start-{rank.rank}", f"{state['step']} {os.getpid()} {time.time()}")
+    for step in range(state["step"] + 1, STEPS + 1):
+        time.sleep(pace)
+        if step == BREAKS_AT and fault is not None and rank.rank == at_rank and (always or not _has(folder, "broken")):
+            _await(folder, f"kept-{SAVED_AT}")
+            _leave(folder, "broken", f"{os.getpid()} {time.time()}")
+            print(f"about to fail: {fault}")
+            FAULTS[fault](folder)
+        total = contribution(rank.rank, step)
+        dist.all_reduce(total)
+        value = 0.5 * value + total
+        rank.log({"value": value}, step=step)
+        if step % SAVED_AT == 0:
+            rank.checkpoint.save({"step": step, "value": value}, step)
+            if rank.is_main:
+                _leave(folder, "saved", str(step))
+        if rank.should_stop():
+            rank.checkpoint.save({"step": step, "value": value}, step)
+            _leave(folder, f"stopped-{rank.rank}", str(step))
+            return float(value)
+    return float(value)
+
+
+def contribution(rank: int, step: int) -> Any:
+    """What a rank adds at a step."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.rand(1, generator=generator, dtype=torch.float64)
+
+
+def expected(world_sizes: dict[int, int] | int = 2) -> float:
+    """The result of an undisturbed run; for another number of ranks from some step on: {first step: ranks}."""
+    import torch
+
+    sizes = {1: world_sizes} if isinstance(world_sizes, int) else world_sizes
+    value = torch.zeros(1, dtype=torch.float64)
+    for step in range(1, STEPS + 1):
+        size = sizes[max(first for first in sizes if first <= step)]
+        value = 0.5 * value + sum(contribution(rank, step) for rank in range(size))
+    return float(value)
+
+
+def _leave(folder: str, name: str, line: str) -> None:
+    with Path(folder, name).open("a") as file:
+        file.write(f"{line}\n")
+
+
+def _has(folder: str, name: str) -> bool:
+    return Path(folder, name).exists()
+
+
+def _await(folder: str, name: str) -> None:
+    deadline = time.monotonic() + 30
+    while not _has(folder, name):
+        assert time.monotonic() < deadline, f"waited for {name}"
+        time.sleep(0.005)
+
+
+# ---- Ways to break it
+
+
+def _raise(error: BaseException) -> Any:
+    def fault(folder: str) -> None:
+        raise error
+
+    return fault
+
+
+def _close_group_and_raise(folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    time.sleep(0.2)  # the others' connection errors come first
+    raise SpoiltError("the batch is spoilt")
+
+
+def _raise_unpicklable(folder: str) -> None:
+    error = SpoiltError("code 7")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+def _allocate_without_end(folder: str) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+    bytearray(1 << 30)
+
+
+def _interrupt_asynchronously(folder: str) -> None:
+    me = threading.get_ident()
+    threading.Timer(
+        0.1, lambda: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), ctypes.py_object(KeyboardInterrupt))
+    ).start()
+    while True:
+        time.sleep(0.01)
+
+
+def _ignore_sigterm_and_raise(folder: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SpoiltError("the batch is spoilt")
+
+
+def _hold_the_interpreter(folder: str) -> None:
+    ctypes.PyDLL(None).sleep(600)  # PyDLL, unlike CDLL, keeps the interpreter's lock
+
+
+def _skip_collective(folder: str) -> None:
+    """Enter one collective less than the others, then wait for them in the next for ever."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.barrier()
+
+
+def _deadlock_in_a_loader(folder: str) -> None:
+    from torch.utils.data import DataLoader
+
+    next(iter(DataLoader(_Stuck(), num_workers=1)))
+
+
+class _Stuck:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(600)
+        return index
+
+
+FAULTS: dict[str, Callable[[str], Any]] = {
+    "raise": _raise(SpoiltError("the batch is spoilt")),
+    "demanding": _raise(DemandingError("code", 7)),
+    "unpicklable": _raise_unpicklable,
+    "close and raise": _close_group_and_raise,
+    "sys.exit": lambda folder: sys.exit(0),
+    "os._exit": lambda folder: os._exit(3),
+    "SIGKILL": lambda folder: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda folder: ctypes.string_at(0),
+    "SIGABRT": lambda folder: os.abort(),
+    "MemoryError": _allocate_without_end,
+    "KeyboardInterrupt": _raise(KeyboardInterrupt()),
+    "asynchronous": _interrupt_asynchronously,
+    "ignore SIGTERM": _ignore_sigterm_and_raise,
+    "sleep": lambda folder: time.sleep(600),
+    "hold the interpreter": _hold_the_interpreter,
+    "suspend": lambda folder: os.kill(os.getpid(), signal.SIGSTOP),
+    "loader": _deadlock_in_a_loader,
+}
+
+
+# ---- Watching it
+
+
+@dataclass
+class Watched:
+    """One gang under test, and the traces it leaves."""
+
+    folder: Path
+    futures: dispatch.GangFutures
+    notes: list[str] = field(default_factory=list)
+    restarted_at: list[float] = field(default_factory=list)
+    formed_at: list[float] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+    def starts(self, rank: int = 0) -> list[int]:
+        """From which step each generation of this rank started."""
+        return [int(line.split()[0]) for line in self._lines(f"start-{rank}")]
+
+    def pids(self, rank: int) -> list[int]:
+        return [int(line.split()[1]) for line in self._lines(f"start-{rank}")]
+
+    def broke_at(self) -> float:
+        return float(self._lines("broken")[-1].split()[1])
+
+    def broken_pid(self) -> int:
+        return int(self._lines("broken")[-1].split()[0])
+
+    def stopped_at(self) -> list[int]:
+        """The step at which each rank was stopped."""
+        return [int(path.read_text().split()[-1]) for path in sorted(self.folder.glob("stopped-*"))]
+
+    def wait_for(self, name: str, timeout: float = 40.0) -> None:
+        until(lambda: (self.folder / name).exists() or self.futures.done(), name, timeout)
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@contextlib.contextmanager
+def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
+    """Launch gangs whose every event is seen."""
+    folder.mkdir(exist_ok=True, parents=True)
+
+    class Witness(dispatch._Echo):
+        watched: Watched
+
+        def kept(self, step: int) -> None:
+            self.watched.kept.append(step)
+            (folder / f"kept-{step}").touch()
+
+        def noted(self, text: str) -> None:
+            super().noted(text)
+            self.watched.notes.append(text)
+
+        def restarting(self, reason: str) -> None:
+            self.watched.restarted_at.append(time.time())
+
+        def formed(self, seconds: float) -> None:
+            self.watched.formed_at.append(time.time())
+
+    def launch(client: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
+        witness = Witness()
+        witness.watched = Watched(folder, None)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "_Echo", lambda: witness)
+            witness.watched.futures = dispatch.run(client, train, str(folder), *args, gang=gang, **kwargs)
+        return witness.watched
+
+    yield launch
