@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,8 @@ class Hyperparameters(StrictInputs):
     """Fixes the split, the initial weights, the order of the windows and the dropout."""
     log_interval: int = 10
     """Steps between two reports of the loss; each report waits for the device."""
+    checkpoint_interval: int = 0
+    """Steps between two checkpoints within an epoch; 0: only at the end of each epoch."""
 
     def __post_init__(self) -> None:
         fraction = "a fraction above 0 and below 1"
@@ -75,6 +78,7 @@ class Hyperparameters(StrictInputs):
             "held_out": (_is_between(self.held_out, 0, 1), fraction),
             "seed": (_is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
             "log_interval": (_is_whole(self.log_interval, 1), "a whole number from 1 up"),
+            "checkpoint_interval": (_is_whole(self.checkpoint_interval, 0), "a whole number from 0 up"),
         }
         problems = [
             f"Hyperparameters({name}={getattr(self, name)!r}): must be {allowed}"
@@ -114,7 +118,7 @@ class EpochMetrics:
     samples_per_second: float
     """Training windows per second of all ranks together."""
     epoch_seconds: float
-    """Seconds that the epoch's training steps took, without the evaluation."""
+    """Seconds that the epoch's training steps took, without the evaluation and what an interruption lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +128,39 @@ class TrainingResult:
     state_dict: dict[str, Tensor]
     """The trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""
     epochs: list[EpochMetrics]
-    """One entry per epoch, in order."""
+    """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankState:
+    """What only one rank knows of the training."""
+
+    loss_sum: float
+    """The loss over the windows that this rank saw in the epoch so far."""
+    generators: dict[str, Tensor]
+    """The states of torch's global random generators, by the type of device; they draw the dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainingState:
+    """A checkpoint: all that the steps to come depend on. The epoch that they are in is the one after `epochs`."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    step: int
+    """Steps taken in all epochs."""
+    epochs: list[EpochMetrics]
+    """Of the epochs that are over."""
+    order: Tensor
+    """The state of the generator that draws the epoch's order, before it did."""
+    position: int
+    """How many windows of that order the gang has been through: samples, since other ranks may cut other batches."""
+    times_seen: Tensor
+    """How often the ranks together saw each window in the epoch so far."""
+    seconds: float
+    """What the epoch took so far."""
+    ranks: list[_RankState]
+    """Of each rank."""
 
 
 class CharLSTM(nn.Module):
@@ -221,16 +257,22 @@ def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameter
     once per epoch, in an order that all ranks draw alike from the seed, so that two ranks with batch size B make the
     same steps as one rank with 2B. Seeds torch's global random generator.
 
+    Saves a checkpoint after each epoch, every `hp.checkpoint_interval` steps, and when the gang is to stop; then it
+    returns with what there is. Starts from the gang's checkpoint, where there is one: on a CPU and with as many ranks
+    as before, the weights and losses are bit for bit those of a training without interruption. With another number of
+    ranks it goes on with the next window, cutting the rest of the epoch into the batches of the new gang.
+
     Args:
         training_windows: (num_windows, 9), as from `windows`.
         held_out_windows: (num_windows, 9), evaluated after every epoch.
         hp: How to train.
 
     Returns:
-        The trained weights and one entry of metrics per epoch, the same on every rank.
+        The trained weights and one entry of metrics per epoch, the same on every rank but for the timing.
 
     Raises:
-        ValueError: There are fewer training windows than ranks, or no held-out windows.
+        ValueError: There are fewer training windows than ranks, no held-out windows, or the checkpoint is that of
+            another number of training windows.
         RuntimeError: The ranks together did not see every training window exactly once.
     """
     rank = current_rank()
@@ -242,8 +284,10 @@ def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameter
     if not len(held_out_windows):
         raise ValueError("there are no held-out windows, so that no epoch can be judged; hold out at least one name")
     trainer = _Trainer(training_windows, hp)
-    epochs = [trainer.run_epoch(epoch, held_out_windows) for epoch in range(1, hp.epochs + 1)]
-    return TrainingResult(state_dict=trainer.state_dict(), epochs=epochs)
+    if (state := rank.checkpoint.load()) is not None:
+        trainer.resume(state)
+    trainer.run(held_out_windows)
+    return TrainingResult(state_dict=trainer.state_dict(), epochs=trainer.epochs)
 
 
 class _Trainer:
@@ -255,9 +299,11 @@ class _Trainer:
         self.windows = training_windows.to(self.rank.device)
         self.num_targets = _is_target(self.windows).sum(dim=1)
         self.global_batch_size = hp.batch_size * self.rank.world_size
-        self.num_steps = hp.epochs * math.ceil(len(self.windows) / self.global_batch_size)
         self.step = 0
+        self.epochs: list[EpochMetrics] = []
         self.order = torch.Generator().manual_seed(hp.seed)
+        self._start_epoch()
+        self.num_steps = self._count_steps()
         torch.manual_seed(hp.seed)  # the same initial weights on every rank …
         self.model = CharLSTM(hp.dropout).to(self.rank.device)
         self.gang_model = DistributedDataParallel(self.model) if self.rank.world_size > 1 else self.model
@@ -271,14 +317,91 @@ class _Trainer:
                 len(self.windows),
             )
 
-    def run_epoch(self, epoch: int, held_out_windows: Tensor) -> EpochMetrics:
-        """See every window once, then evaluate and report."""
-        started = time.perf_counter()
-        loss, samples_seen = self._see_every_window(epoch)
-        seconds = time.perf_counter() - started
+    def run(self, held_out_windows: Tensor) -> None:
+        """Train to the end of the last epoch, or until the gang is to stop."""
+        while len(self.epochs) < self.hp.epochs:
+            if not self._take_steps():
+                return
+            self._end_epoch(held_out_windows)
+            self._save()
+
+    def resume(self, state: _TrainingState) -> None:
+        """Go on from a checkpoint; every rank is given the same.
+
+        Raises:
+            ValueError: It is the checkpoint of another number of windows.
+        """
+        if len(state.times_seen) != len(self.windows):
+            raise ValueError(
+                f"the checkpoint of step {state.step} was saved with {len(state.times_seen)} training windows, but now "
+                f"there are {len(self.windows)}. The likely cause is that the data changed between two starts of the "
+                "task; give it the same data, or start a new execution."
+            )
+        # After its first backward pass DDP deals the gradients out anew, and with them the order in which the ranks add
+        # them up. That pass is made here, for nothing, so that all steps to come add as they would have.
+        _predict(self.gang_model, self.windows[:1])[2].sum().backward()
+        self.model.load_state_dict(state.model)
+        self.optimizer.load_state_dict(state.optimizer)
+        self.step = state.step
+        self.epochs = list(state.epochs)
+        self.order.set_state(state.order)
+        self._start_epoch()
+        self.position = state.position
+        self.started -= state.seconds
+        self.num_steps = self._count_steps()
+        if self.rank.rank < len(state.ranks):  # else the rank is new, and keeps the generators that it seeded
+            own = state.ranks[self.rank.rank]
+            self.loss_sum += own.loss_sum
+            _set_generators(own.generators)
+        if self.rank.is_main:  # takes what the ranks found together, and the sums of ranks that are gone
+            self.times_seen += state.times_seen.to(self.rank.device)
+            self.loss_sum += sum(gone.loss_sum for gone in state.ranks[self.rank.world_size :])
+        logger.info("goes on after step %d, in epoch %d", self.step, len(self.epochs) + 1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights as CPU tensors, under the names that a `CharLSTM` without a gang gives them."""
+        return {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
+
+    def _count_steps(self) -> int:
+        """How many steps there will be at the end: those taken, and those left with batches of this gang's size."""
+        this_epoch = math.ceil((len(self.windows) - self.position) / self.global_batch_size)
+        later_epochs = self.hp.epochs - len(self.epochs) - 1  # -1 after the last, when it makes up for "this"
+        return self.step + this_epoch + later_epochs * math.ceil(len(self.windows) / self.global_batch_size)
+
+    def _start_epoch(self) -> None:
+        """Before the first window of an epoch."""
+        self.started = time.perf_counter()
+        self.position = 0
+        self.order_state = self.order.get_state()
+        self.times_seen = torch.zeros(len(self.windows), dtype=torch.int32, device=self.rank.device)
+        # The loss stays on the device: to read it at every step would make the host wait for each.
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.rank.device)
+
+    def _take_steps(self) -> bool:
+        """See the windows that are left of the epoch; False if the gang is to stop before it is over."""
+        self.model.train()
+        for batch, share in self._batches():
+            self.times_seen[share] += 1
+            batch_loss = self._take_step(batch, share)
+            self.loss_sum += batch_loss
+            self.position += len(batch)
+            if self.step % self.hp.log_interval == 0:
+                self._log_step(batch, batch_loss)
+            stops = self.rank.should_stop()
+            if stops or self._is_save_due():
+                self._save()
+            if stops:
+                return False
+        return True
+
+    def _end_epoch(self, held_out_windows: Tensor) -> None:
+        """Evaluate, report, and be ready for the next epoch."""
+        samples_seen = self._count_samples()
+        loss = float(_sum_over_ranks(self.loss_sum) / self.num_targets.sum())
+        seconds = time.perf_counter() - self.started
         evaluation = evaluate(self.model, held_out_windows)
         metrics = EpochMetrics(
-            epoch=epoch,
+            epoch=len(self.epochs) + 1,
             loss=loss,
             held_out_loss=evaluation.loss,
             held_out_accuracy=evaluation.accuracy,
@@ -287,38 +410,39 @@ class _Trainer:
             epoch_seconds=seconds,
         )
         self.rank.log(asdict(metrics), step=self.step, num_steps=self.num_steps)
-        return metrics
+        self.epochs.append(metrics)
+        self._start_epoch()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights as CPU tensors, under the names that a `CharLSTM` without a gang gives them."""
-        return {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
+    def _is_save_due(self) -> bool:
+        """Whether to save within the epoch; at its end that is done after the evaluation."""
+        interval = self.hp.checkpoint_interval
+        return interval > 0 and self.step % interval == 0 and self.position < len(self.windows)
 
-    def _see_every_window(self, epoch: int) -> tuple[float, int]:
-        """Take the epoch's steps; returns the mean loss over them and the number of windows that the ranks saw."""
-        started = time.perf_counter()
-        self.model.train()
-        times_seen = torch.zeros(len(self.windows), dtype=torch.int32, device=self.rank.device)
-        # The loss stays on the device: to read it at every step would make the host wait for each.
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.rank.device)
-        num_done = 0
-        for batch, share in self._batches():
-            times_seen[share] += 1
-            batch_loss = self._take_step(batch, share)
-            loss_sum += batch_loss
-            num_done += len(batch)
-            if self.step % self.hp.log_interval == 0:
-                self._log_step(epoch, batch, batch_loss, num_done / (time.perf_counter() - started))
-        samples_seen = self._count_samples(times_seen)
-        return float(_sum_over_ranks(loss_sum) / self.num_targets.sum()), samples_seen
+    def _save(self) -> None:
+        """Save a checkpoint; all ranks call this at the same steps, since each has something to tell."""
+        own = _RankState(loss_sum=float(self.loss_sum), generators=_generators())
+        state = _TrainingState(
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            step=self.step,
+            epochs=self.epochs,
+            order=self.order_state,
+            position=self.position,
+            times_seen=_sum_over_ranks(self.times_seen.clone()),
+            seconds=time.perf_counter() - self.started,
+            ranks=_gather_from_ranks(own),
+        )
+        self.rank.checkpoint.save(state, self.step)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gang's batches of one epoch, and this rank's share of each, as indices of windows.
+        """The batches that are left of the epoch, and this rank's share of each, as indices of windows.
 
         All ranks draw the same permutation and cut it alike. Of the last batch the shares may differ in size, down to
         no window at all.
         """
         order = torch.randperm(len(self.windows), generator=self.order).to(self.rank.device)
-        for batch in order.split(self.global_batch_size):
+        for start in range(self.position, len(order), self.global_batch_size):
+            batch = order[start : start + self.global_batch_size]
             yield batch, batch.tensor_split(self.rank.world_size)[self.rank.rank]
 
     def _take_step(self, batch: Tensor, share: Tensor) -> Tensor:
@@ -334,15 +458,16 @@ class _Trainer:
         self.step += 1
         return loss_sum.detach()
 
-    def _log_step(self, epoch: int, batch: Tensor, batch_loss: Tensor, samples_per_second: float) -> None:
+    def _log_step(self, batch: Tensor, batch_loss: Tensor) -> None:
         """Report the loss over the gang's batch; all ranks call this at the same steps."""
         loss = _sum_over_ranks(batch_loss.clone()) / self.num_targets[batch].sum()
-        metrics = {"epoch": epoch, "loss": loss, "samples_per_second": samples_per_second}
+        samples_per_second = self.position / (time.perf_counter() - self.started)
+        metrics = {"epoch": len(self.epochs) + 1, "loss": loss, "samples_per_second": samples_per_second}
         self.rank.log(metrics, step=self.step, num_steps=self.num_steps)
 
-    def _count_samples(self, times_seen: Tensor) -> int:
+    def _count_samples(self) -> int:
         """How many windows the ranks saw in this epoch, after proof that it was each of them once."""
-        times_seen = _sum_over_ranks(times_seen)
+        times_seen = _sum_over_ranks(self.times_seen)
         if not bool((times_seen == 1).all()):
             raise RuntimeError(
                 f"the ranks saw {int((times_seen == 0).sum())} of {len(times_seen)} training windows not at all and "
@@ -509,6 +634,29 @@ def _sum_over_ranks(tensor: Tensor) -> Tensor:
     if current_rank().world_size > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def _gather_from_ranks(own: _RankState) -> list[_RankState]:
+    """What each rank has to tell, in the order of ranks; over gloo and NCCL alike."""
+    ranks = [own] * current_rank().world_size
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, own)
+    return ranks
+
+
+def _generators() -> dict[str, Tensor]:
+    """The states of this process's global random generators that the training draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if current_rank().device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(states: Mapping[str, Tensor]) -> None:
+    """Put back what `_generators` gave; without a GPU, the state of one is of no use."""
+    torch.set_rng_state(states["cpu"])
+    if current_rank().device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _num_letters(name: str) -> int:

@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext
+from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
 from tasks.char_lstm import (
     BLANK,
     MAX_ROUNDS,
@@ -45,6 +46,16 @@ HELD_OUT = windows(EMBEDDED_NAMES[1::40])
 # `empty` gives rank 1 none, and `one_batch` is less than a batch.
 CASES = {"even": (64, 8), "uneven": (67, 8), "empty": (65, 8), "one_batch": (20, 50)}
 
+# What is interrupted: three epochs of five steps, of 67 windows in global batches of 16.
+NUM_WINDOWS = 67
+INTERRUPTED = Hyperparameters(epochs=3, batch_size=16, dropout=0.3, log_interval=1, checkpoint_interval=2)
+SAVED = [2, 4, 5, 6, 8, 10, 12, 14, 15]
+"""The steps at which it saves, without interruption: even ones, and 5, 10 and 15 at the ends of the epochs."""
+SAVE = {"mid_epoch": 4, "end_of_epoch": 3, "end": 9}
+"""The save after which the ranks die."""
+STOP_AFTER = {"between_saves": 6, "at_a_save": 7, "last_step_of_an_epoch": 9}
+"""Calls of `should_stop` before the one that is true."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -64,11 +75,98 @@ def records() -> Iterator[list[LogRecord]]:
     context.enter(RankContext())
 
 
+class KilledError(Exception):
+    """What the fake checkpoint raises in place of a lost worker."""
+
+
+class FakeCheckpoint(context.Checkpoint):
+    """Keeps rank 0's newest state in a file, as a gang does."""
+
+    def __init__(self, path: Path, *, die_after: int | None = None) -> None:
+        self.path = path
+        self.die_after = die_after
+        self.steps: list[int] = []
+
+    def save(self, state: Any, step: int) -> None:
+        self.steps.append(step)
+        if current_rank().is_main:
+            torch.save(state, self.path)
+        if len(self.steps) == self.die_after:
+            raise KilledError
+
+    def load(self) -> Any | None:
+        if current_rank().world_size > 1:
+            dist.barrier()  # the gang waits until rank 0 has written
+        return torch.load(self.path, map_location="cpu", weights_only=False) if self.path.exists() else None
+
+
+def _train_once(
+    checkpoint: FakeCheckpoint, hp: Hyperparameters, *, stop_after: int | None = None, num_windows: int = NUM_WINDOWS
+) -> tuple[TrainingResult | None, list[LogRecord]]:
+    """Train as one generation of a gang; no result if it died."""
+    log: list[LogRecord] = []
+    signal = StopSignal()
+    if stop_after is not None:
+        signal.release(stop_after)
+    outside = current_rank()
+    context.enter(replace(outside, checkpoint=checkpoint, stop_signal=signal, sink=log.append))
+    try:
+        return train(TRAINING[:num_windows], HELD_OUT, hp), log
+    except KilledError:
+        return None, log
+    finally:
+        context.enter(outside)
+
+
+def _run_interruptions(
+    directory: Path, hp: Hyperparameters, interruptions: Iterable[str] = tuple(SAVE | STOP_AFTER)
+) -> dict[str, Any]:
+    """For each interruption the steps saved, and the result and log of the generation after it; in a rank or alone."""
+    checkpoint = FakeCheckpoint(directory / "uninterrupted")
+    found: dict[str, Any] = {"uninterrupted": (checkpoint.steps, *_train_once(checkpoint, hp))}
+    for name in interruptions:
+        checkpoint = FakeCheckpoint(directory / name, die_after=SAVE.get(name))
+        result, _ = _train_once(checkpoint, hp, stop_after=STOP_AFTER.get(name))
+        assert (result is None) == (name in SAVE)
+        found[name] = (checkpoint.steps, *_train_once(FakeCheckpoint(directory / name), hp))
+    return found
+
+
+def _assert_equal_to_uninterrupted(found: dict[str, Any], interruption: str) -> None:
+    _, expected, expected_log = found["uninterrupted"]
+    steps, result, log = found[interruption]
+    torch.testing.assert_close(result.state_dict, expected.state_dict, rtol=0, atol=0)
+    assert [_untimed(metrics) for metrics in result.epochs] == [_untimed(metrics) for metrics in expected.epochs]
+    rest = [record for record in expected_log if record.step > steps[-1]]
+    if interruption == "last_step_of_an_epoch":  # it was not evaluated before the stop
+        rest = [record for record in expected_log if record.step > 10 or "held_out_loss" in record.metrics][1:]
+    assert [_untimed(record.metrics) for record in log] == [_untimed(record.metrics) for record in rest]
+    assert [(record.step, record.num_steps) for record in log] == [(record.step, 15) for record in rest]
+
+
+def _untimed(metrics: Any) -> dict[str, Any]:
+    """Metrics of a step or an epoch that do not depend on the clock."""
+    values = metrics if isinstance(metrics, dict) else asdict(metrics)
+    return {name: value for name, value in values.items() if name not in {"samples_per_second", "epoch_seconds"}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `_run_interruptions` finds in this process."""
+    return _run_interruptions(tmp_path_factory.mktemp("alone"), INTERRUPTED)
+
+
 @pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
     directory = tmp_path_factory.mktemp("gang")
-    ranks = mp.spawn(_run_cases, (directory,), nprocs=2, join=False)
+    _train_once(FakeCheckpoint(directory / "of_one", die_after=SAVE["mid_epoch"]), INTERRUPTED)
+    return _run_ranks(_run_cases, 2, directory)
+
+
+def _run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:
+    """What `run` returns on each rank of a gang."""
+    ranks = mp.spawn(_run_rank, (run, world_size, directory), nprocs=world_size, join=False)
     deadline = time.monotonic() + 60
     try:
         while not ranks.join(timeout=1):
@@ -77,21 +175,36 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for process in ranks.processes:
             process.kill()
             process.join()
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _run_cases(rank: int, directory: Path) -> None:
+def _run_rank(rank: int, run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    context.enter(RankContext(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size))
+    torch.save(run(directory), directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _run_cases(directory: Path) -> dict[str, Any]:
     log: list[LogRecord] = []
-    context.enter(RankContext(rank=rank, local_rank=rank, world_size=2, local_world_size=2, sink=log.append))
+    context.enter(replace(current_rank(), sink=log.append))
     found: dict[str, Any] = {case: _train_case(*CASES[case], log) for case in CASES}
     found["evaluation"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT)
     found["one_window"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT[:1])
     found["too_few"] = _error(lambda: train(TRAINING[:1], HELD_OUT, Hyperparameters()))
-    found["other_order"] = _error(lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=rank)))
-    torch.save(found, directory / f"{rank}.pt")
-    dist.destroy_process_group()
+    found["other_order"] = _error(
+        lambda: train(TRAINING[:64], HELD_OUT, Hyperparameters(epochs=1, seed=current_rank().rank))
+    )
+    found["interruptions"] = _run_interruptions(directory, replace(INTERRUPTED, batch_size=8))
+    found["after_one"] = _train_once(FakeCheckpoint(directory / "of_one"), replace(INTERRUPTED, batch_size=12))
+    of_two = FakeCheckpoint(directory / "of_two", die_after=SAVE["mid_epoch"])
+    _train_once(of_two, replace(INTERRUPTED, batch_size=8, dropout=0))
+    return found | {"directory": directory}
+
+
+def _run_three(directory: Path) -> dict[str, Any]:
+    return _run_interruptions(directory, replace(INTERRUPTED, batch_size=5), ["mid_epoch"])
 
 
 def _train_case(num_windows: int, batch_size: int, log: list[LogRecord]) -> tuple[TrainingResult, list[LogRecord]]:
@@ -157,7 +270,14 @@ def test_windows_need_clean_names() -> None:
 def test_every_wrong_hyperparameter_is_named() -> None:
     with pytest.raises(ValueError, match="epochs=0") as error:
         Hyperparameters(
-            epochs=0, batch_size=0, learning_rate=math.inf, dropout=1.0, held_out=0.0, seed=-1, log_interval=0
+            epochs=0,
+            batch_size=0,
+            learning_rate=math.inf,
+            dropout=1.0,
+            held_out=0.0,
+            seed=-1,
+            log_interval=0,
+            checkpoint_interval=-1,
         )
     assert str(error.value).split("; ") == [
         "Hyperparameters(epochs=0): must be a whole number from 1 up",
@@ -167,6 +287,7 @@ def test_every_wrong_hyperparameter_is_named() -> None:
         "Hyperparameters(held_out=0.0): must be a fraction above 0 and below 1",
         "Hyperparameters(seed=-1): must be a whole number from 0 up and below 2**63",
         "Hyperparameters(log_interval=0): must be a whole number from 1 up",
+        "Hyperparameters(checkpoint_interval=-1): must be a whole number from 0 up",
     ]
 
 
@@ -179,6 +300,7 @@ def test_every_wrong_hyperparameter_is_named() -> None:
         ("learning_rate", math.nan),
         ("held_out", 1),
         ("seed", 2**63),
+        ("checkpoint_interval", 0.5),
     ],
 )
 def test_wrong_hyperparameter(field: str, value: object) -> None:
@@ -314,6 +436,55 @@ def test_training_needs_windows() -> None:
         train(TRAINING, HELD_OUT[:0], Hyperparameters())
 
 
+# Training with interruptions
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
+def test_resumed_training_is_that_without_interruption(alone: dict[str, Any], interruption: str) -> None:
+    """The first call also waits for the trainings."""
+    _assert_equal_to_uninterrupted(alone, interruption)
+
+
+def test_when_a_checkpoint_is_saved(alone: dict[str, Any], tmp_path: Path) -> None:
+    assert alone["uninterrupted"][0] == SAVED
+    for name, num_saves in SAVE.items():
+        assert alone[name][0] == SAVED[:num_saves]
+    checkpoint = FakeCheckpoint(tmp_path / "state")
+    _train_once(checkpoint, replace(INTERRUPTED, checkpoint_interval=0))
+    assert checkpoint.steps == [5, 10, 15]
+
+
+def test_a_stop_saves_once_and_returns(alone: dict[str, Any], tmp_path: Path) -> None:
+    assert alone["between_saves"][0] == [2, 4, 5, 6, 7]
+    assert alone["at_a_save"][0] == [2, 4, 5, 6, 8]
+    assert alone["last_step_of_an_epoch"][0] == [2, 4, 5, 6, 8, 10]
+    checkpoint = FakeCheckpoint(tmp_path / "state")
+    result, log = _train_once(checkpoint, INTERRUPTED, stop_after=0)
+    assert result is not None
+    assert result.epochs == []
+    assert result.state_dict.keys() == CharLSTM().state_dict().keys()
+    assert checkpoint.steps == [record.step for record in log] == [1]
+
+
+def test_an_epoch_keeps_its_time_over_an_interruption(tmp_path: Path) -> None:
+    checkpoint = FakeCheckpoint(tmp_path / "state")
+    _train_once(checkpoint, INTERRUPTED, stop_after=0)
+    state = torch.load(checkpoint.path, weights_only=False)
+    torch.save(replace(state, seconds=1000.0), checkpoint.path)
+    result, log = _train_once(checkpoint, INTERRUPTED)
+    assert result is not None
+    assert [metrics.epoch_seconds > 1000 for metrics in result.epochs] == [True, False, False]
+    assert log[0].metrics["samples_per_second"] < 32 / 1000
+
+
+def test_checkpoint_of_other_data(tmp_path: Path) -> None:
+    checkpoint = FakeCheckpoint(tmp_path / "state", die_after=1)
+    _train_once(checkpoint, INTERRUPTED)
+    with pytest.raises(ValueError, match="step 2 was saved with 67 training windows, but now there are 66"):
+        _train_once(checkpoint, INTERRUPTED, num_windows=66)
+
+
 # Training in a gang
 
 
@@ -360,6 +531,45 @@ def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
     for found in gang:
         assert found["other_order"].startswith("RuntimeError: the ranks saw ")
         assert "of 64 training windows not at all" in found["other_order"]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
+def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], interruption: str) -> None:
+    for found in gang:
+        assert found["interruptions"]["uninterrupted"][0] == SAVED
+        _assert_equal_to_uninterrupted(found["interruptions"], interruption)
+
+
+@pytest.mark.timeout(90)
+def test_resumed_gang_of_three(tmp_path: Path) -> None:
+    """From three ranks on, the order in which they add up their gradients matters."""
+    for found in _run_ranks(_run_three, 3, tmp_path):
+        _assert_equal_to_uninterrupted(found, "mid_epoch")
+
+
+def test_two_ranks_go_on_from_one(gang: list[dict[str, Any]]) -> None:
+    """In another batch size, too: 51 windows are left of the second epoch, then 67, in batches of 24."""
+    for found in gang:
+        result, log = found["after_one"]
+        assert [metrics.samples_seen for metrics in result.epochs] == [NUM_WINDOWS] * 3
+        assert [record.step for record in log if "held_out_loss" not in record.metrics] == list(range(7, 13))
+        assert {record.num_steps for record in log} == {12}
+    torch.testing.assert_close(gang[0]["after_one"][0].state_dict, gang[1]["after_one"][0].state_dict, rtol=0, atol=0)
+
+
+def test_one_rank_goes_on_from_two(gang: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Without dropout, in the same global batches, it ends where one rank would have come by itself."""
+    hp = replace(INTERRUPTED, dropout=0)
+    result, _ = _train_once(FakeCheckpoint(gang[0]["directory"] / "of_two"), hp)
+    expected, _ = _train_once(FakeCheckpoint(tmp_path / "state"), hp)
+    assert result is not None
+    assert expected is not None
+    torch.testing.assert_close(result.state_dict, expected.state_dict, rtol=0, atol=1e-4)
+    for metrics, wanted in zip(result.epochs, expected.epochs, strict=True):
+        assert metrics.samples_seen == NUM_WINDOWS
+        assert metrics.loss == pytest.approx(wanted.loss, rel=1e-4)
+        assert metrics.held_out_loss == pytest.approx(wanted.held_out_loss, rel=1e-4)
 
 
 # Sampling

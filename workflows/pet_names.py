@@ -15,6 +15,9 @@ On a Flyte backend with the Dask operator (build the image from the Dockerfile f
 
     pyflyte run --remote --image registry/daskpytorch:tag workflows/pet_names.py pet_names
 
+Training saves a checkpoint after each epoch. When a worker is lost or a rank fails, the gang starts again from the
+newest one, up to three times; on a Flyte backend the task's next attempt resumes from it, too.
+
 `PET_NAMES_WORKERS` sets the number of Dask workers when the workflow is registered or run here.
 """
 
@@ -94,7 +97,7 @@ def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
     task_config=DaskDDP(
         scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
         workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
-        gang=Gang(start_timeout=600),
+        gang=Gang(start_timeout=600, max_restarts=3),
         wandb=Wandb(project="pet-names"),
     ),
     requests=Resources(cpu="1", mem="2Gi"),
@@ -132,8 +135,8 @@ def sample(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile
 def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
     """Say in a line, and show in a Deck, how the training went and what came of it."""
     text = (
-        f"held-out loss {quality.loss:.4f} nats per character, {quality.bigram_loss - quality.loss:.4f} better than a "
-        f"bigram model's {quality.bigram_loss:.4f}; {quality.accuracy:.1%} of the characters right"
+        f"held-out loss {quality.loss:.4f} nats per character, {_compare(quality)} a bigram model's "
+        f"{quality.bigram_loss:.4f}; {quality.accuracy:.1%} of the characters right"
     )
     Deck(
         "Pet names",
@@ -173,6 +176,12 @@ def pet_names(data: str = "", hp: Hyperparameters = Hyperparameters(), num_names
         model_state=trained.model_state,
         names=invented,
     )
+
+
+def _compare(quality: Quality) -> str:
+    """How much better or worse than a bigram model the trained one is."""
+    gain = quality.bigram_loss - quality.loss
+    return f"{abs(gain):.4f} {'better' if gain >= 0 else 'worse'} than"
 
 
 def _read(names: NamesFile) -> list[str]:
