@@ -74,3 +74,89 @@ def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: Launch, 
     watched = launch(client, fault)
     check_recovered(watched, [0, ft.SAVED_AT])
     assert any(f"rank 1 on tcp://127.0.0.3" in note and said in note for note in watched.notes), watched.notes
+
+
+@pytest.mark.parametrize(
+    ("fault", "breaks_at", "why"),
+    [
+        pytest.param("sleep", 6, "it has entered 5 collectives, other ranks 6", id="13"),
+        # After the last checkpoint: the steps between a skipped collective and the hang are wrong.
+        pytest.param("skip", 9, "its function has returned", id="14"),
+        pytest.param("hold the interpreter", 6, "does not answer", id="15"),
+        pytest.param("suspend", 6, "does not answer", id="16"),
+        pytest.param("loader", 6, "it has entered 5 collectives, other ranks 6", id="17"),
+        pytest.param("skip", 10, "its function has returned", id="18"),
+    ],
+)
+def test_a_rank_that_hangs_is_found(client: Client, launch: Launch, fault: str, breaks_at: int, why: str) -> None:
+    watched = launch(client, fault, breaks_at=breaks_at, gang=Gang(hang_timeout=2.0))
+    check_recovered(watched, [0, (breaks_at - 1) // ft.SAVED_AT * ft.SAVED_AT])
+    blamed = next(note for note in watched.notes if "it hangs" in note)
+    assert "rank 1 on tcp://127.0.0.3" in blamed
+    assert why in blamed
+    with pytest.raises(ProcessLookupError):  # also a suspended rank is gone, and can write nothing any more
+        os.kill(watched.broken_pid(), 0)
+
+
+def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: Launch) -> None:  # 13
+    watched = launch(client, "sleep", gang=Gang(hang_timeout=2.0, max_restarts=0))
+    with pytest.raises(GangHungError) as caught:
+        watched.futures.result(60)
+    assert (caught.value.rank, caught.value.step) == (1, 5)
+    told = str(caught.value)
+    of_rank_0, of_rank_1 = (
+        told[told.index("\n\nrank 0:") : told.index("\n\nrank 1:")],
+        told[told.index("\n\nrank 1:") :],
+    )
+    assert "in all_reduce" in of_rank_0
+    assert "fault_training.py" in of_rank_1
+    assert "in all_reduce" not in of_rank_1
+    assert "fault_training.py" in caught.value.log_tail
+
+
+def test_a_straggler_is_left_alone(client: Client, launch: Launch) -> None:  # 19
+    watched = launch(client, pace=0.9, gang=Gang(hang_timeout=2.0))
+    check_recovered(watched, [0])
+    assert not watched.restarted_at
+
+
+def test_a_rank_that_raises_before_it_joins(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 2
+    (tmp_path / "broken_on_rank_1.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1': raise LookupError('cannot be imported')\ndef train(): return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import broken_on_rank_1
+
+    began = time.monotonic()
+    with pytest.raises(LookupError, match="cannot be imported") as caught:
+        dispatch.run(client, broken_on_rank_1.train).result(60)
+    assert time.monotonic() - began < MAX_SECONDS
+    assert isinstance(caught.value.__cause__, GangError)
+    assert caught.value.__cause__.rank == 1
+
+
+def test_all_ranks_raise_the_same(client: Client, launch: Launch) -> None:  # 4
+    watched = launch(client, "raise", at_rank=-1, always=True)
+    with pytest.raises(ft.SpoiltError) as caught:
+        watched.futures.result(60)
+    assert isinstance(caught.value.__cause__, GangError)
+    assert caught.value.__cause__.rank in (0, 1)
+    assert watched.starts(0) == [0, ft.SAVED_AT]
+
+
+def test_a_rank_that_skips_a_batch_for_lack_of_memory_does_not_hang_the_others(client: Client, launch: Launch) -> None:
+    """10: caught by the function itself, so that only its missing collective shows."""
+    watched = launch(client, "skip", breaks_at=10, gang=Gang(hang_timeout=2.0, max_restarts=0))
+    with pytest.raises(GangHungError, match="its function has returned") as caught:
+        watched.futures.result(60)
+    assert caught.value.rank == 1
+
+
+def test_a_suspended_rank_of_an_older_generation_can_write_nothing(client: Client, launch: Launch) -> None:  # 16
+    watched = launch(client, "suspend", at_rank=0, gang=Gang(hang_timeout=2.0))
+    check_recovered(watched, [0, ft.SAVED_AT])
+    with pytest.raises(ProcessLookupError):
+        os.kill(watched.broken_pid(), signal.SIGCONT)
+    assert watched.kept == [4, 8]
