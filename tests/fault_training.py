@@ -72,6 +72,8 @@ def train(
     _leave(folder, f"start-{rank.rank}", f"{state['step']} {os.getpid()} {time.time()}")
     for step in range(state["step"] + 1, STEPS + 1):
         time.sleep(pace)
+        if _has(folder, f"gate-{step}"):
+            _await(folder, f"open-{step}")
         if (
             step == breaks_at
             and fault is not None
@@ -128,7 +130,7 @@ def _has(folder: str, name: str) -> bool:
 
 
 def _await(folder: str, name: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not _has(folder, name):
         assert time.monotonic() < deadline, f"waited for {name}"
         time.sleep(0.005)
@@ -163,6 +165,12 @@ def _allocate_without_end(folder: str) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
     bytearray(1 << 30)
+
+
+def _grow(folder: str) -> None:
+    held = []
+    while True:
+        held.append(b"x" * (16 << 20))
 
 
 def _interrupt_asynchronously(folder: str) -> None:
@@ -209,12 +217,14 @@ FAULTS: dict[str, Callable[[str], Any]] = {
     "SIGSEGV": lambda folder: ctypes.string_at(0),
     "SIGABRT": lambda folder: os.abort(),
     "MemoryError": _allocate_without_end,
+    "grow": _grow,
     "KeyboardInterrupt": _raise(KeyboardInterrupt()),
     "asynchronous": _interrupt_asynchronously,
     "ignore SIGTERM": _ignore_sigterm_and_raise,
     "sleep": lambda folder: time.sleep(600),
     "hold the interpreter": _hold_the_interpreter,
     "suspend": lambda folder: os.kill(os.getpid(), signal.SIGSTOP),
+    "wait": lambda folder: time.sleep(600),  # for what the test does
     "loader": _deadlock_in_a_loader,
     "skip": lambda folder: SKIP,
     "return": lambda folder: sys.exit(0),
@@ -252,6 +262,10 @@ class Watched:
         """The step at which each rank was stopped."""
         return [int(path.read_text().split()[-1]) for path in sorted(self.folder.glob("stopped-*"))]
 
+    def open(self, step: int) -> None:
+        """Let the ranks through the gate before a step."""
+        (self.folder / f"open-{step}").touch()
+
     def wait_for(self, name: str, timeout: float = 40.0) -> None:
         until(lambda: (self.folder / name).exists() or self.futures.done(), name, timeout)
 
@@ -276,7 +290,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
             super().noted(text)
             self.watched.notes.append(text)
 
-        def restarting(self, reason: str) -> None:
+        def restarting(self, reason: str, step: int | None) -> None:
             self.watched.restarted_at.append(time.time())
 
         def formed(self, seconds: float) -> None:

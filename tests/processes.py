@@ -39,13 +39,26 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(signal.SIGKILL)
 
+    def kill_worker_process(self, index: int) -> None:
+        """Kill a worker alone: its nanny brings a new one, at a new address."""
+        self.worker_process(index).kill()
+
+    def worker_process(self, index: int) -> psutil.Process:
+        """The worker below its nanny."""
+        nanny = psutil.Process(self.workers[index].pid)
+        until(nanny.children, "the nanny to start its worker")
+        return next(child for child in nanny.children() if "spawn_main" in " ".join(child.cmdline()))
+
 
 @contextlib.contextmanager
 def dask_cluster(
     folder: Path,
     num_workers: int = 2,
     *,
+    scheduler_host: str = "127.0.0.1",
     hosts: Sequence[str] | None = None,
+    memory_limit: str = "2Gi",
+    prefixes: Mapping[int, Sequence[str]] | None = None,
     worker_environments: Mapping[int, Mapping[str, str]] | None = None,
     wait: bool = True,
 ) -> Iterator[Cluster]:
@@ -59,20 +72,30 @@ def dask_cluster(
         log = stack.enter_context((folder / "cluster.log").open("wb"))
 
         def start(command: list[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
-            command[0] = str(SCRIPTS / command[0])
+            command = [str(SCRIPTS / part) if part.startswith("dask-") else part for part in command]
             process = subprocess.Popen(
                 command, cwd=empty, env=env | dict(extra), stdout=log, stderr=log, start_new_session=True
             )
             stack.callback(end, process)
             return process
 
-        options = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", ":0", "--scheduler-file", str(contact)]
+        options = [
+            "--host",
+            scheduler_host,
+            "--port",
+            "0",
+            "--dashboard-address",
+            ":0",
+            "--scheduler-file",
+            str(contact),
+        ]
         scheduler = start(["dask-scheduler", *options], {})
         until(lambda: contact.exists() and contact.read_text().strip(), "the scheduler to start")
         address = json.loads(contact.read_text())["address"]
         cluster = Cluster(address=address, scheduler=scheduler, logs=folder / "cluster.log")
         for index in range(num_workers):
-            command = ["dask-worker", "--name", f"worker-{index}", "--nthreads", "1", "--memory-limit", "2Gi"]
+            command = [*(prefixes or {}).get(index, ()), "dask-worker", "--name", f"worker-{index}"]
+            command += ["--nthreads", "1", "--memory-limit", memory_limit]
             if hosts:
                 command += ["--host", hosts[index]]
             extra = {"DASK_SCHEDULER_ADDRESS": address, **((worker_environments or {}).get(index, {}))}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from flytekitplugins.daskpytorch import GangError, GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.blame import Failure, RankExit, describe, find_culprit, verdict
 
 CODE = "/scratch/0123456789abcdef"
@@ -56,12 +56,12 @@ class DistBackendError(RuntimeError):
     """Named as torch names what a rank raises when its peer has gone."""
 
 
-def failure(error: BaseException, time: float = 0.0) -> Failure:
+def failure(error: BaseException, time: float = 0.0, position: tuple[int | None, int | None] = (None, None)) -> Failure:
     """The record of an exception that was really raised, as a rank makes it."""
     try:
         _call_in_rank(error)
     except BaseException as caught:
-        return Failure.of(caught, time, CODE)
+        return Failure.of(caught, time, CODE, position)
     raise AssertionError
 
 
@@ -82,6 +82,8 @@ def rank_exit(
     out_of_memory: bool = False,
     stopped: bool = False,
     log_tail: str = "",
+    hang: str | None = None,
+    step: int | None = None,
 ) -> RankExit:
     return RankExit(
         rank=rank,
@@ -93,8 +95,12 @@ def rank_exit(
         time=time,
         out_of_memory=out_of_memory,
         stopped=stopped,
+        hang=hang,
+        step=step,
     )
 
+
+HANG = "it hangs: no sign of life for 3.0 s\nWhat all ranks were doing:\nrank 0: train.py, line 7"
 
 # ---- The rules: each kind of end, from the one most to blame to the one least ---------------------------------------
 
@@ -103,6 +109,7 @@ BY_BLAME: list[Callable[[int, float], RankExit]] = [
     lambda rank, time: rank_exit(rank, -signal.SIGSEGV, time=time),
     lambda rank, time: rank_exit(rank, -signal.SIGKILL, out_of_memory=True, time=time),
     lambda rank, time: rank_exit(rank, None, time=time),
+    lambda rank, time: rank_exit(rank, 143, stopped=True, hang=HANG, time=time),
     lambda rank, time: rank_exit(rank, error=RuntimeError("Connection closed by peer [10.0.0.1]:4711"), time=time),
     lambda rank, time: rank_exit(rank, 143, stopped=True, time=time),
 ]
@@ -182,6 +189,39 @@ def test_loss_of_a_peer_reads_as_a_consequence(error: Exception) -> None:
 )
 def test_own_error_does_not_read_as_a_consequence(error: BaseException) -> None:
     assert not failure(error).is_consequence
+
+
+def test_rank_that_hung_is_no_consequence_even_if_it_was_stopped() -> None:
+    assert not rank_exit(0, 143, stopped=True, hang=HANG).is_consequence
+
+
+@pytest.mark.parametrize("exitcode", [None, -signal.SIGKILL, -signal.SIGTERM])
+def test_worker_or_process_that_was_taken_away_is_infrastructure(exitcode: int | None) -> None:
+    assert rank_exit(0, exitcode).is_infrastructure
+
+
+@pytest.mark.parametrize(
+    "exit_",
+    [
+        rank_exit(0, -signal.SIGKILL, out_of_memory=True),
+        rank_exit(0, -signal.SIGKILL, hang=HANG),
+        rank_exit(0, -signal.SIGKILL, error=ValueError("bad batch")),
+        rank_exit(0, -signal.SIGSEGV),
+        rank_exit(0, 3),
+    ],
+)
+def test_what_the_function_does_is_not_infrastructure(exit_: RankExit) -> None:
+    assert not exit_.is_infrastructure
+
+
+def test_position_is_where_the_exception_was_raised() -> None:
+    raised = RankExit(**{**vars(rank_exit(0)), "failure": failure(ValueError(), position=(5, 2)), "step": 4})
+    assert raised.position == (5, 2)
+
+
+def test_position_of_a_rank_that_could_not_say_is_its_newest_step() -> None:
+    assert rank_exit(0, None, step=7).position == (7, None)
+    assert rank_exit(0, None).position == (None, None)
 
 
 # ---- The records ----------------------------------------------------------------------------------------------------
@@ -276,7 +316,7 @@ def test_verdict_on_an_exception_is_that_exception_caused_by_a_gang_error() -> N
         rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.0),
         rank_exit(1, error=PlainError("bad batch"), time=2.0, log_tail="epoch 3\nstep 17\n"),
     ]
-    error = verdict(exits, 2)
+    error = verdict(find_culprit(exits), 2)
     assert type(error) is PlainError
     assert error.args == ("bad batch",)
     cause = error.__cause__
@@ -288,7 +328,7 @@ def test_verdict_on_an_exception_is_that_exception_caused_by_a_gang_error() -> N
 
 
 def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
-    error = verdict([rank_exit(1, error=LockedError("bad batch"), log_tail="epoch 3\nstep 17\n")], 4)
+    error = verdict(rank_exit(1, error=LockedError("bad batch"), log_tail="epoch 3\nstep 17\n"), 4)
     assert type(error) is GangError
     first, *rest = str(error).splitlines()
     assert first == "rank 1 of 4 failed on tcp://10.0.0.2:4000 (host node-1): LockedError: bad batch"
@@ -299,7 +339,7 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
 def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseException) -> None:
-    caught = verdict([rank_exit(0, error=error)], 2)
+    caught = verdict(rank_exit(0, error=error), 2)
     assert type(caught) is GangError
     assert type(error).__name__ in str(caught)
 
@@ -308,7 +348,7 @@ def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseE
     ("signum", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGABRT, "SIGABRT"), (signal.SIGBUS, "SIGBUS")]
 )
 def test_crash_is_the_users_gang_error_and_names_the_signal(signum: int, name: str) -> None:
-    error = verdict([rank_exit(0, -signum, log_tail="Fatal Python error")], 2)
+    error = verdict(rank_exit(0, -signum, log_tail="Fatal Python error"), 2)
     assert type(error) is GangError
     assert f"ended by signal {signum}, {name}" in str(error)
     assert "Fatal Python error" in str(error)
@@ -317,7 +357,7 @@ def test_crash_is_the_users_gang_error_and_names_the_signal(signum: int, name: s
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_process_that_was_taken_away_is_lost_infrastructure(signum: int) -> None:
-    error = verdict([rank_exit(0, -signum)], 2)
+    error = verdict(rank_exit(0, -signum), 2)
     assert type(error) is WorkerLostError
     assert signal.Signals(signum).name in str(error)
 
@@ -328,20 +368,21 @@ def test_every_signal_can_be_described() -> None:
 
 
 def test_lost_worker_is_lost_infrastructure() -> None:
-    error = verdict([rank_exit(1, None), rank_exit(0, error=RuntimeError("Connection closed by peer"))], 2)
+    exits = [rank_exit(1, None), rank_exit(0, error=RuntimeError("Connection closed by peer"))]
+    error = verdict(find_culprit(exits), 2)
     assert type(error) is WorkerLostError
     assert error.rank == 1
     assert error.cause == "its Dask worker was lost"
 
 
 def test_kill_for_memory_is_the_users_gang_error_and_says_so() -> None:
-    error = verdict([rank_exit(0, -signal.SIGKILL, out_of_memory=True)], 2)
+    error = verdict(rank_exit(0, -signal.SIGKILL, out_of_memory=True), 2)
     assert type(error) is GangError
     assert "killed for memory" in str(error)
 
 
 def test_early_exit_is_the_users_gang_error_with_its_code() -> None:
-    error = verdict([rank_exit(0, 3)], 2)
+    error = verdict(rank_exit(0, 3), 2)
     assert type(error) is GangError
     assert "exit code 3" in str(error)
 
@@ -350,9 +391,33 @@ def test_description_of_an_exception_without_text_is_its_type() -> None:
     assert describe(rank_exit(0, error=MemoryError())) == "MemoryError"
 
 
-@pytest.mark.parametrize("cls", [GangError, WorkerLostError, GangStartError])
+def test_verdict_on_a_hang_has_the_stacks_of_all_ranks() -> None:
+    error = verdict(rank_exit(1, 143, stopped=True, hang=HANG), 2)
+    assert type(error) is GangHungError
+    assert error.cause == "it hangs: no sign of life for 3.0 s"
+    first, *rest = str(error).splitlines()
+    assert first.endswith("it hangs: no sign of life for 3.0 s")
+    assert rest == ["What all ranks were doing:", "rank 0: train.py, line 7"]
+
+
+def test_verdict_names_the_step() -> None:
+    error = verdict(rank_exit(1, 3, step=17), 2)
+    assert type(error) is GangError
+    assert error.step == 17
+    assert "(host node-1) after step 17: its process ended" in str(error)
+
+
+def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:
+    error = verdict(rank_exit(0, 3), 2, "max_restarts=2 is used up", ["rank 1: first loss", "rank 0: second loss"])
+    first, _, refusal, *history = str(error).splitlines()
+    assert first.startswith("rank 0 of 2 failed")
+    assert refusal == "Not started again, because max_restarts=2 is used up. Failures before this one:"
+    assert history == ["rank 1: first loss", "rank 0: second loss"]
+
+
+@pytest.mark.parametrize("cls", [GangError, WorkerLostError, PreemptedError, GangHungError, GangStartError])
 def test_gang_errors_pickle_with_all_their_fields(cls: type[GangError]) -> None:
-    fields = {"rank": 1, "worker": "w", "host": "h", "cause": "c", "rank_traceback": "t", "log_tail": "l"}
+    fields = {"rank": 1, "worker": "w", "host": "h", "cause": "c", "step": 3, "rank_traceback": "t", "log_tail": "l"}
     error = cls("message", **fields)
     error.add_note("seen by a wrapper")
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
@@ -364,4 +429,6 @@ def test_gang_errors_pickle_with_all_their_fields(cls: type[GangError]) -> None:
 def test_lost_workers_and_failed_starts_are_gang_errors() -> None:
     assert issubclass(WorkerLostError, GangError)
     assert issubclass(GangStartError, GangError)
+    assert issubclass(GangHungError, GangError)
+    assert issubclass(PreemptedError, WorkerLostError)
     assert issubclass(GangError, RuntimeError)

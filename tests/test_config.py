@@ -29,6 +29,11 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
         ("start_timeout", -3.5, "seconds above 0"),
         ("start_timeout", float("nan"), "seconds above 0"),
         ("start_timeout", "600", "seconds above 0"),
+        ("max_restarts", -1, "a whole number from 0 up"),
+        ("max_restarts", 1.5, "a whole number from 0 up"),
+        ("max_restarts", None, "a whole number from 0 up"),
+        ("hang_timeout", 0, "None or seconds above 0"),
+        ("hang_timeout", True, "None or seconds above 0"),
     ],
 )
 def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
@@ -55,6 +60,11 @@ def test_gang_names_all_its_problems_in_one_error() -> None:
 def test_gang_accepts_what_it_allows() -> None:
     gang = Gang(backend="gloo", ranks_per_worker=4, min_workers=2, start_timeout=0.5)
     assert (gang.backend, gang.ranks_per_worker, gang.min_workers, gang.start_timeout) == ("gloo", 4, 2, 0.5)
+
+
+def test_gang_starts_again_and_does_not_watch_for_hangs_unless_told() -> None:
+    assert (Gang().max_restarts, Gang().hang_timeout) == (3, None)
+    assert (Gang(max_restarts=0).max_restarts, Gang(hang_timeout=30).hang_timeout) == (0, 30)
 
 
 def test_wandb_names_all_its_problems_in_one_error() -> None:

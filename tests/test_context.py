@@ -1,10 +1,11 @@
-"""Who am I: rank 0 of 1 outside a gang, plain numbers in records, and forked children that report nowhere."""
+"""Who am I: rank 0 of 1 outside a gang, plain numbers in records, forked children that report nowhere, common stops."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.context import LogRecord, Progress, StopSignal
 
 
 @pytest.fixture
@@ -151,3 +152,143 @@ def test_multiprocessing_worker_is_not_a_rank_that_reports(rank_2_of_4: RankCont
 
 def _rank_and_whether_it_reports() -> tuple[int, bool]:
     return current_rank().rank, current_rank().sink is not None
+
+
+# ---- Progress -------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_moves_since_the_newest_named_step() -> None:
+    progress = Progress()
+    progress.move()
+    assert (progress.step, progress.num_moves, progress.num_moves_since) == (None, 1, 1)
+    progress.reach(5)
+    progress.move()
+    progress.move()
+    assert (progress.step, progress.num_moves, progress.num_moves_since) == (5, 4, 2)
+    progress.reach(6)
+    assert (progress.step, progress.num_moves, progress.num_moves_since) == (6, 5, 0)
+
+
+def test_same_step_again_does_not_start_the_count_anew_unless_asked() -> None:
+    progress = Progress()
+    progress.reach(5)
+    progress.move()
+    progress.reach(5)
+    assert progress.num_moves_since == 1
+    progress.reach(5, anew=True)
+    assert (progress.num_moves, progress.num_moves_since) == (4, 0)
+
+
+def test_everything_that_a_rank_calls_is_a_sign_of_life(rank_2_of_4: RankContext) -> None:
+    progress = rank_2_of_4.progress
+    rank_2_of_4.log({"loss": 1.0})
+    assert (progress.step, progress.num_moves) == (None, 1)
+    rank_2_of_4.log({"loss": 1.0}, step=torch.tensor(3))  # type: ignore[arg-type]
+    assert (progress.step, progress.num_moves, progress.num_moves_since) == (3, 2, 0)
+    rank_2_of_4.should_stop()
+    assert (progress.step, progress.num_moves, progress.num_moves_since) == (3, 3, 1)
+
+
+# ---- Stopping together ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_stops_unless_asked() -> None:
+    rank = RankContext()
+    assert not any(rank.should_stop() for _ in range(1000))
+    assert not rank.stop_signal.has_fired
+
+
+def test_call_beyond_the_last_is_true_and_so_are_those_after_it() -> None:
+    signal = StopSignal()
+    assert not signal()
+    assert signal.hold() == 1
+    signal.release(3)
+    assert [signal() for _ in range(4)] == [False, False, True, True]
+    assert signal.has_fired
+
+
+def test_rank_that_never_reached_the_call_has_not_stopped() -> None:
+    signal = StopSignal()
+    signal.hold()
+    signal.release(2)
+    assert [signal(), signal()] == [False, False]
+    assert not signal.has_fired
+
+
+def test_call_is_held_back_until_the_release() -> None:
+    signal, returned = StopSignal(), []
+    signal.hold()
+    thread = threading.Thread(target=lambda: returned.append(signal()))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    signal.release(0)
+    thread.join(10)
+    assert returned == [True]
+
+
+class Trainer(threading.Thread):
+    """A rank that trains at its own pace until it is to stop."""
+
+    def __init__(self, pause: float, barrier: threading.Barrier | None) -> None:
+        super().__init__(daemon=True)
+        self.signal = StopSignal()
+        self.pause = pause
+        self.barrier = barrier
+        self.num_calls = 0
+
+    def run(self) -> None:
+        while True:
+            self.num_calls += 1
+            if self.signal():
+                return
+            time.sleep(self.pause)
+            if self.barrier is not None:
+                self.barrier.wait()
+
+
+def stop_all(trainers: list[Trainer]) -> int:
+    """What the driver does; the greatest number of calls that a rank had made."""
+    last_call = 0
+    for trainer in trainers:
+        last_call = max(last_call, trainer.signal.hold())
+        time.sleep(0.01)  # the question reaches each at another time
+    for trainer in reversed(trainers):
+        trainer.signal.release(last_call)
+        time.sleep(0.01)
+    for trainer in trainers:
+        trainer.join(10)
+        assert not trainer.is_alive()
+    return last_call
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.15])
+def test_all_ranks_stop_at_the_same_call_whatever_their_pace(after: float) -> None:
+    trainers = [Trainer(pause, None) for pause in (0.002, 0.003, 0.005, 0.008)]
+    for trainer in trainers:
+        trainer.start()
+    time.sleep(after)
+    last_call = stop_all(trainers)
+    assert {trainer.num_calls for trainer in trainers} == {last_call + 1}
+
+
+@pytest.mark.parametrize("after", [0.0, 0.1])
+def test_ranks_that_wait_for_each_other_in_every_step_stop_together(after: float) -> None:
+    barrier = threading.Barrier(3)
+    trainers = [Trainer(pause, barrier) for pause in (0.0, 0.001, 0.005)]
+    for trainer in trainers:
+        trainer.start()
+    time.sleep(after)
+    stop_all(trainers)
+    assert len({trainer.num_calls for trainer in trainers}) == 1
+
+
+def test_rank_with_most_calls_decides() -> None:
+    ahead, behind = StopSignal(), StopSignal()
+    assert not any(ahead() for _ in range(5))
+    assert not any(behind() for _ in range(2))
+    last_call = max(ahead.hold(), behind.hold())
+    for signal in (ahead, behind):
+        signal.release(last_call)
+    assert ahead()
+    assert [behind() for _ in range(4)] == [False, False, False, True]

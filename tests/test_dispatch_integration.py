@@ -395,3 +395,21 @@ def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
     with nothing_left_behind() as mark, clusters.opened(num_workers=2, start_timeout=60) as client:
         assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
         assert marked(mark)
+
+
+def what_the_fork_server_has_imported() -> tuple[bool, int]:
+    return "torch._dynamo" in sys.modules, os.getppid()
+
+
+def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Path) -> None:
+    from flytekitplugins.daskpytorch import cluster as clusters
+
+    with nothing_left_behind(), clusters.opened(num_workers=2, start_timeout=60) as client:
+        (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result(60)
+        assert not first
+        until(lambda: dispatch.run(client, what_the_fork_server_has_imported).result(60)[0][0], "the successor")
+        _, successor = dispatch.run(client, what_the_fork_server_has_imported).result(60)[1]
+        assert psutil.Process(successor).ppid() == server
+        os.kill(successor, signal.SIGKILL)  # then both end, and the next gang has a new one
+        until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == "zombie", "the first to end")
+        assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]

@@ -85,3 +85,32 @@ def test_the_report_has_curves_gang_timings_and_the_error() -> None:
     assert "tcp://10.0.0.2:1" in html
     assert "ranks have met" in html
     assert "&lt;spoilt&gt;" in html
+
+
+def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
+    text = io.StringIO()
+    display = ProgressDisplay(Console(file=text, force_terminal=True, width=200, highlight=False))
+    display.placed(SHAPE)
+    display.formed(0.5)
+    display.logged(record(3, loss=0.25))
+    display.restarting("rank 1: its Dask worker was lost", 4)
+    before = text.tell()
+    display.logged(record(3, loss=0.25))
+    display.placed(SHAPE)
+    assert "━" not in text.getvalue()[before:]
+    display.formed(0.5)
+    display.logged(record(3, loss=0.125))
+    display.ended(None)
+    assert "━" in text.getvalue()[before:]
+    assert "loss 0.125" in text.getvalue()[before:]
+
+
+def test_the_report_names_restarts_with_their_reasons() -> None:
+    recorder = Recorder()
+    recorder.placed(SHAPE)
+    recorder.restarting("rank 1: <lost>", None)
+    recorder.placed(SHAPE)
+    recorder.ended(None)
+    html = recorder.html()
+    assert "started again: rank 1: &lt;lost&gt;" in html
+    assert html.count("workers ready") == 2

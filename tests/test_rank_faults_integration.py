@@ -154,6 +154,35 @@ def test_a_rank_that_skips_a_batch_for_lack_of_memory_does_not_hang_the_others(c
     assert caught.value.rank == 1
 
 
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group with a limit of memory."""
+    group = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
+    group /= f"daskpytorch-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = group / ("memory.limit_in_bytes" if group.parent.name == "memory" else "memory.max")
+        limit.write_text(str(1200 << 20))
+    except OSError as error:
+        pytest.skip(f"no control groups to be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, launch: Launch) -> None:  # 10
+    join = ["sh", "-c", f'echo $$ > {control_group}/cgroup.procs && exec "$@"', "sh"]
+    with (
+        nothing_left_behind(),
+        dask_cluster(tmp_path / "cluster", prefixes={1: join}) as cluster,
+        Client(cluster.address) as client,
+    ):
+        watched = launch(client, "grow", gang=Gang(max_restarts=0))
+        with pytest.raises(GangError, match="killed for memory") as caught:
+            watched.futures.result(60)
+    assert not isinstance(caught.value, WorkerLostError)
+    assert caught.value.rank == 1
+
+
 def test_a_suspended_rank_of_an_older_generation_can_write_nothing(client: Client, launch: Launch) -> None:  # 16
     watched = launch(client, "suspend", at_rank=0, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0, ft.SAVED_AT])

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -44,7 +44,7 @@ from flytekitplugins.daskpytorch.messages import (
     Upload,
     watch_peer,
 )
-from flytekitplugins.daskpytorch.node import describe_node, interface_of
+from flytekitplugins.daskpytorch.node import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.placement import Place
 from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
 from flytekitplugins.daskpytorch.transfer import send_file, take_file
@@ -80,10 +80,9 @@ def run(order: AgentOrder, leaving: int | None = None) -> None:
     """
     with (
         contextlib.ExitStack() as at_last,
-        contextlib.closing(forkserver.connect()) as server,
-        _scratch(server) as scratch,
+        tempfile.TemporaryDirectory(prefix="daskpytorch-", ignore_cleanup_errors=True) as scratch,
+        contextlib.closing(_Agent(order, Path(scratch), leaving)) as agent,
     ):
-        agent = _Agent(order, server, scratch, leaving)
         agent.fork_ahead(order.num_ranks)
         connection = _dial(order)
         at_last.callback(connection.close)  # its end tells the driver that nothing is left here
@@ -113,19 +112,22 @@ class _Rank:
 
 
 class _Agent:
-    def __init__(
-        self, order: AgentOrder, server: forkserver.ForkServerClient, scratch: Path, leaving: int | None
-    ) -> None:
+    def __init__(self, order: AgentOrder, scratch: Path, leaving: int | None) -> None:
         self._order = order
-        self._server = server
         self._scratch = scratch
+        self._server = forkserver.connect()
+        self._server.own(str(scratch))  # should this process be killed
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
         self._job: Job | None = None
-        self._num_kills_for_memory = _num_kills_for_memory()
+        self._num_kills_for_memory = 0
         self._open = True
         self._beat_at = 0.0
         self._dump_at: float | None = None
+
+    def close(self) -> None:
+        """Kill what is left of the ranks."""
+        self._server.close()
 
     def fork_ahead(self, count: int) -> None:
         """Have the first ranks forked while all agents meet; they wait for their orders."""
@@ -169,9 +171,12 @@ class _Agent:
 
     def _start(self, order: Start) -> None:
         self._job = order.job
+        self._num_kills_for_memory = num_kills_for_memory()
         if order.job.checkpoint is not None:
             self._provide(order.job.checkpoint)
         code = ship.unpack_code(order.code, self._scratch)
+        if not self._ranks:
+            self._change_server()
         for place in order.places:
             rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
             rank.place = place
@@ -185,6 +190,13 @@ class _Agent:
                     environment=environment(os.environ, place, order.job, self._interface),
                 )
             )
+
+    def _change_server(self) -> None:
+        """Start the next generation from the fork server as it is now: it may have imported more than at first."""
+        old, self._server = self._server, forkserver.connect()
+        self._server.own(str(self._scratch))
+        old.disown()
+        old.close()
 
     def _fork(self, key: int) -> _Rank:
         mine, theirs = Pipe()
@@ -329,7 +341,7 @@ class _Agent:
                 rank=rank.place.rank,
                 exitcode=exitcode,
                 stopped=rank.kill_at is not None and exitcode in (STOPPED, -signal.SIGKILL),
-                out_of_memory=exitcode == -signal.SIGKILL and _num_kills_for_memory() > self._num_kills_for_memory,
+                out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail="\n".join(rank.tail),
                 time=time.time(),
             )
@@ -338,14 +350,6 @@ class _Agent:
         if rank.output is not None:
             os.close(rank.output)
             rank.output = None
-
-
-@contextlib.contextmanager
-def _scratch(server: forkserver.ForkServerClient) -> Iterator[Path]:
-    """A folder that goes with the agent; should this process be killed, the fork server removes it."""
-    with tempfile.TemporaryDirectory(prefix="daskpytorch-", ignore_cleanup_errors=True) as folder:
-        server.own(folder)
-        yield Path(folder)
 
 
 def _dial(order: AgentOrder) -> Connection:
@@ -369,13 +373,3 @@ def _own_address(connection: Connection) -> str:
     """This side's address of a connection."""
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         return str(sock.getsockname()[0])
-
-
-def _num_kills_for_memory() -> int:
-    """How often the kernel has killed for memory in this container (control groups, version 2)."""
-    with contextlib.suppress(OSError):
-        for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0

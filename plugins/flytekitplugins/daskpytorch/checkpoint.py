@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CheckpointFile", "RankCheckpoint", "digest_of", "failure_path"]
 
@@ -139,8 +142,8 @@ class RankCheckpoint(Checkpoint):
         except Exception as error:  # a full disk, mostly: worth a word, but not the training
             unfinished.unlink(missing_ok=True)
             print(
-                f"the checkpoint of step {step} was not written ({type(error).__name__}: {error}); the training goes "
-                "on, and the checkpoint before stays the newest",
+                f"the checkpoint of step {step} was not written ({_reason(error)}); the training goes on, and the "
+                "checkpoint before stays the newest",
                 file=sys.stderr,
             )
             return
@@ -162,21 +165,25 @@ class RankCheckpoint(Checkpoint):
 def _copy(state: Any) -> Any:
     """A copy that later training steps do not touch, with tensors on the CPU.
 
-    The structure is pickled and unpickled; tensors go past the pickle, copied once each.
+    The structure is pickled and unpickled; tensors go past the pickle, copied once each, however often they occur.
+
+    Raises:
+        TypeError: Something in it cannot be pickled.
     """
     import torch
 
     tensors: list[Any] = []
-    seen: dict[int, tuple[Any, int]] = {}  # holds the originals, too, so that no id is given twice
+    seen: dict[Any, tuple[Any, int]] = {}  # holds the originals, too, so that no memory is given twice
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> int | None:
             if not isinstance(obj, torch.Tensor):
                 return None
-            if id(obj) not in seen:
-                seen[id(obj)] = (obj, len(tensors))
-                tensors.append(obj.detach().to("cpu", copy=True))
-            return seen[id(obj)][1]
+            key = _place_of(obj)
+            if key not in seen:
+                seen[key] = (obj, len(tensors))
+                tensors.append(_copy_tensor(obj))
+            return seen[key][1]
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: int) -> Any:
@@ -185,10 +192,41 @@ def _copy(state: Any) -> Any:
     buffer = io.BytesIO()
     try:
         Pickler(buffer, protocol=5).dump(state)
+        buffer.seek(0)
+        return Unpickler(buffer).load()
     except Exception as error:
         raise TypeError(
             f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
             "the model and the optimizer, instead of the objects themselves."
         ) from error
-    buffer.seek(0)
-    return Unpickler(buffer).load()
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    """What tied tensors, which share memory, have in common."""
+    try:
+        where = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse ones, and the like
+        return id(tensor)
+    if where == 0:  # all those without elements
+        return id(tensor)
+    kind = (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (where, tensor.storage_offset(), tensor.shape, tensor.stride(), *kind)
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    copy = tensor.detach().to("cpu", copy=True)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong below: torch says of a full disk only that it is not where it should be in the file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return f"{type(cause).__name__}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"

@@ -36,7 +36,7 @@ __all__ = ["DaskAgents", "GangFutures", "run"]
 
 AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
-LOOK_TIMEOUT = 5.0
+LOOK_TIMEOUT = 2.0
 """Seconds for the scheduler to say which workers it has."""
 FAREWELL_TIMEOUT = 5.0
 """Seconds for a worker's event loop to take up a callback."""
@@ -214,6 +214,10 @@ class DaskAgents:
         """All the workers that the scheduler knows now."""
         self._addresses |= (here := self._look())
         return list(here)
+
+    def is_connected(self) -> bool:
+        """Whether the scheduler is there, as far as the client knows."""
+        return bool(self._client.status == "running")
 
     def _look(self) -> dict[str, str]:
         """What users call the workers -> their addresses. In-process ones have addresses without an order."""

@@ -6,13 +6,17 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
                                                    client's ranks
+    fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, takes
+                                                   over the control socket, and so starts later ranks warmer
 All sockets are Unix SOCK_SEQPACKET pairs, so a message is one packet and nothing has a name or a port.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -23,12 +27,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown"]
 
 MAX_PACKET = 4096
+SUCCESSION_DELAY = 3.0
+"""Seconds from the first rank to the successor's imports, so that they do not slow the gang's start."""
 # Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
 # known by then; without the pop, an editable installation of this one may not be among them.
 BOOTSTRAP = (
@@ -58,6 +65,10 @@ class ForkServerClient:
     def own(self, folder: str) -> None:
         """Have this folder removed with the client's last rank, however the client ends."""
         self._socket.send(json.dumps({"op": "own", "folder": folder}).encode())
+
+    def disown(self) -> None:
+        """Leave the folders alone: another client owns them now."""
+        self._socket.send(json.dumps({"op": "disown"}).encode())
 
     def spawn(self, key: int, channel: int, output: int) -> None:
         """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
@@ -170,17 +181,66 @@ class _Server:
         self._selector.register(control, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._running = True
+        self._is_first = True
+        self._successor: socket.socket | None = None
+        self._has_successor = False
+        """It has taken over the control socket."""
+        self._succeed_at: float | None = None
 
     def serve(self) -> None:
         """Until the owner closes its end, or dies."""
         while self._running:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._patience()):
                 if isinstance(key.data, _Client):
                     self._serve_client(key.data)
                 else:
                     key.data()
+            if self._succeed_at is not None and time.monotonic() >= self._succeed_at:
+                self._succeed_at = None
+                self._start_successor()
         for client in list(self._clients):
             self._drop(client)
+
+    def _patience(self) -> float | None:
+        return None if self._succeed_at is None else max(0.0, self._succeed_at - time.monotonic())
+
+    # ---- the successor
+
+    def _start_successor(self) -> None:
+        """Fork the process that starts later ranks; the imports would keep this one from hearing of exits."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server_pid = os.getpid()
+        if os.fork():
+            theirs.close()
+            self._successor = mine
+            self._selector.register(mine, selectors.EVENT_READ, functools.partial(self._follow_successor, mine))
+            return
+        try:
+            mine.close()
+            _die_with(server_pid)
+            self._close_all()
+            os.close(self._wakeup)
+            _import_for_training()
+            theirs.send(b"ready")
+            if theirs.recv(1):  # the control socket has one reader at a time
+                heir = _Server(self._control)
+                heir._is_first = False
+                heir.serve()
+        finally:
+            os._exit(0)
+
+    def _follow_successor(self, successor: socket.socket) -> None:
+        packet = b""
+        with contextlib.suppress(ConnectionResetError):
+            packet = successor.recv(MAX_PACKET)
+        if packet:
+            self._selector.unregister(self._control)
+            self._has_successor = True
+            successor.send(b".")
+        elif self._has_successor:  # it ended with the owner, or was killed: nobody hears the owner any more
+            self._running = False
+        else:  # it did not come to that: this one goes on as it is
+            self._selector.unregister(successor)
 
     def _accept(self) -> None:
         packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET, 1)
@@ -202,10 +262,15 @@ class _Server:
         request = json.loads(packet)
         if request["op"] == "spawn":
             client.ranks[request["key"]] = self._fork(*descriptors)
+            if self._is_first:
+                self._is_first = False
+                self._succeed_at = time.monotonic() + SUCCESSION_DELAY
             for descriptor in descriptors:
                 os.close(descriptor)
         elif request["op"] == "own":
             client.folders.append(request["folder"])
+        elif request["op"] == "disown":
+            client.folders.clear()
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # it has ended
         elif request["op"] == "signal":
@@ -257,24 +322,44 @@ class _Server:
             # Not sys.exit: threads of CUDA or NCCL that hang at exit must not keep a finished rank alive.
             os._exit(status)
 
+    def _close_all(self) -> None:
+        """Close what is the server's: held by a child, it would hide the server's end, or a sibling's, from others."""
+        self._selector.close()
+        for client in self._clients:
+            client.sock.close()
+        if self._successor is not None:
+            self._successor.close()
+
     def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
         os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server_pid:  # it died before the line above
-            os._exit(1)
+        _die_with(server_pid)
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGCHLD, signal.SIGINT):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Descriptors of the server's: held here, they would hide its end, or a sibling's, from the other side.
-        self._selector.close()
         self._control.close()
-        for client in self._clients:
-            client.sock.close()
+        self._close_all()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process with its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _import_for_training() -> None:
+    """Import what the first optimizer would (3 s), and what rank 0 needs where its metrics are recorded."""
+    import torch._dynamo  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import wandb  # noqa: F401
+    gc.collect()
+    gc.freeze()
 
 
 def _kill_session(pid: int, signum: int) -> None:

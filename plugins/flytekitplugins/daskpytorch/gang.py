@@ -157,7 +157,13 @@ class Supervisor:
                 self._vault = Vault(Path(folder), mirror)
                 stack.callback(self._vault.close)
                 self._listen(stack)
-                return self._run()
+                try:
+                    return self._run()
+                except GangCancelledError:
+                    raise
+                except Exception:
+                    self._vault.flush(MIRROR_GRACE)  # for the next attempt, if Flyte makes one
+                    raise
         except Exception as caught:
             error = caught
             raise
@@ -213,10 +219,7 @@ class Supervisor:
             self._handle(self._next_event(min(SETTLE_TIME, deadline - now)), None)
             if self._stop_request is not None:
                 raise self._preempted(self._stop_request.reason)
-            if recruits:
-                self._recruit()
-            else:
-                self._roster.note_absences()
+            self._look_for_workers(recruits=recruits)
             self._give_notice(f"{count} of {self._num_wanted} workers are here, waiting for the others")
 
     def _is_hopeless(self, *, recruits: bool) -> bool:
@@ -224,9 +227,12 @@ class Supervisor:
         gone = self._roster.refused.keys() | (set() if recruits else self._roster.lost.keys())
         return self._num_wanted - len(gone) < self._num_least
 
-    def _recruit(self) -> None:
+    def _look_for_workers(self, *, recruits: bool) -> None:
         try:
-            self._roster.recruit(self._num_wanted)
+            if recruits:
+                self._roster.recruit(self._num_wanted)
+            else:
+                self._roster.note_absences()
         except ConnectionError as error:
             raise WorkerLostError(f"{self._request.name} cannot go on: {error}", cause=str(error)) from error
 
@@ -336,7 +342,7 @@ class Supervisor:
             self._stop(generation)
         elif len(generation.workers) < self._num_wanted:
             with contextlib.suppress(WorkerLostError):  # a lost scheduler takes the workers along by itself
-                self._recruit()
+                self._look_for_workers(recruits=True)
 
     def _handle(self, event: Event, generation: Generation | None) -> None:
         """Take in one thing that happened."""
@@ -424,13 +430,14 @@ class Supervisor:
         request, self._stop_request = self._stop_request, None
         if self._is_growing:
             self._is_growing = False
+            self._observe("restarting", "more workers have come", self._newest_step())
             return
         if request is not None and (generation.stopped_early or not generation.has_own_failure):
             defeat = Defeat(what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True)
             if request.ends_gang or self._restarts.refusal(defeat) is not None:
                 raise self._preempted(request.reason)
             self._restarts.note(defeat)
-            self._observe("restarting", request.reason)
+            self._observe("restarting", request.reason, self._newest_step())
             return
         defeat = self._defeat(generation)
         refusal = self._restarts.refusal(defeat)
@@ -439,7 +446,11 @@ class Supervisor:
             raise verdict(generation.culprit(), generation.world_size, refusal, history)
         self._restarts.note(defeat)
         self._note(f"{defeat.what}; starting again (failure {len(self._restarts.defeats)})")
-        self._observe("restarting", defeat.what)
+        self._observe("restarting", defeat.what, self._newest_step())
+
+    def _newest_step(self) -> int | None:
+        newest = self._vault.newest()
+        return newest.step if newest else None
 
     def _defeat(self, generation: Generation) -> Defeat:
         culprit = generation.culprit()
@@ -448,7 +459,7 @@ class Supervisor:
         where = f" after step {step}" if step is not None else ""
         return Defeat(
             what=f"rank {culprit.rank} on {culprit.worker}{where}: {how}",
-            cause=how,
+            cause="a hang" if culprit.hang is not None else how,
             position=culprit.position,
             is_infrastructure=culprit.is_infrastructure,
         )
@@ -511,7 +522,10 @@ class Supervisor:
             return
         may_shrink = self._settings.min_workers is not None and self._settings.max_restarts > 0
         goes_on = may_shrink and len(self._roster.nodes()) >= self._num_least
-        self._request_stop(f"the worker {peer.node.worker} was told to end", ends_gang=not goes_on)
+        reason = f"the worker {peer.node.worker} was told to end"
+        if not self._launcher.is_connected():  # then all the workers end by themselves
+            reason, goes_on = "the Dask scheduler was lost", False
+        self._request_stop(reason, ends_gang=not goes_on)
 
     def _request_stop(self, reason: str, *, ends_gang: bool) -> None:
         if self._stop_request is None:

@@ -53,6 +53,8 @@ class Mirror:
         self._offered: tuple[CheckpointFile, Path] | None = None
         self._listed: list[CheckpointFile] = []
         self._is_busy = False
+        self._is_urgent = False
+        """Somebody waits: the pauses between attempts stay short."""
         self._closed = False
         threading.Thread(target=self._copy_all, name="daskpytorch-mirror", daemon=True).start()
 
@@ -85,6 +87,8 @@ class Mirror:
     def flush(self, timeout: float) -> bool:
         """Wait until all is copied; whether it was in time."""
         with self._changed:
+            self._is_urgent = True
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: self._offered is None and not self._is_busy, timeout)
 
     def close(self) -> None:
@@ -114,7 +118,10 @@ class Mirror:
                 )
                 with self._changed:
                     self._offered = self._offered or (file, path)
-                    self._changed.wait_for(lambda: self._closed, wait)
+                    if self._is_urgent:
+                        self._changed.wait_for(lambda: self._closed, self._retry_after)
+                    else:
+                        self._changed.wait_for(lambda: self._closed or self._is_urgent, wait)
                 wait = min(60.0, 2 * wait)
             finally:
                 with self._changed:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from dask.system import cpu_count  # knows the limits of containers
 
 from flytekitplugins.daskpytorch.placement import Node
 
-__all__ = ["describe_node", "interface_of", "local_versions"]
+__all__ = ["describe_node", "interface_of", "local_versions", "num_kills_for_memory"]
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def describe_node(worker: str, interface: str | None) -> Node:
@@ -47,6 +51,31 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.split("%")[0] == address for entry in addresses):
             return name
     return None
+
+
+def num_kills_for_memory() -> int:
+    """How often the kernel has killed for memory in this process's control group, of either version; 0 without one."""
+    for file in _memory_records():
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
+
+
+def _memory_records() -> Iterator[Path]:
+    """Where that may be written: below the group's own path, and where a container sees its group as the root."""
+    groups: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            groups |= dict.fromkeys(controllers.split(","), path.strip("/"))
+    if "memory" in groups:
+        yield CONTROL_GROUPS / "memory" / groups["memory"] / "memory.oom_control"
+        yield CONTROL_GROUPS / "memory" / "memory.oom_control"
+    yield CONTROL_GROUPS / groups.get("", "") / "memory.events"
+    yield CONTROL_GROUPS / "memory.events"
 
 
 @functools.cache

@@ -44,8 +44,8 @@ class Observer:
     def kept(self, step: int) -> None:
         """A checkpoint of this step is safe with the driver."""
 
-    def restarting(self, reason: str) -> None:
-        """The gang starts again, after this."""
+    def restarting(self, reason: str, step: int | None) -> None:
+        """The gang starts again, after this, from the checkpoint of that step; None: from the beginning."""
 
     def noted(self, text: str) -> None:
         """Something happened that a user should read."""

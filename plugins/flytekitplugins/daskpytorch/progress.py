@@ -85,7 +85,7 @@ class ProgressDisplay(Observer):
         """Say it."""
         self._print(text)
 
-    def restarting(self, reason: str) -> None:
+    def restarting(self, reason: str, step: int | None) -> None:
         """Take the live display away until the ranks have met again."""
         self.ended(None)
         self._bar = None

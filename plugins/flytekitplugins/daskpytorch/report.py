@@ -43,8 +43,9 @@ class Recorder(Observer):
         """Keep every rank's values."""
         self.records.append(record)
 
-    def restarting(self, reason: str) -> None:
-        """Keep the reason."""
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Keep the reason, and drop what will be logged again."""
+        self.records = [record for record in self.records if step is not None and record.step <= step]
         self._timings.append((f"started again: {reason}", time.monotonic() - self._began_at))
 
     def ended(self, error: Exception | None) -> None:

@@ -44,6 +44,9 @@ class AgentLauncher(Protocol):
             OSError: Nobody answers that question.
         """
 
+    def is_connected(self) -> bool:
+        """Whether whoever knows the workers can be asked."""
+
     def close(self) -> None:
         """Forget the agents; they end with their connections."""
 

@@ -46,14 +46,15 @@ class Vault:
 
     def newest(self) -> CheckpointFile | None:
         """The newest checkpoint that is still whole; damaged ones are dropped."""
-        while self._kept:
-            newest = self._kept[-1]
-            path = self._folder / newest.name
-            if path.is_file() and path.stat().st_size == newest.size and digest_of(path) == newest.digest:
-                return newest
-            print(f"the checkpoint of step {newest.step} is damaged; the one before is taken", file=sys.stderr)
-            self._kept.pop()
-        return None
+        with self._lock:
+            while self._kept:
+                newest = self._kept[-1]
+                path = self._folder / newest.name
+                if path.is_file() and path.stat().st_size == newest.size and digest_of(path) == newest.digest:
+                    return newest
+                print(f"the checkpoint of step {newest.step} is damaged; the one before is taken", file=sys.stderr)
+                self._kept.pop()
+            return None
 
     def flush(self, timeout: float) -> bool:
         """Wait until the newest checkpoint is in storage, too; whether it is."""
@@ -75,8 +76,14 @@ class Vault:
             send_file(connection, self._folder / request.file.name)
             return
         self._check(request.file)
-        take_file(connection, request.file, self._folder)
-        self._keep(request.file)
+        path = take_file(connection, request.file, self._folder)
+        try:
+            self._keep(request.file)
+        except ValueError:
+            with self._lock:
+                if request.file.name not in {kept.name for kept in self._kept}:
+                    path.unlink()
+            raise
 
     def _keep(self, file: CheckpointFile) -> None:
         with self._lock:

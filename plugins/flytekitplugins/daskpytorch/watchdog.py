@@ -65,8 +65,9 @@ def find_hung(witnesses: Mapping[int, Witness]) -> tuple[int, str]:
         rank = behind[0]
         told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
         return rank, f"{told}; its function has returned" if witnesses[rank].is_done else told
-    outside = [rank for rank in behind if not witnesses[rank].is_done and not is_in_collective(witnesses[rank].stacks)]
-    rank = max(outside or behind, key=lambda rank: witnesses[rank].still_for)
+    running = [rank for rank in behind if not witnesses[rank].is_done]
+    outside = [rank for rank in running if not is_in_collective(witnesses[rank].stacks)]
+    rank = max(outside or running or behind, key=lambda rank: witnesses[rank].still_for)
     return rank, "it is not inside a collective" if outside else "all ranks are inside the same collective"
 
 

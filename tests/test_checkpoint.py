@@ -1,0 +1,398 @@
+"""A rank's checkpoints: copied at once, written behind its back, whole or not at all, read by the next generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint, digest_of, failure_path
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+
+
+@dataclasses.dataclass
+class TrainingState:
+    epoch: int
+    weights: dict[str, torch.Tensor]
+    seen: list[tuple[str, torch.Tensor]]
+
+
+@dataclasses.dataclass
+class Rank:
+    """A rank's checkpoint, and what it has announced."""
+
+    folder: Path
+    announced: list[CheckpointFile] = dataclasses.field(default_factory=list)
+    progress: Progress = dataclasses.field(default_factory=Progress)
+
+    def checkpoint(
+        self,
+        *,
+        start: CheckpointFile | None = None,
+        is_main: bool = True,
+        timeout: float = 10.0,
+        announce: Callable[[CheckpointFile], None] | None = None,
+    ) -> RankCheckpoint:
+        return RankCheckpoint(
+            folder=self.folder,
+            generation=2,
+            start=start,
+            is_main=is_main,
+            progress=self.progress,
+            announce=announce or self.announced.append,
+            timeout=timeout,
+        )
+
+    def through(self, state: Any, then: Callable[[], None] = lambda: None) -> Any:
+        """What comes back of a state that was saved, where `then` happens right after `save` has returned."""
+        checkpoint = self.checkpoint()
+        checkpoint.save(state, 1)
+        then()
+        checkpoint.flush()
+        return self.checkpoint(start=self.announced[-1]).load()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+# ---- What is saved --------------------------------------------------------------------------------------------------
+
+
+def test_state_comes_back_as_it_was(rank: Rank) -> None:
+    state = {"step": 7, "weights": [torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])], "name": "x", "none": None}
+    again = rank.through(state)
+    assert again["weights"][0].equal(state["weights"][0])
+    assert again["weights"][1].equal(state["weights"][1])
+    assert {key: again[key] for key in ("step", "name", "none")} == {"step": 7, "name": "x", "none": None}
+
+
+def test_changes_after_save_do_not_arrive(rank: Rank) -> None:
+    weights, array, plain = torch.zeros(100_000), np.zeros(3), {"epoch": [1]}
+
+    def change() -> None:
+        weights.fill_(1.0)
+        array.fill(1.0)
+        plain["epoch"].append(2)
+
+    again = rank.through({"weights": weights, "array": array, "plain": plain}, change)
+    assert again["weights"].eq(0).all()
+    assert not again["array"].any()
+    assert again["plain"] == {"epoch": [1]}
+
+
+def test_changes_after_save_do_not_arrive_by_another_view(rank: Rank) -> None:
+    base = torch.zeros(10)
+    again = rank.through({"part": base[2:5]}, lambda: base.fill_(1.0))  # type: ignore[arg-type, return-value]
+    assert again["part"].equal(torch.zeros(3))
+
+
+def test_small_part_of_a_large_tensor_is_saved_small(rank: Rank) -> None:
+    rank.through({"part": torch.zeros(1_000_000)[:10]})
+    assert rank.announced[0].size < 10_000
+
+
+def test_tied_tensors_stay_tied(rank: Rank) -> None:
+    tied = torch.ones(3)
+    again = rank.through({"encoder": tied, "decoder": [tied], "other": torch.ones(3)})
+    assert again["encoder"] is again["decoder"][0]
+    assert again["encoder"] is not again["other"]
+
+
+def test_tensors_come_without_gradient_and_graph(rank: Rank) -> None:
+    weights = torch.ones(2, requires_grad=True)
+    again = rank.through({"loss": (weights * 2).sum(), "grad": torch.autograd.grad((weights * 3).sum(), weights)[0]})
+    assert again["loss"].item() == 4.0
+    assert again["loss"].grad_fn is None
+    assert again["grad"].equal(torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_every_kind_of_number_comes_back(rank: Rank, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0, 1, 1]).to(dtype)
+    again = rank.through(tensor)
+    assert again.dtype == dtype
+    assert again.equal(tensor)
+
+
+def test_dataclass_with_nested_tensors_comes_back(rank: Rank) -> None:
+    state = TrainingState(3, {"w": torch.ones(2)}, [("a", torch.zeros(1))])
+    again = rank.through(state, lambda: state.seen[0][1].fill_(9.0))  # type: ignore[arg-type, return-value]
+    assert type(again) is TrainingState
+    assert again.epoch == 3
+    assert again.weights["w"].equal(torch.ones(2))
+    assert again.seen[0][1].equal(torch.zeros(1))
+
+
+def test_training_with_adam_goes_on_as_if_nothing_had_happened(rank: Rank) -> None:
+    data = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 1)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(data).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    again = rank.through(state, lambda: train(model, optimizer))
+    restored, restored_optimizer = make()
+    restored.load_state_dict(again["model"])
+    restored_optimizer.load_state_dict(again["optimizer"])
+    train(restored, restored_optimizer)
+    for one, other in zip(model.parameters(), restored.parameters(), strict=True):
+        assert one.equal(other)
+
+
+def test_random_generator_goes_on_where_it_was(rank: Rank) -> None:
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    again = rank.through({"random": generator.get_state()}, lambda: None)
+    following = torch.rand(5, generator=generator)
+    other = torch.Generator()
+    other.set_state(again["random"])
+    assert torch.rand(5, generator=other).equal(following)
+
+
+def test_model_that_is_saved_itself_comes_back_trainable(rank: Rank) -> None:
+    again = rank.through(torch.nn.Linear(2, 1))
+    assert all(type(weights) is torch.nn.Parameter and weights.requires_grad for weights in again.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_gpu_arrive_on_the_cpu(rank: Rank) -> None:
+    weights = torch.ones(3, device="cuda")
+    again = rank.through({"w": weights}, lambda: weights.fill_(2.0))  # type: ignore[arg-type, return-value]
+    assert again["w"].device.type == "cpu"
+    assert again["w"].equal(torch.ones(3))
+
+
+@pytest.mark.parametrize("state", [threading.Lock(), {"model": [lambda: 0]}])
+def test_state_that_cannot_be_pickled_is_refused_with_advice(rank: Rank, state: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled: .*state_dict\(\)"):
+        rank.checkpoint().save(state, 1)
+    assert not list(rank.folder.iterdir())
+
+
+# ---- How it is written ----------------------------------------------------------------------------------------------
+
+
+def test_file_is_announced_when_it_is_whole(rank: Rank) -> None:
+    seen = []
+
+    def announce(file: CheckpointFile) -> None:
+        path = rank.folder / file.name
+        seen.append((path.stat().st_size == file.size, digest_of(path) == file.digest, list(rank.folder.iterdir())))
+        rank.announced.append(file)
+
+    checkpoint = rank.checkpoint(announce=announce)
+    checkpoint.save({"w": torch.zeros(1000)}, step=5)
+    checkpoint.flush()
+    [file] = rank.announced
+    assert (file.generation, file.step) == (2, 5)
+    assert file.name == f"step-5-{file.digest[:16]}.pt"
+    assert seen == [(True, True, [rank.folder / file.name])]
+
+
+def test_file_can_be_read_by_torch_alone(rank: Rank) -> None:
+    rank.through({"w": torch.ones(2)})
+    assert torch.load(rank.folder / rank.announced[0].name, weights_only=True)["w"].equal(torch.ones(2))
+
+
+def test_only_rank_0_writes(rank: Rank) -> None:
+    checkpoint = rank.checkpoint(is_main=False)
+    checkpoint.save({"w": torch.zeros(10)}, 1)
+    checkpoint.save(threading.Lock(), 2)  # not even looked at
+    checkpoint.flush()
+    assert rank.announced == []
+    assert not list(rank.folder.iterdir())
+    assert rank.progress.step == 2
+
+
+def test_save_returns_before_the_file_is_announced_and_the_next_one_waits_for_it(rank: Rank) -> None:
+    go_on = threading.Event()
+
+    def announce_slowly(file: CheckpointFile) -> None:
+        assert go_on.wait(10)
+        rank.announced.append(file)
+
+    checkpoint = rank.checkpoint(announce=announce_slowly)
+    checkpoint.save({"w": torch.zeros(10)}, 1)
+    assert rank.announced == []
+    second = threading.Thread(target=checkpoint.save, args=({"w": torch.ones(10)}, 2))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    go_on.set()
+    second.join(10)
+    assert not second.is_alive()
+    checkpoint.flush()
+    assert [file.step for file in rank.announced] == [1, 2]
+
+
+def test_flush_waits_no_longer_than_it_is_told(rank: Rank) -> None:
+    go_on = threading.Event()
+    checkpoint = rank.checkpoint(announce=lambda file: rank.announced.append(file) if go_on.wait(10) else None)
+    checkpoint.flush()  # nothing to wait for
+    checkpoint.save(1, 1)
+    began_at = time.monotonic()
+    checkpoint.flush(0.1)
+    assert time.monotonic() - began_at < 5
+    assert rank.announced == []
+    go_on.set()
+    checkpoint.flush()
+    assert len(rank.announced) == 1
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+
+import torch
+
+from flytekitplugins.daskpytorch.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.context import Progress
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+checkpoint = RankCheckpoint(
+    folder=Path(sys.argv[1]),
+    generation=0,
+    start=None,
+    is_main=True,
+    progress=Progress(),
+    announce=lambda file: print("announced", file.step),
+    timeout=1.0,
+)
+for step, size in [(1, 10), (2, 1_000_000), (3, 30_000), (4, 10)]:
+    checkpoint.save({"w": torch.zeros(size)}, step)
+checkpoint.flush()
+print("went on")
+"""
+
+
+@pytest.fixture(scope="module")
+def full_disk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A training that saved more than the disk would take: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("full")
+    command = [sys.executable, "-c", FULL_DISK, str(folder)]
+    return folder, subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+
+def test_full_disk_costs_the_checkpoint_and_not_the_training(
+    full_disk: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, result = full_disk
+    assert result.stdout.splitlines() == ["announced 1", "announced 4", "went on"]
+    assert "the checkpoint of step 2 was not written" in result.stderr
+    assert "the checkpoint of step 3 was not written" in result.stderr
+    assert "the training goes on" in result.stderr
+    assert sorted(path.name.rpartition("-")[0] for path in folder.iterdir()) == ["step-1", "step-4"]
+
+
+def test_word_on_a_full_disk_has_the_reason(full_disk: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    assert "File too large" in full_disk[1].stderr
+
+
+def test_folder_that_is_gone_costs_the_checkpoint_and_not_the_training(
+    rank: Rank, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank.folder.rmdir()
+    checkpoint = rank.checkpoint()
+    checkpoint.save(1, 6)
+    checkpoint.flush()
+    assert rank.announced == []
+    told = capsys.readouterr().err
+    assert "the checkpoint of step 6 was not written (FileNotFoundError" in told
+
+
+# ---- How it is read -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(rank: Rank) -> CheckpointFile:
+    checkpoint = rank.checkpoint()
+    checkpoint.save({"w": torch.ones(2)}, 40)
+    checkpoint.flush()
+    return rank.announced[0]
+
+
+def test_fresh_start_has_nothing_to_load(rank: Rank) -> None:
+    assert rank.checkpoint().load() is None
+    assert rank.progress.num_moves == 0
+
+
+def test_every_rank_reads_the_same(rank: Rank, saved: CheckpointFile) -> None:
+    for is_main in (True, False):
+        assert rank.checkpoint(start=saved, is_main=is_main).load()["w"].equal(torch.ones(2))
+
+
+def test_load_waits_for_the_file_to_arrive(rank: Rank, saved: CheckpointFile) -> None:
+    path = rank.folder / saved.name
+    elsewhere = path.rename(rank.folder / "elsewhere")
+    timer = threading.Timer(0.3, elsewhere.rename, [path])
+    timer.start()
+    began_at = time.monotonic()
+    assert rank.checkpoint(start=saved).load()["w"].equal(torch.ones(2))
+    assert time.monotonic() - began_at > 0.2
+    timer.join()
+
+
+def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFile) -> None:
+    path = rank.folder / saved.name
+    path.unlink()
+    failure_path(path).write_text("EOFError: the driver hung up")
+    with pytest.raises(OSError, match=r"checkpoint of step 40 did not arrive: EOFError: the driver hung up"):
+        rank.checkpoint(start=saved).load()
+
+
+def test_load_does_not_wait_for_ever(rank: Rank, saved: CheckpointFile) -> None:
+    (rank.folder / saved.name).unlink()
+    with pytest.raises(TimeoutError, match=r"checkpoint of step 40 did not arrive within 0\.2 s"):
+        rank.checkpoint(start=saved, timeout=0.2).load()
+
+
+def test_outside_a_gang_nothing_is_kept() -> None:
+    checkpoint = Checkpoint()
+    checkpoint.save(threading.Lock(), 1)
+    checkpoint.flush()
+    assert checkpoint.load() is None
+
+
+# ---- What the watchdog sees of it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_save_names_the_step(rank: Rank, is_main: bool) -> None:
+    rank.progress.move()
+    checkpoint = rank.checkpoint(is_main=is_main)
+    checkpoint.save(1, step=9)
+    checkpoint.flush()
+    assert (rank.progress.step, rank.progress.num_moves, rank.progress.num_moves_since) == (9, 2, 0)
+
+
+def test_load_names_the_step_that_training_goes_on_from(rank: Rank, saved: CheckpointFile) -> None:
+    rank.progress = Progress()
+    rank.checkpoint(start=saved).load()
+    assert (rank.progress.step, rank.progress.num_moves_since) == (40, 0)
+
+
+def test_step_may_be_a_one_element_tensor(rank: Rank) -> None:
+    checkpoint = rank.checkpoint()
+    checkpoint.save(1, torch.tensor(12))  # type: ignore[arg-type]
+    checkpoint.flush()
+    assert rank.announced[0].step == 12

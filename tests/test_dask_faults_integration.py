@@ -1,0 +1,360 @@
+"""What happens when Dask fails: cases 20 to 35 of the project's list of faults, by number."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+
+import fault_training as ft
+from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch, roster
+from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
+
+pytestmark = pytest.mark.timeout(120)
+
+Launch = Callable[..., ft.Watched]
+MAX_SECONDS = 20.0
+"""From a fault to the next generation, where no worker has to come back; a bound for a busy host, not a measurement."""
+SMALLER = Gang(min_workers=1)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Two workers on two hosts; the tests end them as they like."""
+    with nothing_left_behind(), dask_cluster(tmp_path / "cluster", hosts=["127.0.0.2", "127.0.0.3"]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with ft.watching(tmp_path / "traces") as launcher:
+        yield launcher
+
+
+def gates(tmp_path: Path, *steps: int) -> None:
+    for step in steps:
+        (tmp_path / "traces" / f"gate-{step}").touch()
+
+
+def test_a_killed_worker_is_waited_for_at_its_new_address(cluster: Cluster, client: Client, launch: Launch) -> None:
+    """20 and 24: the nanny brings a new worker, which has another port."""
+    before = set(client.scheduler_info()["workers"])
+    watched = launch(client, "wait")
+    watched.wait_for("broken")
+    cluster.kill_worker_process(1)
+    assert watched.futures.result(60) == [ft.expected()] * 2
+    assert watched.starts(0) == watched.starts(1) == [0, ft.SAVED_AT]
+    assert set(client.scheduler_info()["workers"]) != before
+    assert any("127.0.0.3" in note and "its Dask worker was lost" in note for note in watched.notes)
+    assert not psutil.pid_exists(watched.broken_pid())
+
+
+def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
+    cluster: Cluster, client: Client, launch: Launch
+) -> None:  # 21
+    watched = launch(client, "wait", gang=SMALLER)
+    watched.wait_for("broken")
+    killed_at = time.time()
+    cluster.kill_worker(1)
+    first, other = watched.futures
+    assert first.result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+    assert isinstance(other.exception(), GangStartError)
+    assert watched.formed_at[-1] - killed_at < MAX_SECONDS
+    assert watched.starts(0) == [0, ft.SAVED_AT]
+    assert not psutil.pid_exists(watched.broken_pid())
+
+
+def test_a_pod_that_does_not_come_back_is_an_error_that_counts(
+    cluster: Cluster, client: Client, launch: Launch
+) -> None:  # 21, 30
+    watched = launch(client, "wait", gang=Gang(start_timeout=8))
+    watched.wait_for("broken")
+    cluster.kill_worker(1)
+    with pytest.raises(WorkerLostError, match=r"1 of 2 workers are left of train, 2 are needed.*\n.*was lost"):
+        watched.futures.result(60)
+
+
+def deliver_and_wait(path: str) -> str:
+    """Rank 1 returns at once; rank 0 when it is told to."""
+    Path(f"{path}-{current_rank().rank}").touch()
+    while current_rank().is_main and not Path(path).exists():
+        time.sleep(0.01)
+    return f"from rank {current_rank().rank}"
+
+
+def test_what_a_rank_has_delivered_survives_its_worker(cluster: Cluster, client: Client, tmp_path: Path) -> None:  # 22
+    path = tmp_path / "go"
+    futures = dispatch.run(client, deliver_and_wait, str(path))
+    until(lambda: all(Path(f"{path}-{rank}").exists() for rank in range(2)), "the ranks to start")
+    time.sleep(1.0)  # the result is a few bytes on an open connection
+    cluster.kill_worker(1)
+    time.sleep(0.5)
+    path.touch()
+    assert futures.result(30) == ["from rank 0", "from rank 1"]
+
+
+def test_a_worker_lost_during_rendezvous(
+    cluster: Cluster, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 23
+    marker = tmp_path / "importing"
+    (tmp_path / "slow_on_rank_1.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"marker = Path({str(marker)!r})\n"
+        "if os.environ.get('RANK') == '1' and not marker.exists():\n    marker.touch()\n    time.sleep(600)\n"
+        "def train():\n    return os.environ['RANK']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import slow_on_rank_1
+
+    futures = dispatch.run(client, slow_on_rank_1.train)
+    until(marker.exists, "rank 1 to hold up the rendezvous")
+    cluster.kill_worker_process(1)
+    assert futures.result(60) == ["0", "1"]
+
+
+def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: Launch) -> None:  # 25
+    hosts = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    with (
+        nothing_left_behind(),
+        dask_cluster(tmp_path / "cluster", 3, hosts=hosts) as cluster,
+        Client(cluster.address) as client,
+    ):
+        watched = launch(client, "wait", gang=SMALLER)
+        watched.wait_for("broken")
+        cluster.kill_worker(1)
+        time.sleep(0.1)
+        cluster.kill_worker(2)
+        assert watched.futures[0].result(60) == ft.expected({1: 3, ft.SAVED_AT + 1: 1})
+
+
+def test_a_killed_scheduler_is_named_soon(cluster: Cluster, client: Client, launch: Launch) -> None:  # 26
+    watched = launch(client, pace=2.0)
+    watched.wait_for("kept-4")
+    killed_at = time.time()
+    cluster.scheduler.kill()
+    with pytest.raises(WorkerLostError, match="scheduler was lost"):
+        watched.futures.result(60)
+    assert time.time() - killed_at < MAX_SECONDS
+    assert not [pid for rank in range(2) for pid in watched.pids(rank) if psutil.pid_exists(pid)]
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from distributed import Client
+import fault_training
+from flytekitplugins.daskpytorch import dispatch
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client, fault_training.watching(Path(sys.argv[2])) as launch:
+        launch(client, "wait").futures.result()
+"""
+
+
+def test_ranks_are_gone_two_seconds_after_their_driver(cluster: Cluster, tmp_path: Path) -> None:  # 27
+    script, traces = tmp_path / "driver.py", tmp_path / "traces"
+    script.write_text(DRIVER)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    driver = subprocess.Popen([os.sys.executable, str(script), cluster.address, str(traces)], env=env)
+    until((traces / "broken").exists, "the ranks to train")
+    ranks = [psutil.Process(int((traces / f"start-{rank}").read_text().split()[1])) for rank in range(2)]
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=2)
+    assert not alive
+
+
+def test_a_dropped_connection_of_the_client_does_not_matter(
+    cluster: Cluster, client: Client, launch: Launch, tmp_path: Path
+) -> None:  # 28
+    gates(tmp_path, 6)
+    watched = launch(client)
+    watched.wait_for("kept-4")
+    client.scheduler_comm.comm.abort()
+    until(lambda: client.status == "running" and client.scheduler_info()["workers"], "the client to connect again")
+    time.sleep(1.0)
+    watched.open(6)
+    assert watched.futures.result(60) == [ft.expected()] * 2
+    assert not watched.restarted_at
+
+
+def test_dasks_memory_limits(tmp_path: Path, launch: Launch) -> None:  # 29
+    """A paused worker's ranks go on; a worker that Dask terminates is waited for."""
+    freed = tmp_path / "freed"
+
+    def hold_memory(share: float, path: str) -> None:  # in here, so that it travels by value
+        from distributed import get_worker
+
+        size = int(get_worker().memory_manager.memory_limit * share) - psutil.Process().memory_info().rss
+        held = bytearray(size)
+        held[::4096] = b"x" * len(held[::4096])
+        while not Path(path).exists():
+            time.sleep(0.05)
+
+    with (
+        nothing_left_behind(),
+        dask_cluster(tmp_path / "cluster", memory_limit="600MiB") as cluster,
+        Client(cluster.address) as client,
+    ):
+        gates(tmp_path, 3, 6)
+        watched = launch(client)
+        watched.wait_for("start-1")
+        victim = sorted(client.scheduler_info()["workers"])[1]
+        client.submit(hold_memory, 0.88, str(freed), workers=[victim], pure=False, priority=1)
+
+        def status() -> str:
+            return str(client.sync(client.scheduler.identity)["workers"].get(victim, {}).get("status"))
+
+        until(lambda: status() == "paused", "the worker to pause")
+        watched.open(3)
+        watched.wait_for("kept-4")  # the gang trained on a paused worker
+        freed.touch()
+        until(lambda: status() == "running", "the worker to go on")
+        client.submit(hold_memory, 1.2, str(tmp_path / "never"), workers=[victim], pure=False)
+        until(lambda: status() == "None", "the nanny to terminate the worker")
+        watched.open(6)
+        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.starts(0) == [0, ft.SAVED_AT]
+
+
+def test_a_gang_grows_back_at_a_checkpoint_when_a_worker_comes(
+    cluster: Cluster, client: Client, launch: Launch, tmp_path: Path
+) -> None:  # 31
+    gates(tmp_path, 7, 9)
+    watched = launch(client, "wait", gang=SMALLER)
+    watched.wait_for("broken")
+    cluster.kill_worker(1)
+    until(lambda: len(watched.formed_at) == 2, "the gang to go on with one rank")
+    end_worker = start_worker(cluster.address, 0, tmp_path)
+    try:
+        until(lambda: len(client.scheduler_info()["workers"]) == 2, "the new worker")
+        time.sleep(3.0)  # its agent starts, too
+        watched.open(7)
+        until(lambda: len(watched.starts(0)) == 3, "the gang to grow", timeout=30)
+        watched.open(9)
+        assert watched.futures.result(60) == [ft.expected({1: 2, 5: 1, 9: 2})] * 2
+        assert watched.starts(0) == [0, 4, 8]
+    finally:
+        end_worker()
+
+
+def test_a_worker_that_joins_a_whole_gang_is_left_in_peace(
+    cluster: Cluster, client: Client, launch: Launch, tmp_path: Path
+) -> None:  # 31
+    gates(tmp_path, 3)
+    watched = launch(client)
+    watched.wait_for("start-1")
+    end_worker = start_worker(cluster.address, 0, tmp_path)
+    try:
+        until(lambda: len(client.scheduler_info()["workers"]) == 3, "the new worker")
+        watched.open(3)
+        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.starts(0) == [0]
+    finally:
+        end_worker()
+
+
+def test_three_gangs_on_the_same_workers(client: Client, tmp_path: Path) -> None:
+    """32 and 33: one trains, one loses a rank and starts again, one is cancelled; none disturbs another."""
+    with (
+        ft.watching(tmp_path / "a") as launch_a,
+        ft.watching(tmp_path / "b") as launch_b,
+        ft.watching(tmp_path / "c") as launch_c,
+    ):
+        doomed = launch_c(client, "wait")
+        calm, broken = launch_a(client, pace=0.2), launch_b(client, "SIGKILL", pace=0.05)
+        doomed.wait_for("broken")
+        assert doomed.futures.cancel()
+        with pytest.raises(CancelledError):
+            doomed.futures.result(30)
+        assert calm.futures.result(60) == broken.futures.result(60) == [ft.expected()] * 2
+        assert calm.starts(0) == [0]
+        assert broken.starts(0) == [0, ft.SAVED_AT]
+        assert not psutil.pid_exists(doomed.broken_pid())
+
+
+def port_of_the_store() -> int:
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_the_stores_port_is_bound_when_it_is_picked(client: Client) -> None:
+    """34: the driver binds port 0 and keeps it, so that nobody can take the port in between, however many gangs."""
+    gangs = [dispatch.run(client, port_of_the_store) for _ in range(4)]
+    ports = [gang.result(60) for gang in gangs]
+    assert all(one == other for one, other in ports)
+    listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+    assert not listening & {one for one, _ in ports}  # given back with the gangs
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
+    """A second host, as a network namespace: its name, the address on this side, and the one on the other."""
+    name, here, there = f"dp{os.getpid()}", "10.213.7.1", "10.213.7.2"
+    commands = [
+        f"ip netns add {name}",
+        f"ip link add {name}a type veth peer name {name}b netns {name}",
+        f"ip addr add {here}/24 dev {name}a",
+        f"ip link set {name}a up",
+        f"ip -n {name} addr add {there}/24 dev {name}b",
+        f"ip -n {name} link set {name}b up",
+        f"ip -n {name} link set lo up",
+    ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(command.split(), check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"no network namespaces here: {error}")
+        yield name, here, there
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, launch: Launch) -> None:  # 35
+    name, here, there = network
+    with (
+        nothing_left_behind(),
+        dask_cluster(
+            tmp_path / "cluster",
+            scheduler_host=here,
+            hosts=[here, there],
+            prefixes={1: ["ip", "netns", "exec", name]},
+        ) as cluster,
+        Client(cluster.address) as client,
+    ):
+        watched = launch(client, "wait", gang=SMALLER)
+        watched.wait_for("broken")
+        subprocess.run(["ip", "link", "set", f"{name}a", "down"], check=True)
+        cut_at = time.time()
+        assert watched.futures[0].result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+        assert watched.formed_at[-1] - cut_at < roster.MAX_SILENCE + MAX_SECONDS
+        until(lambda: not psutil.pid_exists(watched.broken_pid()), "the rank beyond the partition to end", timeout=30)
+
+
+def test_a_suspended_worker_is_given_up_and_may_not_write(
+    cluster: Cluster, client: Client, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 16, 35
+    monkeypatch.setattr(roster, "MAX_SILENCE", 4.0)
+    watched = launch(client, "wait", at_rank=0, gang=SMALLER)
+    watched.wait_for("broken")
+    suspended = cluster.worker_process(0)
+    suspended.suspend()
+    try:
+        assert watched.futures[0].result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+    finally:
+        suspended.resume()
+    until(lambda: not psutil.pid_exists(watched.broken_pid()), "the old rank to end")
+    assert watched.kept == [4, 8]

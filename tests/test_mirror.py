@@ -1,0 +1,441 @@
+"""Checkpoints in storage: what the next attempt finds, however the attempt before it ended."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+from s3fs import S3FileSystem
+
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
+from flytekitplugins.daskpytorch.mirror import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, Mirror, MirrorPaths
+from flytekitplugins.daskpytorch.vault import Vault
+
+PATIENCE = 10.0
+"""Seconds that nothing here takes."""
+
+
+class MoodyStore(FileAccessProvider):
+    """Local storage that fails a number of times before it works, and can be held up."""
+
+    def __init__(self, sandbox: Path) -> None:
+        super().__init__(str(sandbox / "sandbox"), str(sandbox / "raw"))
+        self.num_failures = 0
+        self.calls: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put_data(self, local_path: str, remote_path: str, **kwargs: Any) -> str:  # type: ignore[override]
+        return str(self._try(remote_path, lambda: FileAccessProvider.put_data(self, local_path, remote_path, **kwargs)))
+
+    def get_data(self, remote_path: str, local_path: str, **kwargs: Any) -> Any:  # type: ignore[override]
+        return self._try(remote_path, lambda: FileAccessProvider.get_data(self, remote_path, local_path, **kwargs))
+
+    def _try(self, remote_path: str, work: Callable[[], Any]) -> Any:
+        self.calls.append(remote_path.rpartition("/")[2])
+        assert self.gate.wait(PATIENCE)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("the storage is not in the mood")
+        return work()
+
+    def await_call(self) -> None:
+        """Until the next operation has begun."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class Attempts:
+    """The attempts of one task: each with a folder of its own in storage, and a fresh local disk."""
+
+    def __init__(self, folder: Path, file_access: FileAccessProvider) -> None:
+        self.folder = folder
+        self.file_access = file_access
+        self.mirrors: list[Mirror] = []
+
+    def store(self, number: int) -> Path:
+        return self.folder / "store" / str(number)
+
+    def disk(self, number: int) -> Path:
+        (self.folder / "disk" / str(number)).mkdir(parents=True, exist_ok=True)
+        return self.folder / "disk" / str(number)
+
+    def mirror(self, number: int, previous: int | None = None) -> Mirror:
+        paths = MirrorPaths(
+            file_access=self.file_access,
+            previous=None if previous is None else str(self.store(previous)),
+            own=str(self.store(number)),
+        )
+        self.mirrors.append(Mirror(paths, retry_after=0.05))
+        return self.mirrors[-1]
+
+    def restored(self, number: int, previous: int | None) -> CheckpointFile | None:
+        return self.mirror(number, previous).restore(self.disk(number))
+
+    def ran(self, number: int, *steps: int) -> list[CheckpointFile]:
+        """An attempt that has kept checkpoints of these steps."""
+        mirror, files = self.mirror(number), []
+        for step in steps:
+            files.append(self.keep(mirror, number, step))
+            assert mirror.flush(PATIENCE)
+        mirror.close()
+        return files
+
+    def keep(self, mirror: Mirror, number: int, step: int, generation: int = 2) -> CheckpointFile:
+        file, data = checkpoint(step, generation)
+        path = self.disk(number) / file.name
+        path.write_bytes(data)
+        mirror.offer(file, path)
+        return file
+
+    def listed(self, number: int) -> list[int]:
+        """The steps in an attempt's manifest."""
+        return [entry["step"] for entry in json.loads((self.store(number) / MANIFEST).read_text())["checkpoints"]]
+
+
+@pytest.fixture
+def attempts(tmp_path: Path) -> Iterator[Attempts]:
+    made = Attempts(tmp_path, FlyteContextManager.current_context().file_access)
+    yield made
+    for mirror in made.mirrors:
+        mirror.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MoodyStore:
+    return MoodyStore(tmp_path)
+
+
+@pytest.fixture
+def moody(tmp_path: Path, store: MoodyStore) -> Iterator[Attempts]:
+    made = Attempts(tmp_path, store)
+    yield made
+    store.gate.set()
+    for mirror in made.mirrors:
+        mirror.close()
+
+
+def checkpoint(step: int, generation: int = 2) -> tuple[CheckpointFile, bytes]:
+    data = hashlib.shake_128(str(step).encode()).digest(5000)
+    digest = hashlib.sha256(data).hexdigest()
+    return CheckpointFile(generation=generation, step=step, size=len(data), digest=digest), data
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+# ---- Copying --------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_is_copied_with_a_manifest_that_names_it(attempts: Attempts) -> None:
+    [file] = attempts.ran(0, 4)
+    store = attempts.store(0)
+    assert (store / file.name).read_bytes() == checkpoint(4)[1]
+    assert json.loads((store / MANIFEST).read_text()) == {"checkpoints": [asdict(file)]}
+    assert sorted(path.name for path in store.iterdir()) == [MANIFEST, file.name]
+
+
+def test_manifest_is_written_last(moody: Attempts, store: MoodyStore) -> None:
+    [file] = moody.ran(0, 4)
+    assert store.calls == [file.name, MANIFEST]
+
+
+def test_newest_come_first_and_older_ones_are_removed_from_storage(attempts: Attempts) -> None:
+    files = attempts.ran(0, *range(1, NUM_KEPT + 3))
+    kept = files[: -NUM_KEPT - 1 : -1]
+    assert attempts.listed(0) == [file.step for file in kept]
+    names = sorted(path.name for path in attempts.store(0).iterdir())
+    assert names == sorted([MANIFEST, *(file.name for file in kept)])
+
+
+def test_nothing_but_checkpoints_stays_on_the_disk(attempts: Attempts) -> None:
+    [file] = attempts.ran(0, 1)
+    assert [path.name for path in attempts.disk(0).iterdir()] == [file.name]
+
+
+def test_same_checkpoint_again_is_listed_once(attempts: Attempts) -> None:
+    attempts.ran(0, 1, 2, 1)
+    assert attempts.listed(0) == [1, 2]
+
+
+def test_offer_does_not_wait(moody: Attempts, store: MoodyStore) -> None:
+    store.gate.clear()
+    mirror = moody.mirror(0)
+    began_at = time.monotonic()
+    moody.keep(mirror, 0, 1)
+    assert time.monotonic() - began_at < PATIENCE / 2
+    assert not mirror.flush(0.1)
+    store.gate.set()
+    assert mirror.flush(PATIENCE)
+    assert moody.listed(0) == [1]
+
+
+def test_newer_checkpoint_takes_the_place_of_one_that_waits(moody: Attempts, store: MoodyStore) -> None:
+    store.gate.clear()
+    mirror = moody.mirror(0)
+    moody.keep(mirror, 0, 1)
+    store.await_call()
+    for step in (2, 3, 4):
+        moody.keep(mirror, 0, step)
+    store.gate.set()
+    assert mirror.flush(PATIENCE)
+    assert moody.listed(0) == [4, 1]
+    assert not any(name.startswith(("step-2", "step-3")) for name in store.calls)
+
+
+def test_storage_that_fails_is_tried_again(
+    moody: Attempts, store: MoodyStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.num_failures = 2
+    mirror = moody.mirror(0)
+    moody.keep(mirror, 0, 5)
+    assert mirror.flush(PATIENCE)
+    assert moody.listed(0) == [5]
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "the checkpoint of step 5 could not be copied" in told[0]
+    assert "(OSError: the storage is not in the mood); trying again in 0.05 s. The training goes on." in told[0]
+    assert "trying again in 0.1 s" in told[1]
+
+
+def test_manifest_that_fails_is_tried_again(moody: Attempts, store: MoodyStore) -> None:
+    mirror = moody.mirror(0)
+    store.gate.clear()
+    moody.keep(mirror, 0, 5)
+    store.await_call()
+    fail_next = store.calls
+
+    class FailManifest(list[str]):
+        def append(self, name: str) -> None:
+            super().append(name)
+            if self.count(MANIFEST) == 1 and name == MANIFEST:
+                store.num_failures = 1
+
+    store.calls = FailManifest(fail_next)
+    store.gate.set()
+    assert mirror.flush(PATIENCE)
+    assert store.calls.count(MANIFEST) == 2
+    assert moody.listed(0) == [5]
+
+
+def test_flush_tells_that_it_did_not_arrive(moody: Attempts, store: MoodyStore) -> None:
+    store.num_failures = 1_000
+    mirror = moody.mirror(0)
+    assert mirror.flush(0.0)  # nothing to copy yet
+    moody.keep(mirror, 0, 5)
+    assert not mirror.flush(0.3)
+    assert not moody.store(0).exists()
+
+
+def test_newer_checkpoint_is_copied_once_storage_works_again(moody: Attempts, store: MoodyStore) -> None:
+    store.num_failures = 3
+    mirror = moody.mirror(0)
+    moody.keep(mirror, 0, 5)
+    store.await_call()
+    moody.keep(mirror, 0, 6)
+    assert mirror.flush(PATIENCE)
+    assert moody.listed(0)[0] == 6
+
+
+def test_checkpoint_that_has_gone_meanwhile_is_not_tried_again(attempts: Attempts) -> None:
+    mirror = attempts.mirror(0)
+    mirror.offer(checkpoint(1)[0], attempts.disk(0) / "gone.pt")
+    assert mirror.flush(PATIENCE)
+    assert not (attempts.store(0) / MANIFEST).exists()
+    attempts.keep(mirror, 0, 2)
+    assert mirror.flush(PATIENCE)
+    assert attempts.listed(0) == [2]
+
+
+@pytest.mark.parametrize("num_failures", [0, 1_000])
+def test_close_ends_the_thread(moody: Attempts, store: MoodyStore, num_failures: int) -> None:
+    before = set(threading.enumerate())
+    mirror = moody.mirror(0)
+    [thread] = set(threading.enumerate()) - before
+    store.num_failures = num_failures
+    moody.keep(mirror, 0, 1)
+    store.await_call()
+    mirror.close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# ---- Restoring ------------------------------------------------------------------------------------------------------
+
+
+def test_newest_of_the_attempt_before_is_restored(attempts: Attempts) -> None:
+    attempts.ran(0, 1, 2, 3)
+    restored = attempts.restored(1, previous=0)
+    assert restored == checkpoint(3, generation=0)[0]
+    assert (attempts.disk(1) / restored.name).read_bytes() == checkpoint(3)[1]
+
+
+def test_damaged_newest_gives_way_to_the_one_before(attempts: Attempts, capsys: pytest.CaptureFixture[str]) -> None:
+    files = attempts.ran(0, 1, 2)
+    flip_a_byte(attempts.store(0) / files[1].name)
+    assert attempts.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+    assert "the previous attempt's checkpoint of step 2 is not whole" in capsys.readouterr().err
+
+
+def test_truncated_newest_gives_way_to_the_one_before(attempts: Attempts) -> None:
+    files = attempts.ran(0, 1, 2)
+    with (attempts.store(0) / files[1].name).open("r+b") as file:
+        file.truncate(10)
+    assert attempts.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+
+
+def test_missing_newest_gives_way_to_the_one_before(attempts: Attempts) -> None:
+    files = attempts.ran(0, 1, 2)
+    (attempts.store(0) / files[1].name).unlink()
+    assert attempts.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+
+
+def test_nothing_is_restored_when_none_is_whole(attempts: Attempts) -> None:
+    for file in attempts.ran(0, 1, 2):
+        flip_a_byte(attempts.store(0) / file.name)
+    assert attempts.restored(1, previous=0) is None
+
+
+def test_first_attempt_has_nothing_to_restore(attempts: Attempts) -> None:
+    assert attempts.restored(0, previous=None) is None
+
+
+def test_folder_that_was_never_written_is_a_fresh_start(attempts: Attempts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attempts.restored(1, previous=0) is None
+    attempts.store(0).mkdir(parents=True)
+    assert attempts.restored(1, previous=0) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_checkpoint_without_manifest_does_not_count(attempts: Attempts) -> None:
+    attempts.ran(0, 1)
+    (attempts.store(0) / MANIFEST).unlink()
+    assert attempts.restored(1, previous=0) is None
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda _: "",
+        lambda _: "[]",
+        lambda _: "null",
+        lambda _: '{"checkpoints": 3}',
+        lambda _: '{"something": "else"}',
+        lambda text: text.replace('"step"', '"stop"'),
+        lambda text: text.replace('"step"', '"author": "a later version", "step"'),
+    ],
+)
+def test_manifest_that_cannot_be_read_is_a_fresh_start(attempts: Attempts, torn: Callable[[str], str]) -> None:
+    attempts.ran(0, 1)
+    manifest = attempts.store(0) / MANIFEST
+    manifest.write_text(torn(manifest.read_text()))
+    assert attempts.restored(1, previous=0) is None
+
+
+def test_manifest_that_is_not_text_is_a_fresh_start(attempts: Attempts) -> None:
+    attempts.ran(0, 1)
+    (attempts.store(0) / MANIFEST).write_bytes(b"\xff\x00\xfe")
+    assert attempts.restored(1, previous=0) is None
+
+
+def test_storage_that_cannot_be_read_at_first_is_asked_again(moody: Attempts, store: MoodyStore) -> None:
+    moody.ran(0, 1)
+    store.num_failures = MAX_READ_ATTEMPTS - 1
+    assert moody.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+
+
+def test_storage_that_cannot_be_read_at_all_is_a_fresh_start_with_a_word_about_it(
+    moody: Attempts, store: MoodyStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moody.ran(0, 1)
+    store.num_failures = 1_000
+    assert moody.restored(1, previous=0) is None
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "(OSError: the storage is not in the mood); the training starts afresh" in last
+
+
+# ---- From attempt to attempt, through the vault ---------------------------------------------------------------------
+
+
+def test_restored_checkpoint_is_carried_forward_at_once(attempts: Attempts) -> None:
+    attempts.ran(0, 7)
+    for number in (1, 2):  # attempts that save nothing themselves
+        vault = Vault(attempts.disk(number), attempts.mirror(number, previous=number - 1))
+        restored = vault.restore()
+        assert restored == checkpoint(7, generation=0)[0]
+        assert vault.newest() == restored
+        assert vault.flush(PATIENCE)
+        vault.close()
+        shutil.rmtree(attempts.store(number - 1))
+    assert attempts.listed(2) == [7]
+
+
+def test_what_was_restored_backs_up_the_first_checkpoint_of_the_next_attempt(attempts: Attempts) -> None:
+    attempts.ran(0, 7)
+    mirror = attempts.mirror(1, previous=0)
+    vault = Vault(attempts.disk(1), mirror)
+    vault.restore()
+    assert vault.flush(PATIENCE)
+    attempts.keep(mirror, 1, 8)
+    assert vault.flush(PATIENCE)
+    assert attempts.listed(1) == [8, 7]
+
+
+def test_vault_that_finds_nothing_carries_nothing(attempts: Attempts) -> None:
+    vault = Vault(attempts.disk(1), attempts.mirror(1, previous=0))
+    assert vault.restore() is None
+    assert vault.newest() is None
+    assert vault.flush(PATIENCE)
+    assert not attempts.store(1).exists()
+
+
+def test_restored_checkpoint_counts_as_older_than_any_generation(attempts: Attempts) -> None:
+    attempts.ran(0, 7)
+    vault = Vault(attempts.disk(1), attempts.mirror(1, previous=0))
+    vault.restore()
+    vault.fence(0)
+    newest = vault.newest()
+    assert newest is not None
+    assert newest.generation == 0
+
+
+# ---- A real object store --------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_pass_through_s3(tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    file_access = FileAccessProvider(str(tmp_path / "sandbox"), f"s3://{s3['bucket']}/raw")
+    base = f"s3://{s3['bucket']}/{tmp_path.name}"
+    attempts = Attempts(tmp_path, file_access)
+    first = Mirror(MirrorPaths(file_access=file_access, previous=f"{base}/none", own=f"{base}/0"), retry_after=0.05)
+    assert first.restore(attempts.disk(0)) is None
+    for step in range(1, NUM_KEPT + 2):
+        attempts.keep(first, 0, step)
+        assert first.flush(PATIENCE)
+    first.close()
+    second = Mirror(MirrorPaths(file_access=file_access, previous=f"{base}/0", own=f"{base}/1"), retry_after=0.05)
+    assert second.restore(attempts.disk(1)) == checkpoint(NUM_KEPT + 1, generation=0)[0]
+    second.close()
+    names = [path.rpartition("/")[2] for path in file_access.get_filesystem_for_path(base).ls(f"{base}/0")]
+    assert sorted(names) == sorted([MANIFEST, *(checkpoint(step)[0].name for step in range(2, NUM_KEPT + 2))])
+    del file_access, attempts, first, second
+    S3FileSystem.clear_instance_cache()
+    gc.collect()  # its sessions complain when the interpreter ends

@@ -1,0 +1,90 @@
+"""Whether a failed gang may start again: two budgets, and no third try at the same error in the same place."""
+
+from __future__ import annotations
+
+import pytest
+
+from flytekitplugins.daskpytorch.restarts import Defeat, Restarts
+
+
+def error(cause: str = "ValueError: bad batch", position: tuple[int | None, int | None] = (3, 1)) -> Defeat:
+    return Defeat(what=f"rank 1: {cause}", cause=cause, position=position, is_infrastructure=False)
+
+
+def loss(cause: str = "its Dask worker was lost", position: tuple[int | None, int | None] = (3, None)) -> Defeat:
+    return Defeat(what=f"rank 0: {cause}", cause=cause, position=position, is_infrastructure=True)
+
+
+def after(*defeats: Defeat, limit: int = 3) -> Restarts:
+    restarts = Restarts(limit)
+    for defeat in defeats:
+        assert restarts.refusal(defeat) is None
+        restarts.note(defeat)
+    return restarts
+
+
+@pytest.mark.parametrize("defeat", [error(), loss()])
+def test_first_defeat_is_forgiven(defeat: Defeat) -> None:
+    assert Restarts(1).refusal(defeat) is None
+
+
+@pytest.mark.parametrize("defeat", [error(), loss()])
+def test_limit_of_0_forgives_nothing(defeat: Defeat) -> None:
+    assert Restarts(0).refusal(defeat) == "max_restarts is 0"
+
+
+def test_losses_are_forgiven_up_to_the_limit() -> None:
+    restarts = after(loss(), loss(), limit=2)
+    assert restarts.refusal(loss()) == "max_restarts=2 is used up by losses of infrastructure"
+
+
+def test_errors_are_forgiven_up_to_the_limit() -> None:
+    restarts = after(error(position=(1, 0)), error(position=(2, 0)), limit=2)
+    assert restarts.refusal(error(position=(3, 0))) == "max_restarts=2 is used up by errors of the function"
+
+
+def test_losses_and_errors_have_budgets_of_their_own() -> None:
+    restarts = after(loss(), error(position=(1, 0)), loss(), error(position=(2, 0)), limit=2)
+    assert restarts.refusal(loss()) is not None
+    assert restarts.refusal(error(position=(3, 0))) is not None
+    restarts = after(loss(), loss(), limit=2)
+    assert restarts.refusal(error()) is None
+
+
+def test_same_error_at_the_same_position_twice_ends_it_before_the_limit() -> None:
+    assert after(error(), limit=100).refusal(error()) == "the same error came at the same step twice"
+
+
+def test_loss_in_between_does_not_excuse_the_same_error() -> None:
+    assert after(error(), loss()).refusal(error()) == "the same error came at the same step twice"
+
+
+def test_same_error_of_another_rank_is_still_the_same() -> None:
+    other = Defeat(what="rank 7", cause=error().cause, position=error().position, is_infrastructure=False)
+    assert after(error()).refusal(other) == "the same error came at the same step twice"
+
+
+def test_same_error_without_any_step_is_the_same() -> None:
+    nowhere = error(position=(None, 0))
+    assert after(nowhere).refusal(nowhere) == "the same error came at the same step twice"
+
+
+def test_same_loss_at_the_same_step_is_forgiven() -> None:
+    assert after(loss(), loss()).refusal(loss()) is None
+
+
+@pytest.mark.parametrize(
+    "later",
+    [error(position=(4, 1)), error(position=(3, 2)), error("OSError: disk"), error(position=(None, None))],
+)
+def test_another_error_or_another_position_is_forgiven(later: Defeat) -> None:
+    assert after(error()).refusal(later) is None
+
+
+def test_error_counts_as_the_same_only_right_after_its_like() -> None:
+    assert after(error(), error("OSError: disk")).refusal(error()) is None
+
+
+def test_asking_costs_nothing() -> None:
+    restarts = Restarts(1)
+    assert [restarts.refusal(loss()) for _ in range(3)] == [None, None, None]

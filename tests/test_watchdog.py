@@ -1,0 +1,207 @@
+"""Which rank holds up the others: stillness, and the evidence of collectives and stacks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.watchdog import Stillness, Witness, find_hung, is_in_collective
+
+IN_BARRIER = """\
+Thread 0x00007fbaaad296c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f67dc86db80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4614 in barrier
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/code/project/train.py", line 9 in train
+"""
+IN_BACKWARD = """\
+Current thread 0x00007f67dc86db80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/autograd/graph.py", line 829 in _engine_run_backward
+  File "/venv/lib/python3.11/site-packages/torch/autograd/__init__.py", line 359 in backward
+  File "/venv/lib/python3.11/site-packages/torch/_tensor.py", line 648 in backward
+  File "/code/project/train.py", line 12 in train
+"""
+IN_DDP_INIT = """\
+Thread 0x00007f521e878b80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/utils.py", line 299 in _verify_param_shape
+  File "/venv/lib/python3.11/site-packages/torch/nn/parallel/distributed.py", line 1076 in __init__
+  File "/code/project/train.py", line 3 in train
+"""
+IN_DATA_LOADING = """\
+Thread 0x00007fbaaad296c0 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4614 in barrier
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f67dc86db80 (most recent call first):
+  File "/code/project/data.py", line 31 in read
+  File "/code/project/train.py", line 8 in train
+"""
+CALLED_BY_TORCH = """\
+Current thread 0x00007f67dc86db80 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 706 in readinto
+  File "/code/project/hooks.py", line 5 in compress
+  File "/venv/lib/python3.11/site-packages/torch/nn/parallel/distributed.py", line 1640 in forward
+  File "/code/project/train.py", line 8 in train
+"""
+
+
+def witness(
+    num_collectives: int | None = 5, *, stacks: str = IN_BARRIER, still_for: float = 9.0, is_done: bool = False
+) -> Witness:
+    return Witness(is_done=is_done, num_collectives=num_collectives, still_for=still_for, stacks=stacks)
+
+
+# ---- Stillness ------------------------------------------------------------------------------------------------------
+
+
+def test_rank_is_still_from_the_start_until_its_count_changes() -> None:
+    stillness = Stillness([0, 1], now=10.0)
+    stillness.note(0, 1, now=14.0)
+    assert stillness.still_for(0, now=15.0) == 1.0
+    assert stillness.still_for(1, now=15.0) == 5.0
+
+
+def test_same_count_again_is_no_sign_of_life() -> None:
+    stillness = Stillness([0], now=10.0)
+    stillness.note(0, 7, now=11.0)
+    stillness.note(0, 7, now=19.0)
+    assert stillness.still_for(0, now=20.0) == 9.0
+
+
+def test_first_report_is_a_sign_of_life_even_if_it_counts_none() -> None:
+    stillness = Stillness([0], now=10.0)
+    stillness.note(0, 0, now=12.0)
+    assert stillness.still_for(0, now=12.0) == 0.0
+
+
+def test_oldest_is_that_of_the_ranks_in_question() -> None:
+    stillness = Stillness([0, 1, 2], now=10.0)
+    stillness.note(1, 1, now=12.0)
+    stillness.note(2, 1, now=11.0)
+    assert stillness.oldest([0, 1, 2]) == 10.0
+    assert stillness.oldest([1, 2]) == 11.0
+    assert stillness.oldest([]) is None
+
+
+# ---- Who is it? -----------------------------------------------------------------------------------------------------
+
+
+def test_rank_that_does_not_answer_comes_before_one_that_is_behind() -> None:
+    rank, why = find_hung({0: witness(1, stacks=IN_DATA_LOADING), 1: witness(None), 2: witness(9)})
+    assert rank == 1
+    assert "does not answer" in why
+
+
+def test_rank_with_the_fewest_collectives_holds_up_the_others() -> None:
+    rank, why = find_hung({0: witness(6), 1: witness(6), 2: witness(5, stacks=IN_DATA_LOADING, still_for=1.0)})
+    assert rank == 2
+    assert why == "it has entered 5 collectives, other ranks 6"
+
+
+def test_rank_behind_is_found_even_inside_a_collective() -> None:
+    assert find_hung({0: witness(6, stacks=IN_DATA_LOADING), 1: witness(4)})[0] == 1
+
+
+def test_rank_that_has_entered_none_is_behind_and_not_silent() -> None:
+    rank, why = find_hung({0: witness(1), 1: witness(0, stacks=IN_DATA_LOADING)})
+    assert rank == 1
+    assert why == "it has entered 0 collectives, other ranks 1"
+
+
+def test_rank_whose_function_has_returned_too_early_is_named_with_the_reason() -> None:
+    rank, why = find_hung({0: witness(5), 1: witness(4, is_done=True, stacks=IN_DATA_LOADING)})
+    assert rank == 1
+    assert why == "it has entered 4 collectives, other ranks 5; its function has returned"
+
+
+def test_among_equals_it_is_the_one_that_is_not_inside_a_collective() -> None:
+    rank, why = find_hung({0: witness(), 1: witness(stacks=IN_DATA_LOADING, still_for=0.1), 2: witness()})
+    assert rank == 1
+    assert why == "it is not inside a collective"
+
+
+def test_among_several_outside_it_is_the_stillest() -> None:
+    witnesses = {rank: witness(stacks=IN_DATA_LOADING, still_for=still) for rank, still in enumerate([3.0, 5.0, 4.0])}
+    assert find_hung(witnesses)[0] == 1
+
+
+def test_rank_that_is_done_is_not_blamed_for_being_outside() -> None:
+    done = witness(is_done=True, stacks=IN_DATA_LOADING, still_for=99.0)
+    assert find_hung({0: done, 1: witness(stacks=IN_DATA_LOADING, still_for=1.0)})[0] == 1
+
+
+def test_when_all_are_inside_the_same_collective_the_stillest_is_named() -> None:
+    rank, why = find_hung({0: witness(still_for=8.0), 1: witness(still_for=9.5), 2: witness(still_for=9.0)})
+    assert rank == 1
+    assert why == "all ranks are inside the same collective"
+
+
+# ---- Inside a collective? -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stacks", [IN_BARRIER, IN_BACKWARD, IN_DDP_INIT])
+def test_main_thread_that_waits_for_other_ranks_is_inside(stacks: str) -> None:
+    assert is_in_collective(stacks)
+
+
+@pytest.mark.parametrize("stacks", [IN_DATA_LOADING, CALLED_BY_TORCH, "", "it did not answer", "(no stacks)"])
+def test_other_threads_outer_frames_and_no_stacks_do_not_count(stacks: str) -> None:
+    assert not is_in_collective(stacks)
+
+
+def test_newest_dump_counts_where_a_file_has_several() -> None:
+    assert not is_in_collective(IN_BARRIER + IN_DATA_LOADING)
+    assert is_in_collective(IN_DATA_LOADING + IN_BARRIER)
+
+
+def test_real_dump_of_a_process_that_computes_is_outside(tmp_path: Path) -> None:
+    enough = threading.Event()
+    other = threading.Thread(target=enough.wait)
+    other.start()
+    try:
+        with (tmp_path / "stacks").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+    finally:
+        enough.set()
+        other.join()
+    text = (tmp_path / "stacks").read_text()
+    assert text.count("(most recent call first)") >= 2
+    assert not is_in_collective(text)
+
+
+TWO_RANKS = """
+import faulthandler, os, signal, sys
+from torch import distributed
+
+rank, store, stacks = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+if rank == 0:
+    faulthandler.dump_traceback_later(0.5, file=open(stacks, "w"), exit=True)
+    distributed.barrier()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_real_dump_of_a_rank_whose_peer_does_not_come_is_inside(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TWO_RANKS]
+    files = [str(tmp_path / "store"), str(tmp_path / "stacks")]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen([*command, "1", *files], stdin=subprocess.PIPE, env=env) as late:
+        try:
+            subprocess.run([*command, "0", *files], check=False, env=env, timeout=50)
+        finally:
+            late.kill()
+    text = (tmp_path / "stacks").read_text()
+    assert "in barrier" in text
+    assert is_in_collective(text)
