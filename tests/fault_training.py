@@ -83,7 +83,7 @@ def train(
             _await(folder, f"kept-{(step - 1) // SAVED_AT * SAVED_AT}")
             _leave(folder, "broken", f"{os.getpid()} {time.time()}")
             print(f"about to fail: {fault}")
-            if FAULTS[fault](folder) is SKIP:
+            if FAULTS[fault]() is SKIP:
                 continue
         total = contribution(rank.rank, step)
         dist.all_reduce(total)
@@ -140,13 +140,13 @@ def _await(folder: str, name: str) -> None:
 
 
 def _raise(error: BaseException) -> Any:
-    def fault(folder: str) -> None:
+    def fault() -> None:
         raise error
 
     return fault
 
 
-def _close_group_and_raise(folder: str) -> None:
+def _close_group_and_raise() -> None:
     import torch.distributed as dist
 
     dist.destroy_process_group()
@@ -154,26 +154,26 @@ def _close_group_and_raise(folder: str) -> None:
     raise SpoiltError("the batch is spoilt")
 
 
-def _raise_unpicklable(folder: str) -> None:
+def _raise_unpicklable() -> None:
     error = SpoiltError("code 7")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     raise error
 
 
-def _allocate_without_end(folder: str) -> None:
+def _allocate_without_end() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
     bytearray(1 << 30)
 
 
-def _grow(folder: str) -> None:
+def _grow() -> None:
     held = []
     while True:
         held.append(b"x" * (16 << 20))
 
 
-def _interrupt_asynchronously(folder: str) -> None:
+def _interrupt_asynchronously() -> None:
     me = threading.get_ident()
     threading.Timer(
         0.1, lambda: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), ctypes.py_object(KeyboardInterrupt))
@@ -182,16 +182,16 @@ def _interrupt_asynchronously(folder: str) -> None:
         time.sleep(0.01)
 
 
-def _ignore_sigterm_and_raise(folder: str) -> None:
+def _ignore_sigterm_and_raise() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SpoiltError("the batch is spoilt")
 
 
-def _hold_the_interpreter(folder: str) -> None:
+def _hold_the_interpreter() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, in C code that never gives the interpreter away
 
 
-def _deadlock_in_a_loader(folder: str) -> None:
+def _deadlock_in_a_loader() -> None:
     from torch.utils.data import DataLoader
 
     next(iter(DataLoader(_Stuck(), num_workers=1)))
@@ -206,28 +206,27 @@ class _Stuck:
         return index
 
 
-FAULTS: dict[str, Callable[[str], Any]] = {
+FAULTS: dict[str, Callable[[], Any]] = {
     "raise": _raise(SpoiltError("the batch is spoilt")),
     "demanding": _raise(DemandingError("code", 7)),
     "unpicklable": _raise_unpicklable,
     "close and raise": _close_group_and_raise,
-    "sys.exit": lambda folder: sys.exit(0),
-    "os._exit": lambda folder: os._exit(3),
-    "SIGKILL": lambda folder: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": lambda folder: ctypes.string_at(0),
-    "SIGABRT": lambda folder: os.abort(),
+    "sys.exit": lambda: sys.exit(0),
+    "os._exit": lambda: os._exit(3),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: ctypes.string_at(0),
+    "SIGABRT": lambda: os.abort(),
     "MemoryError": _allocate_without_end,
     "grow": _grow,
     "KeyboardInterrupt": _raise(KeyboardInterrupt()),
     "asynchronous": _interrupt_asynchronously,
     "ignore SIGTERM": _ignore_sigterm_and_raise,
-    "sleep": lambda folder: time.sleep(600),
+    "sleep": lambda: time.sleep(600),
     "hold the interpreter": _hold_the_interpreter,
-    "suspend": lambda folder: os.kill(os.getpid(), signal.SIGSTOP),
-    "wait": lambda folder: time.sleep(600),  # for what the test does
+    "suspend": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "wait": lambda: time.sleep(600),  # for what the test does
     "loader": _deadlock_in_a_loader,
-    "skip": lambda folder: SKIP,
-    "return": lambda folder: sys.exit(0),
+    "skip": lambda: SKIP,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from distributed import Client
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, dispatch
-from processes import Cluster, dask_cluster, nothing_left_behind
+from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -73,7 +74,7 @@ def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
 def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: Launch, fault: str, said: str) -> None:
     watched = launch(client, fault)
     check_recovered(watched, [0, ft.SAVED_AT])
-    assert any(f"rank 1 on tcp://127.0.0.3" in note and said in note for note in watched.notes), watched.notes
+    assert any("rank 1 on tcp://127.0.0.3" in note and said in note for note in watched.notes), watched.notes
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,13 @@ def control_group() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"no control groups to be made here: {error}")
     yield group
-    group.rmdir()
+
+    def is_gone() -> bool:
+        with contextlib.suppress(OSError):  # its last process is still ending
+            group.rmdir()
+        return not group.exists()
+
+    until(is_gone, "the control group to be empty")
 
 
 def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, launch: Launch) -> None:  # 10

@@ -50,6 +50,16 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert weights == pytest.approx([2.0, -3.0], abs=0.3)
 
 
+def test_the_resuming_example_trains(tmp_path: Path) -> None:
+    example = next(block for block in blocks("python") if "checkpoint.load()" in block)
+    (tmp_path / "resume.py").write_text(example)
+    command = re.match(r"# resume\.py: (.*)", example)
+    assert command
+    done = run(shlex.split(command[1]), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
+
+
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "Client()" in block)
     (tmp_path / "script.py").write_text(script)

@@ -22,8 +22,6 @@ from typing import Any
 from flytekitplugins.daskpytorch import messages, placement, ship
 from flytekitplugins.daskpytorch.blame import (
     Failure,
-    GangError,
-    GangStartError,
     PreemptedError,
     WorkerLostError,
     describe,
@@ -31,6 +29,7 @@ from flytekitplugins.daskpytorch.blame import (
 )
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch.courier import Courier
 from flytekitplugins.daskpytorch.flyte import FlyteSettings
 from flytekitplugins.daskpytorch.generation import Generation
 from flytekitplugins.daskpytorch.listener import Event, Listener
@@ -38,13 +37,14 @@ from flytekitplugins.daskpytorch.mirror import Mirror, MirrorPaths
 from flytekitplugins.daskpytorch.node import local_versions
 from flytekitplugins.daskpytorch.observer import Observer, Shape
 from flytekitplugins.daskpytorch.placement import Node
+from flytekitplugins.daskpytorch.preemption import StopRequest
 from flytekitplugins.daskpytorch.rank import Job
 from flytekitplugins.daskpytorch.restarts import Defeat, Restarts
 from flytekitplugins.daskpytorch.roster import AgentLauncher, Peer, Roster, hang_up
 from flytekitplugins.daskpytorch.ship import Code
 from flytekitplugins.daskpytorch.tracking import RunSettings
 from flytekitplugins.daskpytorch.vault import Vault
-from flytekitplugins.daskpytorch.watchdog import Witness, find_hung
+from flytekitplugins.daskpytorch.watchdog import Witness, report_hang
 
 __all__ = ["GangCancelledError", "Request", "Supervisor", "preempt_all"]
 
@@ -60,10 +60,6 @@ MAX_UPLOAD_WAIT = 10.0
 """Seconds for a checkpoint that is on its way when its generation ends."""
 STACKS_WAIT = 3.0
 """Seconds for the ranks of a gang that hangs to say where they are."""
-PREEMPTION_GRACE = 20.0
-"""Seconds for the ranks to stop by themselves; Kubernetes kills a pod 30 s after it has told it to end."""
-UNHEEDED_GRACE = 5.0
-"""The same where no rank has ever asked `should_stop`."""
 MIRROR_GRACE = 7.0
 """Seconds for the last checkpoint to reach storage after that."""
 DISMISS_TIMEOUT = 5.0
@@ -92,21 +88,6 @@ class Request:
     """Where the checkpoints of other attempts are; None outside a Flyte backend."""
 
 
-@dataclass
-class _StopRequest:
-    """The gang is to save a checkpoint and end."""
-
-    reason: str
-    ends_gang: bool
-    """Else it goes on without the worker that is being taken away."""
-    deadline: float
-    """On the monotonic clock."""
-    is_asked: bool = False
-    """The ranks were told to hold their next `should_stop`."""
-    is_released: bool = False
-    """They were told at which call it turns true."""
-
-
 class Supervisor:
     """Runs one gang from its first worker to its last exit."""
 
@@ -120,9 +101,8 @@ class Supervisor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
         self._restarts = Restarts(request.settings.max_restarts)
         self._broken: dict[str, Failure] = {}
-        self._fetching: tuple[Peer, CheckpointFile] | None = None
-        self._to_fetch: tuple[Peer, CheckpointFile] | None = None
-        self._stop_request: _StopRequest | None = None
+        self._courier = Courier()
+        self._stop_request: StopRequest | None = None
         self._is_growing = False
         self._stacks: dict[int, str] = {}
         self._tracking: RunSettings | None = None
@@ -214,18 +194,15 @@ class Supervisor:
             is_settled = now >= settled_at and not (is_first and self._roster.expected)
             if count >= self._num_least and (is_settled or now >= deadline):
                 return
-            if now >= deadline or (is_first and self._is_hopeless(recruits=recruits)):
-                raise self._too_few(is_first=is_first)
+            if is_first and (now >= deadline or self._roster.is_hopeless(self._num_wanted, self._num_least, recruits)):
+                raise self._roster.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
+            if now >= deadline:
+                raise self._too_few_left(count)
             self._handle(self._next_event(min(SETTLE_TIME, deadline - now)), None)
             if self._stop_request is not None:
                 raise self._preempted(self._stop_request.reason)
             self._look_for_workers(recruits=recruits)
             self._give_notice(f"{count} of {self._num_wanted} workers are here, waiting for the others")
-
-    def _is_hopeless(self, *, recruits: bool) -> bool:
-        """Too many of the workers have said that they cannot take part, or have gone and are not replaced."""
-        gone = self._roster.refused.keys() | (set() if recruits else self._roster.lost.keys())
-        return self._num_wanted - len(gone) < self._num_least
 
     def _look_for_workers(self, *, recruits: bool) -> None:
         try:
@@ -236,31 +213,12 @@ class Supervisor:
         except ConnectionError as error:
             raise WorkerLostError(f"{self._request.name} cannot go on: {error}", cause=str(error)) from error
 
-    def _too_few(self, *, is_first: bool) -> Exception:
-        name, timeout = self._request.name, self._settings.start_timeout
-        here = len(self._roster.nodes())
-        gone = self._roster.refused or self._roster.lost
-        if is_first and gone:
-            worker, error = next(iter(gone.items()))
-            kind = (
-                GangError if isinstance(error, ModuleNotFoundError) else GangStartError
-            )  # no retry will mend an image
-            return kind(
-                f"{len(gone)} of {self._num_wanted} workers could not take part in {name}; the first, "
-                f"{worker}: {type(error).__name__}: {error}",
-                worker=worker,
-                cause=str(error),
-            )
-        if not is_first:
-            return WorkerLostError(
-                f"{here} of {self._num_wanted} workers are left of {name}, {self._num_least} are needed, and no others "
-                f"came within {timeout:g} s. Lower Gang(min_workers=...) to go on with fewer, or raise start_timeout. "
-                f"Failures so far:\n" + "\n".join(defeat.what for defeat in self._restarts.defeats)
-            )
-        return GangStartError(
-            f"only {here} of {self._num_wanted} workers started their part of {name} within {timeout:g} s. "
-            f"Missing: {', '.join(sorted(self._roster.expected)) or 'those that were lost'}. They may be busy with "
-            "other tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
+    def _too_few_left(self, count: int) -> Exception:
+        failures = "\n".join(defeat.what for defeat in self._restarts.defeats)
+        return WorkerLostError(
+            f"{count} of {self._num_wanted} workers are left of {self._request.name}, {self._num_least} are needed, "
+            f"and no others came within {self._settings.start_timeout:g} s. Lower Gang(min_workers=...) to go on with "
+            f"fewer, or raise start_timeout. Failures so far:\n{failures}"
         )
 
     def _start(self, number: int, code: Code, store: tuple[str, int]) -> Generation:
@@ -334,9 +292,10 @@ class Supervisor:
             generation.stop_at = generation.stop_at or now + BLAME_WINDOW
         elif not generation.is_formed and now >= generation.began_at + self._settings.start_timeout:
             self._stop(generation, is_last=True)
-            raise self._not_formed(generation)
+            raise generation.not_formed(self._settings.start_timeout)
         elif self._stop_request is not None:
-            self._pursue(self._stop_request, generation)
+            if self._stop_request.pursue(generation, self._roster):
+                self._stop(generation)
         elif (hangs_at := self._hangs_at(generation)) is not None and now >= hangs_at:
             self._investigate(generation)
             self._stop(generation)
@@ -391,7 +350,7 @@ class Supervisor:
         if kind == "log":
             self._observe("logged", value)
         elif kind == "saved":
-            self._fetch(peer, value)
+            self._courier.fetch(peer, value)
         elif kind == "ready" and generation.is_formed:
             began_at = self._asked_at if generation.number == 0 else generation.began_at
             self._observe("formed", time.monotonic() - began_at)
@@ -405,10 +364,7 @@ class Supervisor:
             return
         if generation is not None:
             generation.lose(peer.node.worker, self._broken.get(peer.node.worker))
-        if self._to_fetch is not None and self._to_fetch[0] is peer:
-            self._to_fetch = None
-        if self._fetching is not None and self._fetching[0] is peer:
-            self._fetch_next()
+        self._courier.forget(peer)
 
     def _stop(self, generation: Generation, *, is_last: bool | None = None) -> None:
         """End every rank, and wait until all are gone; late failures still count for the blame."""
@@ -476,22 +432,8 @@ class Supervisor:
 
     # ---- checkpoints
 
-    def _fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        """Have a checkpoint sent here; one at a time, and the newest next."""
-        if self._fetching is not None:
-            self._to_fetch = (peer, file)
-            return
-        self._fetching = (peer, file)
-        peer.send(messages.Fetch(file))
-
-    def _fetch_next(self) -> None:
-        self._fetching, waiting, self._to_fetch = None, self._to_fetch, None
-        if waiting is not None:
-            self._fetch(*waiting)
-
     def _note_kept(self, file: CheckpointFile, error: Exception | None, generation: Generation | None) -> None:
-        if self._fetching is not None and self._fetching[1] == file:
-            self._fetch_next()
+        self._courier.note_end(file)
         if error is not None:
             self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
             return
@@ -509,9 +451,9 @@ class Supervisor:
     def _settle_uploads(self, timeout: float) -> None:
         """Wait for checkpoints that are on their way."""
         deadline = time.monotonic() + timeout
-        while self._fetching is not None and time.monotonic() < deadline:
+        while self._courier.is_busy and time.monotonic() < deadline:
             self._handle(self._next_event(deadline - time.monotonic()), None)
-        self._fetching = self._to_fetch = None
+        self._courier.clear()
 
     # ---- being told to stop
 
@@ -530,24 +472,9 @@ class Supervisor:
     def _request_stop(self, reason: str, *, ends_gang: bool) -> None:
         if self._stop_request is None:
             self._note(f"{reason}: saving a checkpoint and ending")
-            deadline = time.monotonic() + PREEMPTION_GRACE
-            self._stop_request = _StopRequest(reason=reason, ends_gang=ends_gang, deadline=deadline)
+            self._stop_request = StopRequest(reason=reason, ends_gang=ends_gang)
         elif ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
-
-    def _pursue(self, request: _StopRequest, generation: Generation) -> None:
-        """Have `should_stop` turn true on all ranks at the same call; end those that do not heed it."""
-        if not request.is_asked:
-            request.is_asked = True
-            self._roster.broadcast(messages.Tell("hold"))
-        elif not request.is_released and generation.have_answered(generation.held):
-            request.is_released = True
-            last_call = max(generation.held.values(), default=0)
-            self._roster.broadcast(messages.Tell("release", last_call))
-            if last_call == 0:
-                request.deadline = min(request.deadline, time.monotonic() + UNHEEDED_GRACE)
-        elif time.monotonic() >= request.deadline and not generation.has_delivered:
-            self._stop(generation)
 
     def _preempted(self, reason: str) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
@@ -595,24 +522,7 @@ class Supervisor:
             )
             for rank in generation.places
         }
-        rank, why = find_hung(witnesses)
-        stacks = "".join(f"\n\nrank {rank}:\n{witness.stacks.rstrip()}" for rank, witness in witnesses.items())
-        still = max(witnesses[rank].still_for for rank in generation.running or generation.places)
-        report = (
-            f"it hangs, or holds up the others: no sign of life for {still:.1f} s "
-            f"(hang_timeout={self._settings.hang_timeout:g}); {why}\nWhat all ranks were doing:{stacks}"
-        )
-        generation.hang = (rank, report)
-
-    def _not_formed(self, generation: Generation) -> Exception:
-        missing = sorted(set(generation.places) - generation.ready)
-        tails = [f"rank {rank}: {generation.exits[rank].log_tail or '(no output)'}" for rank in missing[:4]]
-        return GangStartError(
-            f"{len(generation.ready)} of {len(generation.places)} ranks met within "
-            f"{self._settings.start_timeout:g} s; missing: {', '.join(map(str, missing))}. They may not "
-            "reach each other, or importing the function's module takes too long.\n" + "\n".join(tails),
-            rank=missing[0],
-        )
+        generation.hang = report_hang(witnesses, self._settings.hang_timeout or 0.0)
 
     # ---- talking
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flytekitplugins.daskpytorch.blame import Failure, RankExit, find_culprit
+from flytekitplugins.daskpytorch.blame import Failure, GangStartError, RankExit, find_culprit
 from flytekitplugins.daskpytorch.messages import Exited
 from flytekitplugins.daskpytorch.placement import Node, Place
 from flytekitplugins.daskpytorch.watchdog import Stillness
@@ -169,6 +169,17 @@ class Generation:
         for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
             here[rank] = self._exit(rank, self.places[rank][1], exitcode=1, log_tail="", time=time.time())
         return find_culprit(here.values())
+
+    def not_formed(self, timeout: float) -> GangStartError:
+        """The error that says which ranks have not met the others, and what those wrote."""
+        missing = sorted(set(self.places) - self.ready)
+        tails = [f"rank {rank}: {self.exits[rank].log_tail or '(no output)'}" for rank in missing[:4]]
+        return GangStartError(
+            f"{len(self.ready)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
+            f"{', '.join(map(str, missing))}. They may not reach each other, or importing the function's module takes "
+            "too long.\n" + "\n".join(tails),
+            rank=missing[0],
+        )
 
     def _exit(self, rank: int, node: Node, *, broken: Failure | None = None, **how: Any) -> RankExit:
         return RankExit(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from flytekitplugins.daskpytorch.blame import GangError, GangStartError
 from flytekitplugins.daskpytorch.messages import AgentOrder, Hello
 from flytekitplugins.daskpytorch.placement import Node, worker_order
 
@@ -183,6 +184,29 @@ class Roster:
             return None
         self._unanswered_since = None
         return present
+
+    def is_hopeless(self, wanted: int, least: int, recruits: bool) -> bool:
+        """Too many of the workers have said that they cannot take part, or have gone and are not replaced."""
+        gone = self.refused.keys() | (set() if recruits else self.lost.keys())
+        return wanted - len(gone) < least
+
+    def too_few_came(self, name: str, wanted: int, timeout: float) -> GangError:
+        """The error that says who did not come, and why."""
+        if gone := self.refused or self.lost:
+            worker, error = next(iter(gone.items()))
+            # No retry will mend an image.
+            kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
+            return kind(
+                f"{len(gone)} of {wanted} workers could not take part in {name}; the first, {worker}: "
+                f"{type(error).__name__}: {error}",
+                worker=worker,
+                cause=str(error),
+            )
+        return GangStartError(
+            f"only {len(self.nodes())} of {wanted} workers started their part of {name} within {timeout:g} s. "
+            f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}. They may be busy with other "
+            "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
+        )
 
     def broadcast(self, message: object) -> None:
         """Tell all agents something."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Stillness", "Witness", "find_hung", "is_in_collective"]
+__all__ = ["Stillness", "Witness", "find_hung", "is_in_collective", "report_hang"]
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
@@ -46,6 +46,15 @@ class Witness:
     """Seconds without a sign of life."""
     stacks: str
     """The tracebacks of its threads."""
+
+
+def report_hang(witnesses: Mapping[int, Witness], hang_timeout: float) -> tuple[int, str]:
+    """The rank that holds up the others, and the report: its first line says why, the rest what all were doing."""
+    rank, why = find_hung(witnesses)
+    still = max((witness.still_for for witness in witnesses.values() if not witness.is_done), default=0.0)
+    stacks = "".join(f"\n\nrank {other}:\n{witness.stacks.rstrip()}" for other, witness in witnesses.items())
+    told = f"no sign of life for {still:.1f} s (hang_timeout={hang_timeout:g}); {why}"
+    return rank, f"it hangs, or holds up the others: {told}\nWhat all ranks were doing:{stacks}"
 
 
 def find_hung(witnesses: Mapping[int, Witness]) -> tuple[int, str]:
