@@ -215,7 +215,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: ctypes.string_at(0),
-    "SIGABRT": lambda: os.abort(),
+    "SIGABRT": os.abort,
     "MemoryError": _allocate_without_end,
     "grow": _grow,
     "KeyboardInterrupt": _raise(KeyboardInterrupt()),

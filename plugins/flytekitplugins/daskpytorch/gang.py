@@ -223,6 +223,7 @@ class Supervisor:
 
     def _start(self, number: int, code: Code, store: tuple[str, int]) -> Generation:
         """Place the ranks on the workers that are here, and have them started."""
+        self._roster.dismiss_leaving()
         nodes = self._roster.nodes()[: self._num_wanted]
         _check_versions(nodes)
         places = placement.place_ranks(nodes, self._request.ranks_per_worker)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from flytekitplugins.daskpytorch.blame import GangError, GangStartError
-from flytekitplugins.daskpytorch.messages import AgentOrder, Hello
+from flytekitplugins.daskpytorch.messages import AgentOrder, Close, Hello
 from flytekitplugins.daskpytorch.placement import Node, worker_order
 
 __all__ = ["AgentLauncher", "Peer", "Roster"]
@@ -207,6 +207,12 @@ class Roster:
             f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}. They may be busy with other "
             "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
         )
+
+    def dismiss_leaving(self) -> None:
+        """Let those workers go that are being taken away; they wait for their agents' end."""
+        for peer in self.peers.values():
+            if peer.is_leaving:
+                peer.send(Close())
 
     def broadcast(self, message: object) -> None:
         """Tell all agents something."""
