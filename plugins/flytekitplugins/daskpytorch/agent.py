@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import forkserver, ship
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, failure_path
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of, failure_path
 from flytekitplugins.daskpytorch.messages import (
     AgentOrder,
     Beat,
@@ -265,16 +265,21 @@ class _Agent:
         """Have the checkpoint here for the ranks to load; they look for it themselves."""
         path = self._scratch / file.name
         failure_path(path).unlink(missing_ok=True)
-        if not path.exists():
-            self._in_background(self._download, file)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(_cached(path))  # until it has proved to be whole
+        self._in_background(self._bring, file)
 
-    def _download(self, file: CheckpointFile) -> None:
+    def _bring(self, file: CheckpointFile) -> None:
+        path = self._scratch / file.name
         try:
+            if _cached(path).exists() and digest_of(_cached(path)) == file.digest:
+                _cached(path).rename(path)
+                return
             with contextlib.closing(_dial(self._order)) as connection:
                 connection.send(Download(file))
                 take_file(connection, file, self._scratch)
         except Exception as error:
-            failure_path(self._scratch / file.name).write_text(f"{type(error).__name__}: {error}")
+            failure_path(path).write_text(f"{type(error).__name__}: {error}")
 
     def _upload(self, file: CheckpointFile) -> None:
         with contextlib.suppress(OSError), contextlib.closing(_dial(self._order)) as connection:  # the driver notices
@@ -350,6 +355,11 @@ class _Agent:
         if rank.output is not None:
             os.close(rank.output)
             rank.output = None
+
+
+def _cached(path: Path) -> Path:
+    """Where a checkpoint that is on this node already waits to be looked at."""
+    return path.with_suffix(".cached")
 
 
 def _dial(order: AgentOrder) -> Connection:

@@ -275,7 +275,7 @@ class Supervisor:
             due.append(generation.stop_at)
         if not generation.is_formed:
             due.append(generation.began_at + self._settings.start_timeout)
-        if self._stop_request is not None:
+        if self._stop_request is not None and not generation.has_delivered:
             due.append(self._stop_request.deadline)
         if (hangs_at := self._hangs_at(generation)) is not None:
             due.append(hangs_at)
