@@ -401,6 +401,33 @@ def what_the_fork_server_has_imported() -> tuple[bool, int]:
     return "torch._dynamo" in sys.modules, os.getppid()
 
 
+def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
+    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload"}
+    with (
+        nothing_left_behind(),
+        dask_cluster(tmp_path, worker_environments={0: preload, 1: preload}) as cluster,
+        Client(cluster.address) as client,
+    ):
+
+        def num_successors() -> int:  # workers -> fork servers -> their successors
+            servers = [child for index in range(2) for child in cluster.worker_process(index).children()]
+            return sum(len(server.children()) for server in servers)
+
+        until(lambda: num_successors() == 2, "the fork servers to be ready before any gang")
+        until(lambda: dispatch.run(client, what_the_fork_server_has_imported).result(60)[0][0], "the successor")
+
+
+def memory_settings() -> tuple[str | None, bool]:
+    """The rank's own, and whether the process that forked it was started with them."""
+    own = os.environ.get("MALLOC_TRIM_THRESHOLD_")
+    return own, b"MALLOC_TRIM_THRESHOLD_" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+
+
+def test_ranks_do_not_inherit_the_nannys_settings_of_the_allocator(client: Client) -> None:
+    assert client.submit(lambda: "MALLOC_TRIM_THRESHOLD_" in os.environ, pure=False).result()
+    assert dispatch.run(client, memory_settings).result(60) == [(None, False)] * 2
+
+
 def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Path) -> None:
     from flytekitplugins.daskpytorch import cluster as clusters
 

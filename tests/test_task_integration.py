@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
-from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
+from processes import SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, until
 from wandb_file import read_records
 
 pytestmark = pytest.mark.timeout(180)
@@ -57,6 +57,18 @@ class Attempt:
 
     folder: Path
     output: str
+    checkpoint: str = ""
+    """Where its intratask checkpoint went."""
+    seconds: float = 0.0
+    """How long it ran once nobody meddled with it any more."""
+
+    @property
+    def has_error(self) -> bool:
+        return (self.folder / "out" / "error.pb").exists()
+
+    @property
+    def has_outputs(self) -> bool:
+        return (self.folder / "out" / "outputs.pb").exists()
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -85,16 +97,36 @@ def execute(
     archive: Path | None = None,
     raw: str | None = None,
     env: Mapping[str, str] | None = None,
+    number: int = 0,
+    checkpoint: str | None = None,
+    previous: str = '""',
+    meddle: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> Attempt:
-    """Run a task by the command that a backend starts in the job-runner's container."""
+    """Run a task by the command that a backend starts in the job-runner's container.
+
+    Args:
+        task: A task of the sample project.
+        inputs: Its inputs.
+        cluster: The scheduler's address.
+        cwd: Where the sample project is.
+        folder: Where inputs, outputs and all else go.
+        archive: Of a fast registration.
+        raw: Where files that are outputs go.
+        env: Added to the container's environment.
+        number: Of the attempt, from 0.
+        checkpoint: Where the intratask checkpoint goes.
+        previous: Where the attempt before had its own; Flyte passes that on every retry, whatever is there.
+        meddle: Called with the process that runs; it is waited for afterwards.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ctx = FlyteContextManager.current_context()
     literals = TypeEngine.dict_to_literal_map(ctx, dict(inputs), {name: type(v) for name, v in inputs.items()})
     utils.write_proto_to_file(literals.to_flyte_idl(), str(folder / "inputs.pb"))
+    checkpoint = checkpoint or str(folder / "checkpoint")
     command = [
         *(str(SCRIPTS / "pyflyte-execute"), "--inputs", str(folder / "inputs.pb")),
         *("--output-prefix", str(folder / "out"), "--raw-output-data-prefix", raw or str(folder / "raw")),
-        *("--checkpoint-path", str(folder / "checkpoint"), "--prev-checkpoint", '""'),
+        *("--checkpoint-path", checkpoint, "--prev-checkpoint", previous),
         *("--resolver", "flytekit.core.python_auto_container.default_task_resolver"),
         *("--", "task-module", "flows.training", "task-name", task),
     ]
@@ -106,13 +138,22 @@ def execute(
         "FLYTE_INTERNAL_EXECUTION_ID": "f3a",
         "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
         "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
-        "FLYTE_ATTEMPT_NUMBER": "0",
-        "HOSTNAME": "f3a-n0-0-runner",
+        "FLYTE_ATTEMPT_NUMBER": str(number),
+        "HOSTNAME": f"f3a-n0-{number}-runner",
         **({"DASK_SCHEDULER_ADDRESS": cluster} if cluster else {}),
         **(env or {}),
     }
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=150, check=False)
-    return Attempt(folder, done.stdout + done.stderr)
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=output)
+    try:
+        if meddle is not None:
+            meddle(process)
+        alone_at = time.monotonic()
+        process.wait(150)
+    finally:
+        end(process)
+    said = (folder / "output.txt").read_text()
+    return Attempt(folder, said, checkpoint, time.monotonic() - alone_at)
 
 
 def pyflyte_run(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -171,6 +212,7 @@ def test_dask_cluster_gives_a_client(project: Path) -> None:
     assert "[106.0, 106.0, 108.0, 108.0]" in done.stdout, done.stdout + done.stderr
 
 
+# Cases 44 and 45 of the project's list of faults: this test and the next.
 def test_the_containers_command_trains_on_workers_without_the_project(
     cluster: Cluster, project: Path, tmp_path: Path
 ) -> None:

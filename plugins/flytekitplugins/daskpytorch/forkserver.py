@@ -31,9 +31,10 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown"]
+__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown", "start_ahead"]
 
 MAX_PACKET = 4096
+AHEAD = b"ahead"
 SUCCESSION_DELAY = 3.0
 """Seconds from the first rank to the successor's imports, so that they do not slow the gang's start."""
 # Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
@@ -130,6 +131,14 @@ def connect() -> ForkServerClient:
         return ForkServerClient(mine)
 
 
+def start_ahead() -> None:
+    """Start this process's fork server, with all that its ranks will need, while nobody waits for it."""
+    connect().close()
+    with _lock:
+        if _owned is not None:
+            _owned.control.send(AHEAD)
+
+
 def shutdown() -> None:
     """End this process's fork server and every rank it started; a later `connect` starts a new one."""
     global _owned
@@ -149,8 +158,11 @@ def _start() -> _Owned:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.
         path = [str(entry) for entry in sys.path if entry]
         command = [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), json.dumps(path)]
+        # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
+        # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
+        env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=env
         )
     return _Owned(pid=os.getpid(), process=process, control=mine)
 
@@ -246,6 +258,9 @@ class _Server:
         packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET, 1)
         if not packet:
             self._running = False
+            return
+        if packet == AHEAD:
+            self._is_first, self._succeed_at = False, time.monotonic()
             return
         client = _Client(socket.socket(fileno=descriptors[0]))
         self._clients.add(client)

@@ -58,7 +58,7 @@ SETTLE_TIME = 0.25
 """Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
 MAX_UPLOAD_WAIT = 10.0
 """Seconds for a checkpoint that is on its way when its generation ends."""
-STACKS_WAIT = 3.0
+STACKS_WAIT = 1.5
 """Seconds for the ranks of a gang that hangs to say where they are."""
 MIRROR_GRACE = 7.0
 """Seconds for the last checkpoint to reach storage after that."""

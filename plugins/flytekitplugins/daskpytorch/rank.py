@@ -87,6 +87,7 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
     """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
     host, port = job.store
     env = dict(base)
+    env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `forkserver`
     if job.flyte is not None:
         env |= job.flyte.environment
     env |= {

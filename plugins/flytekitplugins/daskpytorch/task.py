@@ -37,6 +37,8 @@ __all__ = ["DaskClusterTask", "DaskDDPTask"]
 CLUSTER_SETTINGS = {
     # Dask tasks may start processes of their own, such as the workers of a DataLoader.
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    # Workers import torch for their ranks while the driver still waits for all of them.
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload",
 }
 GANG_SETTINGS = CLUSTER_SETTINGS | {
     # An agent whose worker dies must not be tried on another worker.

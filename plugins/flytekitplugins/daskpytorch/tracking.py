@@ -22,6 +22,8 @@ logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
+INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
+"""Seconds for the server to answer when the run is opened; after that the run is recorded offline."""
 MAX_WAITING = 10_000
 """Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
@@ -166,10 +168,28 @@ class Tracker:
     def _open(self) -> Any:
         import wandb
 
+        if self._settings.key is not None:
+            os.environ["WANDB_API_KEY"] = self._settings.key
+        try:
+            run = self._init(self._settings.mode)
+        except Exception as error:
+            if self._settings.mode != "online":
+                raise
+            print(
+                f"Weights & Biases: {type(error).__name__}: {error}. The run is recorded offline; send it later with "
+                "`wandb sync`.",
+                file=sys.stderr,
+            )
+            wandb.teardown(0)
+            run = self._init("offline")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _init(self, mode: Literal["online", "offline", "disabled"]) -> Any:
+        import wandb
+
         asked = self._settings
-        if asked.key is not None:
-            os.environ["WANDB_API_KEY"] = asked.key
-        run = wandb.init(
+        return wandb.init(
             project=asked.wandb.project,
             entity=asked.wandb.entity,
             id=asked.id,
@@ -178,10 +198,8 @@ class Tracker:
             tags=list(asked.wandb.tags),
             notes=asked.notes,
             config=dict(asked.config),
-            mode=asked.mode,
+            mode=mode,
             dir=asked.wandb.dir,
             resume="allow",
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT),
         )
-        run.define_metric("*", step_metric="step")
-        return run

@@ -82,6 +82,65 @@ def tracked(steps: int, fail_at: int = -1) -> int:
     return steps
 
 
+RESUMABLE = DaskDDP(gang=Gang(start_timeout=60, max_restarts=0), wandb=Wandb(project="tests"))
+
+
+@task(task_config=RESUMABLE)
+def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1, pace: float = 0.0) -> float:
+    """A value that depends on every epoch and rank. Leaves traces in the folder: where it starts and stops, and when.
+
+    Args:
+        folder: Where the traces go.
+        epochs: How many there are.
+        dies_in: The epoch in which each attempt's ranks are killed, once the test has left `die-<attempt>`.
+        saves_every: Epochs between two checkpoints; one told to stop saves another.
+        pace: Seconds per epoch.
+    """
+    rank, attempt, deaths = current_rank(), int(os.environ["FLYTE_ATTEMPT_NUMBER"]), dies_in.split()
+    state = rank.checkpoint.load() or {"epoch": 0, "value": 0.0}
+    value = state["value"]
+    _leave(folder, "pids", os.getpid())
+    _leave(folder, f"start-{attempt}-{rank.rank}", state["epoch"])
+    for epoch in range(state["epoch"] + 1, epochs + 1):
+        if deaths[attempt : attempt + 1] == [str(epoch)]:
+            _leave(folder, f"dying-{attempt}-{rank.rank}", epoch)
+            while not Path(folder, f"die-{attempt}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(pace)
+        share = torch.tensor(10.0 * epoch + rank.rank, dtype=torch.float64)
+        dist.all_reduce(share)
+        value = 0.5 * value + share.item()
+        rank.log({"value": value}, step=epoch)
+        _leave(folder, f"epochs-{attempt}-{rank.rank}", time.time())
+        stops = rank.should_stop()
+        if stops or epoch % saves_every == 0:
+            rank.checkpoint.save({"epoch": epoch, "value": value}, epoch)
+        if stops:
+            _leave(folder, f"stopped-{attempt}-{rank.rank}", epoch)
+            break
+    return value
+
+
+@task(task_config=DaskDDP(gang=Gang(start_timeout=60)))
+def stubborn(folder: str) -> float:
+    """Rank 1 fails in epoch 2, whenever it comes there."""
+    rank = current_rank()
+    _leave(folder, "pids", os.getpid())
+    _leave(folder, f"start-0-{rank.rank}", rank.checkpoint.load() or 0)
+    rank.checkpoint.save(1, 1)
+    dist.barrier()
+    if rank.rank == 1:
+        raise ValueError("the numbers do not add up")
+    dist.barrier()
+    return 0.0
+
+
+def _leave(folder: str, name: str, line: object) -> None:
+    with Path(folder, name).open("a") as file:
+        file.write(f"{line}\n")
+
+
 @task(task_config=DaskCluster())
 def orchestrate(factor: int) -> list[float]:
     """Train twice from one driver."""

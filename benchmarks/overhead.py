@@ -1,0 +1,323 @@
+"""What it costs an undisturbed training to be supervised, logged, checkpointed and watched, per step.
+
+    python benchmarks/overhead.py                         # three starts of 30 rounds, some twelve minutes
+    python benchmarks/overhead.py --quick                 # one start of three rounds: does it still run?
+
+Two ranks train the model of `tasks.char_lstm` on the embedded names, in blocks of 46 steps, which is one epoch of that
+training. All the contestants are up at the same time and wait, but for the one whose turn it is; every round each has
+one block, in an order drawn anew, with the very same batches. So a round is a few seconds long, and a busy minute of
+the machine bears on all alike. Ratios and differences are taken within a round; their median and quartiles are printed.
+
+torchrun  a plain script under `torchrun`
+bare      a gang with `hang_timeout=None`, whose function calls nothing of ours
+watched   a gang with `hang_timeout=60`, in a block in which its function calls nothing of ours
+full      the same gang, in a block with `should_stop` at every step, `log` at every tenth, and one checkpoint of model
+          and optimizer in the middle, so that it is written and sent to the driver before the block is over
+
+`full` beside `watched` shows a small effect best: the processes are the same. The others differ from start to start, as
+any two processes do (where their memory lies, which core they prefer), and so everything is started several times.
+What agents, driver and Dask do in the background goes on in the turns of all; their processor time is counted apart.
+
+This process imports nothing but the standard library; what is measured runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from launch import console_script, machine, verdict
+from running import Cluster, Program, nothing_left, until
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_RANKS = 2
+BLOCK = 46
+"""Steps in one turn."""
+CALLS = ("should_stop", "log", "save")
+
+TRAIN = f"""
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+import torch
+from torch import distributed
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from tasks.char_lstm import BLANK, CharLSTM, windows
+from tasks.names import load_names
+
+def train(folder, tools):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank = distributed.get_rank()
+    model = CharLSTM()
+    gang_model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    every = windows(load_names().names).long()
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(rank))
+    batches = every[order].split(128)[:{BLOCK}]
+    step = 0
+    reports = open(f"{{folder}}/reports-{{rank}}", "a", buffering=1)
+    with open(f"{{folder}}/orders-{{rank}}") as orders:
+        for line in orders:
+            uses = tools if line.strip() == "full" else None
+            spent = dict.fromkeys({CALLS!r}, 0.0)
+
+            def timed(name, call, *args):
+                used = time.thread_time()
+                call(*args)
+                spent[name] += time.thread_time() - used
+
+            distributed.barrier()
+            times = [time.perf_counter()]
+            for number, batch in enumerate(batches):
+                logits = gang_model(batch[:, :-1])
+                loss = functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], ignore_index=BLANK)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                step += 1
+                if uses is not None:
+                    if step % 10 == 0:
+                        timed("log", uses.log, {{"loss": loss.detach(), "epoch": 1}}, step)
+                    if number == {BLOCK // 2}:
+                        state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}}
+                        timed("save", uses.checkpoint.save, state, step)
+                    timed("should_stop", uses.should_stop)
+                times.append(time.perf_counter())
+            distributed.barrier()
+            mean = (time.perf_counter() - times[0]) / len(batches)
+            median = statistics.median(after - before for before, after in itertools.pairwise(times))
+            reports.write(json.dumps([mean, median, spent]) + "\\n")
+"""
+
+TORCHRUN = f"""{TRAIN}
+distributed.init_process_group("gloo")
+train(sys.argv[1], None)
+"""
+
+DASK = f"""{TRAIN}
+from distributed import Client
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+
+def rank(folder):
+    train(folder, current_rank())
+
+cluster, folder, hang_timeout = json.loads(sys.argv[1])
+with Client(scheduler_file=cluster) as client:
+    dispatch.run(client, rank, folder, gang=Gang(max_restarts=0, hang_timeout=hang_timeout)).result()
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One turn, as rank 0 reports it."""
+
+    mean: float
+    """Seconds per step, all that happens in the block included."""
+    median: float
+    """Seconds of a typical step: one without a log record or a checkpoint, and not disturbed by other processes."""
+    spent: dict[str, float]
+    """Processor seconds in each kind of call, altogether."""
+
+
+@dataclass
+class Gang:
+    """Two ranks that train when they are told to."""
+
+    program: Program
+    folder: Path
+    _orders: list[IO[str]] = field(default_factory=list)
+    _num_reports: int = 0
+
+    def __post_init__(self) -> None:
+        for rank in range(NUM_RANKS):
+            os.mkfifo(self.folder / f"orders-{rank}")
+
+    def train(self, mode: str) -> Block:
+        """Have it take the steps of one block."""
+        if not self._orders:
+            self._open()
+        for orders in self._orders:
+            orders.write(f"{mode}\n")
+            orders.flush()
+        self._num_reports += 1
+        until(lambda: len(self._reports()) == self._num_reports or self._has_ended(), "a block of steps")
+        return Block(*json.loads(self._reports()[-1]))
+
+    def _open(self) -> None:
+        """Wait until the ranks wait for their orders."""
+        for rank in range(NUM_RANKS):
+            found: list[int] = []
+
+            def is_read(path: Path = self.folder / f"orders-{rank}", found: list[int] = found) -> bool:
+                try:
+                    found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                except OSError:  # nobody reads
+                    return self._has_ended()
+                return True
+
+            until(is_read, "the ranks to start")
+            self._orders.append(os.fdopen(found[0], "w"))
+
+    def _reports(self) -> list[str]:
+        path = self.folder / "reports-0"
+        return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def _has_ended(self) -> bool:
+        if self.program.has_spoken():
+            raise self.program.failure("ended")
+        return False
+
+
+ARMS = ("torchrun", "bare", "watched", "full")
+LABELS = {
+    "torchrun": "torchrun: a plain script under `torchrun`",
+    "bare": "bare: a gang, `hang_timeout=None`, no calls",
+    "watched": "watched: a gang, `hang_timeout=60`, no calls",
+    "full": "**full: the same, with `log`, `should_stop`, checkpoint**",
+}
+PAIRS = (("full", "watched"), ("watched", "bare"), ("bare", "torchrun"), ("full", "torchrun"))
+Round = dict[str, Block]
+
+
+@dataclass
+class Measured:
+    """All the rounds of all the starts."""
+
+    rounds: list[Round] = field(default_factory=list)
+    background: list[float] = field(default_factory=list)
+    """The processor time of driver and workers per second, of each start."""
+
+
+def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
+    """Start everything, let it train in turn, and start again."""
+    measured = Measured()
+    rng = random.Random(0)
+    for number in range(1, num_starts + 1):
+        (here := folder / str(number)).mkdir()
+        cluster = Cluster(here / "cluster", NUM_RANKS)
+        gangs = {"torchrun": torchrun(here), "bare": dask(here, cluster, None), "watched": dask(here, cluster, 60.0)}
+        gangs["full"] = gangs["watched"]
+        for arm in ARMS:  # not counted: whatever is done at a first step
+            gangs[arm].train(arm)
+        watchers = [gangs["watched"].program.pid, *(cluster.worker_pid(nanny) for nanny in cluster.nannies)]
+        began_at, used = time.monotonic(), sum(map(cpu_seconds, watchers))
+        for done in range(1, num_rounds + 1):
+            measured.rounds.append({arm: gangs[arm].train(arm) for arm in rng.sample(ARMS, len(ARMS))})
+            times = ", ".join(f"{arm} {measured.rounds[-1][arm].mean * 1e3:.2f}" for arm in ARMS)
+            print(f"start {number} of {num_starts}, round {done} of {num_rounds}: {times} ms per step", file=sys.stderr)
+        measured.background.append((sum(map(cpu_seconds, watchers)) - used) / (time.monotonic() - began_at))
+        for program in {id(gang): gang.program for gang in gangs.values()}.values():
+            program.kill()
+        cluster.close()
+    return measured
+
+
+def torchrun(folder: Path) -> Gang:
+    """The peer."""
+    (at := folder / "torchrun").mkdir()
+    (at / "program.py").write_text(TORCHRUN)
+    command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={NUM_RANKS}", "program.py", str(at)]
+    return Gang(Program(command, at, {"PYTHONPATH": str(ROOT)}), at)
+
+
+def dask(folder: Path, cluster: Cluster, hang_timeout: float | None) -> Gang:
+    """A gang with a driver of its own."""
+    (at := folder / f"dask-{hang_timeout}").mkdir()
+    arguments = json.dumps([cluster.contact, str(at), hang_timeout])
+    return Gang(Program.of(DASK, at, arguments, environment={"PYTHONPATH": str(ROOT)}), at)
+
+
+def cpu_seconds(pid: int) -> float:
+    """The processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- Reporting ------------------------------------------------------------------------------------------------------
+
+
+def table(measured: Measured) -> Iterator[str]:
+    """The lines of two Markdown tables."""
+    yield f"| {NUM_RANKS} ranks, blocks of {BLOCK} steps | mean step | median step |"
+    yield "|---|---|---|"
+    for arm in ARMS:
+        mean = statistics.median(turns[arm].mean for turns in measured.rounds)
+        median = statistics.median(turns[arm].median for turns in measured.rounds)
+        yield f"| {LABELS[arm]} | {mean * 1e3:.2f} ms | {median * 1e3:.2f} ms |"
+    yield ""
+    yield "| more per step, median over the rounds (quartiles) | mean step | median step |"
+    yield "|---|---|---|"
+    for arm, other in PAIRS:
+        mean = compare(measured, lambda turns, arm=arm, other=other: (turns[arm].mean, turns[other].mean))
+        median = compare(measured, lambda turns, arm=arm, other=other: (turns[arm].median, turns[other].median))
+        yield f"| {arm} beside {other} | {mean} | {median} |"
+
+
+def compare(measured: Measured, both: Callable[[Round], tuple[float, float]]) -> str:
+    """How much more the one takes than the other, in microseconds and percent."""
+    pairs = [both(turns) for turns in measured.rounds]
+    _, difference, _ = quartiles([one - other for one, other in pairs])
+    low, share, high = quartiles([one / other - 1 for one, other in pairs])
+    return f"{difference * 1e6:+,.0f} µs, {share:+.2%} ({low:+.2%} … {high:+.2%})"
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The three of them."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def calls(measured: Measured) -> Iterator[str]:
+    """What the ranks spend inside the calls, and what goes on beside them."""
+    step = statistics.median(turns["watched"].median for turns in measured.rounds)
+    total = 0.0
+    for name, num_calls in zip(CALLS, (BLOCK, BLOCK / 10, 1), strict=True):
+        seconds = statistics.median(turns["full"].spent[name] for turns in measured.rounds)
+        total += seconds / BLOCK
+        each = f"{seconds / num_calls * 1e6:,.1f} µs a call"
+        yield f"- processor time of a rank in `{name}`: {each}, {seconds / BLOCK * 1e6:.1f} µs per step"
+    yield f"- together: {total * 1e6:.0f} µs per step, {total / step:.2%}"
+    busy = statistics.median(measured.background)
+    yield f"- in the background, driver and Dask workers use {busy * 1e3:.0f} ms of processor time per second"
+
+
+def goals(measured: Measured) -> Iterator[str]:
+    """What was to be reached, and what was."""
+    _, cost, _ = quartiles([turns["full"].mean / turns["watched"].mean - 1 for turns in measured.rounds])
+    _, speed, _ = quartiles([turns["torchrun"].mean / turns["full"].mean for turns in measured.rounds])
+    yield f"- logging, checkpoints and `should_stop` within 1 % of a step: {verdict(cost <= 0.01)}, {cost:.2%}"
+    yield f"- with all that no slower than under `torchrun`: {verdict(speed >= 1)}, {speed:.3f}×"
+
+
+def main() -> None:
+    """Measure, then print the machine, the table and the goals."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=3, metavar="N", help="how often all is started (default: 3)")
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="rounds in each start (default: 30)")
+    parser.add_argument("--quick", action="store_true", help="one start of three rounds: does it still run?")
+    arguments = parser.parse_args()
+    num_starts, num_rounds = (1, 3) if arguments.quick else (arguments.starts, arguments.rounds)
+    if num_starts < 1 or num_rounds < 2:
+        parser.error("--starts must be 1 or more, and --rounds 2 or more")
+
+    on_what = machine()
+    with nothing_left("overhead") as folder:
+        measured = measure(num_starts, num_rounds, folder)
+    print(on_what, "", *table(measured), "", *calls(measured), "", *goals(measured), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""What the benchmarks share: programs and clusters in processes of their own, of which none is left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from launch import console_script
+
+__all__ = ["TIME_LIMIT", "Cluster", "Program", "nothing_left", "until", "worker_above"]
+
+TIME_LIMIT = 180.0
+"""Seconds for whatever is waited for, unless it says otherwise."""
+MARK = "DASKPYTORCH_BENCHMARK"
+"""An environment variable that every process has which was started here, and those that they start."""
+
+WORKER = "spawn_main"
+"""What is in the command line of a worker that a nanny has started."""
+
+NOTE_WORKERS = """
+import time
+from distributed import SchedulerPlugin
+
+class Notes(SchedulerPlugin):
+    def add_worker(self, scheduler, worker):
+        self._note("+", worker)
+
+    def remove_worker(self, scheduler, worker, **others):
+        self._note("-", worker)
+
+    def _note(self, sign, worker):
+        with open("workers", "a") as notes:
+            notes.write(f"{sign} {worker} {time.time()!r}\\n")
+
+def dask_setup(scheduler):
+    scheduler.add_plugin(Notes())
+"""
+
+
+@contextlib.contextmanager
+def nothing_left(name: str) -> Iterator[Path]:
+    """A folder, which is removed at the end; every process started inside is ended, with all that it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ[MARK] = mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as folder:
+        try:
+            yield Path(folder)
+        finally:
+            while marked := _marked(mark):  # a nanny may have started a worker since
+                for pid in marked:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                _reap()
+                time.sleep(0.05)
+
+
+class Program:
+    """A program in a process of its own. It may be told lines, and says lines that begin with `@` and a word."""
+
+    def __init__(self, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._what = " ".join(command)
+        self.log = folder / "log"
+        """What it writes to its standard error."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | (environment or {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @classmethod
+    def of(cls, text: str, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> Program:
+        """Run this Python text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "program.py").write_text(text)
+        return cls([sys.executable, "program.py", *arguments], folder, environment)
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def hear(self, word: str, timeout: float = TIME_LIMIT) -> str:
+        """Wait until it says that word; what else is in the line."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                line = self._heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise self.failure(f"was not {word} within {timeout:g} s") from None
+            if line is None:
+                raise self.failure(f"ended before it was {word}")
+            if line.split(maxsplit=1)[:1] == [f"@{word}"]:
+                return line.partition(" ")[2].strip()
+
+    def has_spoken(self) -> bool:
+        """It has said something that was not heard yet, or has ended."""
+        return not self._heard.empty()
+
+    def wait(self, timeout: float = TIME_LIMIT) -> int:
+        """Wait for its end; its exit code."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise self.failure(f"did not end within {timeout:g} s") from None
+
+    def kill(self) -> None:
+        """End it, and all that it has started."""
+        _kill_tree(self._process.pid)
+        self._process.wait()
+
+    def failure(self, what: str) -> SystemExit:
+        """An error with the end of its log."""
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+        return SystemExit(f"{self._what} {what}. The end of its log:\n{tail}")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._heard.put(line)
+        self._heard.put(None)
+
+
+class Cluster:
+    """A Dask scheduler and workers with their nannies, in an empty directory."""
+
+    def __init__(self, folder: Path, num_workers: int) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._num_started = 0
+        (folder / "note_workers.py").write_text(NOTE_WORKERS)
+        options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--preload", "note_workers.py"]
+        self._scheduler = self._start("scheduler", *options, "--scheduler-file", "contact.json")
+        self.contact = str(folder / "contact.json")
+        """For `Client(scheduler_file=...)`."""
+        self.nannies = [self._start_worker() for _ in range(num_workers)]
+        self.wait_for(num_workers)
+
+    def wait_for(self, num_workers: int) -> None:
+        """Wait until so many workers are registered."""
+        until(lambda: len(self.workers()) == num_workers, f"{num_workers} workers; see {self._folder / 'log'}")
+
+    def workers(self) -> dict[str, float]:
+        """The addresses of those registered, and when they were."""
+        registered: dict[str, float] = {}
+        notes = self._folder / "workers"
+        for line in notes.read_text().splitlines() if notes.exists() else []:
+            sign, address, at = line.split()
+            if sign == "+":
+                registered[address] = float(at)
+            else:
+                registered.pop(address, None)
+        return registered
+
+    def worker_pid(self, nanny: int) -> int:
+        """The worker below that nanny."""
+        found = [pid for pid in _children(nanny) if WORKER in _read(f"/proc/{pid}/cmdline")]
+        if not found:
+            raise SystemExit(f"the nanny {nanny} has no worker")
+        return found[0]
+
+    def lose(self, nanny: int) -> None:
+        """Kill a worker with its nanny, as when its pod is lost."""
+        pids = [nanny, self.worker_pid(nanny)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.nannies.remove(nanny)
+
+    def add_worker(self) -> None:
+        """Start one more, and wait until it is registered."""
+        self.nannies.append(self._start_worker())
+        self.wait_for(len(self.nannies))
+
+    def close(self) -> None:
+        """End it, and all that runs on it."""
+        for pid in (*self.nannies, self._scheduler):
+            _kill_tree(pid)
+        _reap()
+
+    def _start_worker(self) -> int:
+        self._num_started += 1
+        name = f"worker-{self._num_started}"
+        options = ["--nthreads", "1", "--memory-limit", "2Gi", "--no-dashboard", "--scheduler-file", "contact.json"]
+        until(lambda: _read(self.contact).strip(), f"the scheduler; see {self._folder / 'log'}")
+        return self._start("worker", "--name", name, *options)
+
+    def _start(self, kind: str, *options: str) -> int:
+        # As the backend has it: task environment sets these two, and the project's modules are not there.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {
+            "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+        }
+        with (self._folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [console_script(f"dask-{kind}"), *options],
+                cwd=self._folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        _started.append(process)
+        return process.pid
+
+
+def _children(pid: int) -> list[int]:
+    """Its child processes."""
+    return [int(child) for task in _entries(f"/proc/{pid}/task") for child in _read(f"{task}/children").split()]
+
+
+def worker_above(pid: int) -> int:
+    """The Dask worker below which a rank runs; fork servers are between them."""
+    while WORKER not in _read(f"/proc/{pid}/cmdline"):
+        stat = _read(f"/proc/{pid}/stat")
+        if not stat:
+            raise SystemExit(f"no Dask worker is above the process {pid}")
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return pid
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit code."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+
+
+def until(condition: Callable[[], object], what: str, timeout: float = TIME_LIMIT) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"waited {timeout:g} s for {what}")
+        time.sleep(0.01)
+
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Kept, since a Popen object that goes takes its exit code along, and warns."""
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes, other than this one, that carry the mark."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid() and f"{MARK}={mark}" in _read(f"/proc/{pid}/environ") and _is_running(pid)
+    ]
+
+
+def _kill_tree(root: int) -> None:
+    pids = [root]
+    for pid in pids:  # grows: ranks have sessions of their own, under `torchrun`, too, where they would stay
+        pids += _children(pid)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _reap() -> None:
+    for process in _started:
+        process.poll()
+
+
+def _entries(folder: str) -> list[Path]:
+    try:
+        return list(Path(folder).iterdir())
+    except OSError:  # the process has gone
+        return []
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:  # the process has gone, or is another user's
+        return ""

@@ -1,0 +1,367 @@
+"""What happens on Flyte's side: cases 41 to 43 of the project's list of faults, and attempts that follow one another.
+
+Cases 44 and 45 are in test_task_integration.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from distributed import Client
+from flytekit.core.data_persistence import FileAccessProvider
+
+import fault_training as ft
+from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.mirror import MANIFEST, Mirror, MirrorPaths
+from processes import Cluster, dask_cluster, nothing_left_behind, until
+from test_task_integration import NON_RECOVERABLE, RECOVERABLE, SAMPLE_PROJECT, SYSTEM, USER, Attempt, execute
+from wandb_file import read_run
+
+pytestmark = pytest.mark.timeout(150)
+
+MAX_SECONDS = 15.0
+"""From a fault to the end of its attempt, or to the next generation, even on a busy host."""
+MAX_ATTEMPT_SECONDS = 75.0
+"""A whole attempt, the start of the container's command included."""
+RUN_ID = "f3a-n0"
+"""Of Weights & Biases: the execution and the node, whatever the attempt."""
+
+
+@pytest.fixture(scope="module")
+def wandb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wandb")
+
+
+@pytest.fixture(scope="module")
+def worker_environment(wandb_folder: Path) -> dict[str, str]:
+    """Nothing listens where the workers look for the Weights & Biases server."""
+    return {"WANDB_DIR": str(wandb_folder), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "5"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[str, str]) -> Iterator[Cluster]:
+    """Two workers on two hosts, for all tests that leave them alive."""
+    with _cluster(tmp_path_factory.mktemp("cluster"), worker_environment) as running:
+        yield running
+
+
+def _cluster(folder: Path, environment: Mapping[str, str]) -> Any:
+    return dask_cluster(folder, hosts=["127.0.0.2", "127.0.0.3"], worker_environments={0: environment, 1: environment})
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.address) as connected:
+        yield connected
+
+
+@dataclass
+class Execution:
+    """One node of a workflow: its attempts, as Flyte would make them, and the traces that the ranks left."""
+
+    cluster: str
+    project: Path
+    folder: Path
+    wandb: Path
+
+    def __post_init__(self) -> None:
+        self.traces.mkdir(parents=True)
+
+    @property
+    def traces(self) -> Path:
+        return self.folder / "traces"
+
+    def attempt(
+        self,
+        number: int,
+        task: str = "resumable",
+        *,
+        previous: str = '""',
+        env: Mapping[str, str] | None = None,
+        **rest: Any,
+    ) -> Attempt:
+        """One attempt; `meddle` and what else is not for `execute` are the task's inputs."""
+        meddle = rest.pop("meddle", None)
+        return execute(
+            task,
+            {"folder": str(self.traces), **rest},
+            cluster=self.cluster,
+            cwd=self.project,
+            folder=self.folder / f"attempt-{number}",
+            number=number,
+            previous=previous,
+            meddle=meddle,
+            env={"WANDB_MODE": "offline", **(env or {})},
+        )
+
+    def attempts(
+        self, task: str = "resumable", *, most: int = 4, meddle: Mapping[int, Any] | None = None, **rest: Any
+    ) -> list[Attempt]:
+        """All attempts until one succeeds or fails for good, each with a fresh folder and the path of the one before.
+
+        No error.pb means that the container died, which Flyte tries again.
+        """
+        done: list[Attempt] = []
+        previous = '""'
+        for number in range(most):
+            attempt = self.attempt(number, task, previous=previous, meddle=(meddle or {}).get(number), **rest)
+            done.append(attempt)
+            if attempt.has_outputs or (attempt.has_error and attempt.error.kind == NON_RECOVERABLE):
+                break
+            previous = attempt.checkpoint
+        return done
+
+    def lines(self, name: str) -> list[str]:
+        path = self.traces / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def starts(self, number: int) -> list[int]:
+        """After which epoch each rank of an attempt started, every generation."""
+        return [int(line) for rank in range(2) for line in self.lines(f"start-{number}-{rank}")]
+
+    def mirrored(self, number: int) -> list[int]:
+        """The epochs whose checkpoints the attempt has in storage."""
+        path = self.folder / f"attempt-{number}" / "checkpoint" / "daskpytorch" / "gang" / MANIFEST
+        try:
+            return [entry["step"] for entry in json.loads(path.read_text())["checkpoints"]]
+        except (OSError, ValueError):
+            return []
+
+    def runs(self) -> list[Path]:
+        """The Weights & Biases runs that its attempts began, in order; the files' names end in the runs' ids."""
+        return sorted(self.wandb.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime)
+
+    def when_dying(
+        self, number: int, epoch: int, act: Callable[..., None] | None = None, num_runs: int = 0
+    ) -> Callable[..., None]:
+        """To meddle with an attempt: as soon as both ranks wait for their end and all else is there, end them."""
+
+        def meddle(process: subprocess.Popen[bytes]) -> None:
+            dying = [self.traces / f"dying-{number}-{rank}" for rank in range(2)]
+            until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch", 40)
+            until(lambda: epoch in self.mirrored(number) or process.poll() is not None, "the stored checkpoint", 20)
+            until(lambda: len(self.runs()) >= num_runs or process.poll() is not None, "Weights & Biases", 20)
+            if act is not None:
+                act(process)
+            else:
+                (self.traces / f"die-{number}").touch()
+
+        return meddle
+
+
+@pytest.fixture
+def execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Iterator[Execution]:
+    shutil.rmtree(wandb_folder / "wandb", ignore_errors=True)
+    begun = _execution(cluster, wandb_folder, tmp_path)
+    yield begun
+    pids = [int(line) for line in begun.lines("pids")]
+    assert pids
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the ranks to be gone", 5)
+
+
+def _execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Execution:
+    project = Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
+    return Execution(cluster.address, project, tmp_path / "run", wandb_folder)
+
+
+def expected(epochs: int) -> float:
+    """What `resumable` returns, undisturbed."""
+    value = 0.0
+    for epoch in range(1, epochs + 1):
+        value = 0.5 * value + 20.0 * epoch + 1
+    return value
+
+
+def result(attempt: Attempt) -> float:
+    return float(attempt.outputs["o0"].scalar.primitive.float_value)
+
+
+def check_stopped(execution: Execution, attempt: Attempt, reason: str) -> int:
+    """The attempt ended with a checkpoint, all ranks at one step, and Flyte will try again; the step."""
+    assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
+    assert "PreemptedError" in attempt.output
+    assert reason in attempt.error.message
+    stopped = {line for rank in range(2) for line in execution.lines(f"stopped-0-{rank}")}
+    assert len(list(execution.traces.glob("stopped-0-*"))) == 2
+    assert len(stopped) == 1
+    step = int(stopped.pop())
+    assert f"the next attempt goes on from the checkpoint of step {step}" in attempt.error.message
+    assert execution.mirrored(0) == [step]
+    return step
+
+
+LONG = {"epochs": 40, "saves_every": 1000, "pace": 0.1}
+"""Inputs of a training that saves nothing by itself."""
+
+
+def signal_after(execution: Execution, epochs: int, target: Callable[[subprocess.Popen[bytes]], Any]) -> Any:
+    """To meddle with the first attempt: SIGTERM once rank 1 has been through some epochs."""
+
+    def meddle(process: subprocess.Popen[bytes]) -> None:
+        until(lambda: len(execution.lines("epochs-0-1")) >= epochs or process.poll() is not None, "the training", 40)
+        target(process).send_signal(signal.SIGTERM)
+
+    return meddle
+
+
+def test_41_sigterm_to_the_task(execution: Execution) -> None:
+    with nothing_left_behind():
+        done = execution.attempts(**LONG, meddle={0: signal_after(execution, 3, lambda process: process)})
+    assert len(done) == 2
+    step = check_stopped(execution, done[0], "the task was told to end (SIGTERM)")
+    assert done[0].seconds < MAX_SECONDS
+    assert execution.starts(1) == [step, step]
+    assert result(done[1]) == expected(40)
+    runs = [read_run(path) for path in execution.runs()]
+    assert [(run["id"], run["exit_code"]) for run in runs] == [(RUN_ID, 1), (RUN_ID, 0)]
+
+
+def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:
+    with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
+        execution = _execution(cluster, wandb_folder, tmp_path)
+        meddle = signal_after(execution, 3, lambda _: cluster.workers[1])
+        attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
+        cluster.workers[1].wait(MAX_SECONDS)
+    check_stopped(execution, attempt, "was told to end")
+    assert "tcp://127.0.0.3" in attempt.error.message
+    assert attempt.seconds < MAX_SECONDS
+
+
+def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) -> None:
+    with (
+        nothing_left_behind(),
+        _cluster(tmp_path, {}) as cluster,
+        Client(cluster.address) as client,
+        ft.watching(tmp_path / "traces") as launch,
+    ):
+        watched = launch(client, pace=0.25, gang=Gang(min_workers=1))
+        watched.wait_for("start-1")
+        signalled_at = time.time()
+        cluster.workers[1].send_signal(signal.SIGTERM)
+        value = watched.futures[0].result(60)
+    stopped = watched.stopped_at()
+    assert len(stopped) == 2
+    assert stopped[0] == stopped[1] < ft.STEPS
+    assert watched.starts(0) == [0, stopped[0]]
+    assert watched.starts(1) == [0]
+    assert value == ft.expected({1: 2, stopped[0] + 1: 1})
+    assert watched.formed_at[-1] - signalled_at < MAX_SECONDS
+    assert any("tcp://127.0.0.3" in note and "was told to end" in note for note in watched.notes)
+
+
+def test_42_the_same_error_twice_in_a_gang(client: Client, tmp_path: Path) -> None:
+    with ft.watching(tmp_path / "traces") as launch:
+        watched = launch(client, "raise", always=True)
+        began_at = time.monotonic()
+        error = watched.futures.exception(60)
+    assert time.monotonic() - began_at < MAX_SECONDS
+    assert type(error).__name__ == "SpoiltError"
+    assert str(error) == "the batch is spoilt"
+    assert error.__cause__.rank == 1
+    assert "the same error came at the same step twice" in str(error.__cause__)
+    assert watched.starts(0) == watched.starts(1) == [0, ft.SAVED_AT]
+
+
+def test_42_the_same_error_twice_in_a_task(execution: Execution) -> None:
+    with nothing_left_behind():
+        done = execution.attempts("stubborn")
+    assert len(done) == 1
+    error = done[0].error
+    assert (error.kind, error.origin) == (NON_RECOVERABLE, USER)
+    assert "ValueError: the numbers do not add up" in error.message
+    assert "rank 1 of 2 failed" in error.message
+    assert "the same error came at the same step twice" in error.message
+    assert execution.starts(0) == [0, 1, 0, 1]
+
+
+def test_43_weights_and_biases_is_down(execution: Execution) -> None:
+    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40}
+    with nothing_left_behind():
+        attempt = execution.attempt(0, epochs=20, pace=0.05, env=env)
+        ended_at = time.time()
+    assert result(attempt) == expected(20)
+    times = [float(line) for line in execution.lines("epochs-0-0")]
+    assert max(after - before for before, after in pairwise(times)) < 1.5
+    assert ended_at - times[-1] < MAX_SECONDS
+    assert "Weights & Biases: " in attempt.output
+    assert "The training goes on." in attempt.output
+
+
+def test_attempts_go_on_from_each_other(execution: Execution) -> None:
+    """The first attempt's own process is killed, and leaves no error.pb; of the second one the ranks, all at once.
+
+    The second saves nothing, and passes on what it was given.
+    """
+    meddle = {
+        0: execution.when_dying(0, 2, lambda process: process.kill(), num_runs=1),
+        1: execution.when_dying(1, 2, num_runs=2),
+    }
+    with nothing_left_behind():
+        done = execution.attempts(epochs=5, dies_in="3 3", meddle=meddle)
+    assert len(done) == 3
+    assert not done[0].has_error
+    assert not done[0].has_outputs
+    assert (done[1].error.kind, done[1].error.origin) == (RECOVERABLE, SYSTEM)
+    assert "SIGKILL" in done[1].error.message
+    assert all(attempt.seconds < MAX_SECONDS for attempt in done[:2])
+    for number in (1, 2):
+        assert execution.starts(number) == [2, 2]
+        assert "going on from the previous attempt's checkpoint of step 2" in done[number].output
+    assert result(done[2]) == expected(5)
+    assert [path.stem for path in execution.runs()] == [f"run-{RUN_ID}"] * 3
+    resumed = read_run(execution.runs()[-1])
+    assert (resumed["id"], resumed["exit_code"]) == (RUN_ID, 0)
+    assert [item["step"] for item in resumed["history"]] == [3, 4, 5]
+
+
+def store(folder: Path, epochs: list[int]) -> Path:
+    """Checkpoints of `resumable`, as an attempt leaves them; where they lie."""
+    own = folder / "daskpytorch" / "gang"
+    local = folder.with_name("local")
+    local.mkdir(parents=True)
+    mirror = Mirror(MirrorPaths(file_access=FileAccessProvider(str(local), str(local)), previous=None, own=str(own)))
+    for epoch in epochs:
+        path = local / "state.pt"
+        torch.save({"epoch": epoch, "value": expected(epoch)}, path)
+        file = CheckpointFile(generation=0, step=epoch, size=path.stat().st_size, digest=digest_of(path))
+        mirror.offer(file, path.rename(local / file.name))
+        assert mirror.flush(10)
+    mirror.close()
+    return own
+
+
+@pytest.mark.parametrize(
+    ("damage", "resumes_at"), [("nothing there", 0), ("empty folder", 0), ("torn files", 0), ("torn file", 2)]
+)
+def test_what_the_attempt_before_left_may_be_damaged(
+    execution: Execution, tmp_path: Path, damage: str, resumes_at: int
+) -> None:
+    """See test_mirror.py for the other ways."""
+    previous = tmp_path / "previous"
+    own = store(previous, [2, 3])
+    match damage:
+        case "nothing there":
+            shutil.rmtree(previous)
+        case "empty folder":
+            shutil.rmtree(own)
+            own.mkdir()
+        case "torn files" | "torn file":
+            for path in own.glob("step-3-*" if damage == "torn file" else "*"):
+                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    attempt = execution.attempt(1, epochs=4, previous=str(previous), env={"WANDB_MODE": "disabled"})
+    assert result(attempt) == expected(4)
+    assert execution.starts(1) == [resumes_at] * 2
+    assert attempt.seconds < MAX_ATTEMPT_SECONDS

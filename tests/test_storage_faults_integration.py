@@ -1,0 +1,539 @@
+"""What happens when storage fails: cases 36 to 40 of the project's list of faults, by number."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+import torch
+from distributed import Client
+
+import fault_training as ft
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, vault
+from flytekitplugins.daskpytorch import checkpoint as checkpoint_module
+from flytekitplugins.daskpytorch.mirror import MANIFEST
+from processes import Cluster, dask_cluster, nothing_left_behind, until
+from tasks import char_lstm
+from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute
+
+pytestmark = pytest.mark.timeout(150)
+
+Launch = Callable[..., ft.Watched]
+MAX_SECONDS = 15.0
+"""From a fault to the next generation, or to the error, even on a busy host."""
+HOSTS = ["127.0.0.2", "127.0.0.3"]
+SAVED_NEXT = 2 * ft.SAVED_AT
+"""The step of the checkpoint that goes wrong; the one before is safe."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers on two hosts, for all tests that leave them alive."""
+    with dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=HOSTS) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """Launches gangs of any of the functions below, and sees what happens to them."""
+    with ft.watching(tmp_path / "traces") as launcher:
+
+        def launch_function(client: Client, function: Callable[..., Any], *args: Any, **kwargs: Any) -> ft.Watched:
+            monkeypatch.setattr(ft, "train", function)
+            return launcher(client, *args, **kwargs)
+
+        yield launch_function
+
+
+# ---- What the ranks run: `fault_training.train`, with something wrong about one checkpoint
+
+
+def train_with(folder: str, save: Callable[[Callable[..., None], Any, int], None]) -> float:
+    """Have `save` called for rank 0's second checkpoint in the first generation, once the first one is safe."""
+    checkpoint = current_rank().checkpoint
+    keep = checkpoint.save
+
+    def patched(state: Any, step: int) -> None:
+        if step == SAVED_NEXT and current_rank().is_main and not ft._has(folder, "broken"):
+            ft._await(folder, f"kept-{ft.SAVED_AT}")
+            save(keep, state, step)
+        else:
+            keep(state, step)
+
+    checkpoint.save = patched  # type: ignore[method-assign]
+    return ft.train(folder)
+
+
+def break_down(folder: str) -> None:
+    """End this rank, as if it were killed from outside."""
+    ft._leave(folder, "broken", f"{os.getpid()} {time.time()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_the_disk(folder: str, dies: bool) -> float:
+    def save(keep: Callable[..., None], state: Any, step: int) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        keep(state, step)
+        current_rank().checkpoint.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if dies:
+            break_down(folder)
+
+    return train_with(folder, save)
+
+
+def outgrow_the_driver(folder: str, num_bytes: int, dies: bool) -> float:
+    """The second checkpoint is that large."""
+
+    def save(keep: Callable[..., None], state: Any, step: int) -> None:
+        keep(state | {"ballast": torch.zeros(num_bytes, dtype=torch.uint8)}, step)
+        if dies:
+            ft._await(folder, "go")
+            break_down(folder)
+
+    return train_with(folder, save)
+
+
+def die_while_writing(folder: str, when: str) -> float:
+    def half_way(state: Any, file: Any) -> None:
+        written(state, file)
+        file.flush()
+        file.truncate(file.tell() // 2)
+        break_down(folder)
+
+    written = torch.save
+
+    def save(keep: Callable[..., None], state: Any, step: int) -> None:
+        if when == "half-way":
+            torch.save = half_way
+        else:  # the file is whole, but has not yet its name
+            checkpoint_module.digest_of = lambda _: break_down(folder)  # type: ignore[assignment, return-value]
+        keep(state, step)
+        current_rank().checkpoint.flush()
+
+    return train_with(folder, save)
+
+
+def die_once_it_is_damaged(folder: str, where: str) -> float:
+    def save(keep: Callable[..., None], state: Any, step: int) -> None:
+        keep(state, step)
+        ft._await(folder, f"kept-{step}")
+        if where == "worker":
+            scratch = current_rank().checkpoint._folder  # type: ignore[attr-defined]
+            damage(next(scratch.glob(f"step-{step}-*")))
+            ft._leave(folder, "damaged", "")
+        else:
+            ft._await(folder, "damaged")
+        break_down(folder)
+
+    return train_with(folder, save)
+
+
+def damage(path: Path) -> None:
+    """Flip a byte among the tensor's own."""
+    data = bytearray(path.read_bytes())
+    position = data.find(torch.load(path, weights_only=True)["value"].numpy().tobytes())
+    assert position > 0
+    data[position + 3] ^= 0xFF
+    path.write_bytes(data)
+
+
+# ---- Cases
+
+
+def check_resumed(watched: ft.Watched, step: int) -> None:
+    """The gang went on from this step, soon, to the result of an undisturbed run."""
+    assert watched.futures.result(60) == [ft.expected()] * 2
+    assert watched.starts(0) == watched.starts(1) == [0, step]
+    assert any(f"going on from step {step}" in note for note in watched.notes), watched.notes
+    assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_36_the_ranks_disk_is_full(
+    client: Client, launch: Launch, capsys: pytest.CaptureFixture[str], dies: bool
+) -> None:
+    watched = launch(client, fill_the_disk, dies)
+    if dies:
+        check_resumed(watched, ft.SAVED_AT)
+    else:
+        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.kept == [ft.SAVED_AT]
+        assert watched.starts() == [0]
+    assert f"[rank 0] the checkpoint of step {SAVED_NEXT} was not written (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_36_the_drivers_disk_is_full(
+    client: Client, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    with small_disk(tmp_path / "small") as small:
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        watched = launch(client, outgrow_the_driver, 2 << 20, dies)
+        refusal = f"the checkpoint of step {SAVED_NEXT} was not kept (OSError: [Errno 28] No space left on device"
+        until(lambda: any(refusal in note for note in watched.notes) or watched.futures.done(), "the refusal", 40)
+        (watched.folder / "go").touch()
+        if dies:
+            check_resumed(watched, ft.SAVED_AT)
+        else:
+            assert watched.futures.result(60) == [ft.expected()] * 2
+        assert any(refusal in note for note in watched.notes), watched.notes
+        until(lambda: not list(small.iterdir()), "the driver to clean up", 10)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("when", ["half-way", "without its name"])
+def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: Launch, when: str) -> None:
+    watched = launch(client, die_while_writing, when)
+    check_resumed(watched, ft.SAVED_AT)
+    assert watched.kept == [ft.SAVED_AT, SAVED_NEXT]  # the second only from the second generation
+    assert any("rank 0 on" in note and "SIGKILL" in note for note in watched.notes)
+
+
+def test_37_a_worker_is_killed_while_it_sends(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pod is lost with half of the checkpoint on its way."""
+    with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
+        killed_at: list[float] = []
+
+        def take(connection: Any, wanted: Any, folder: Path) -> Path:
+            if wanted.step == SAVED_NEXT and not killed_at:
+                killed_at.append(time.time())
+                ft._leave(str(tmp_path / "traces"), "broken", "")
+                cluster.kill_worker(0)
+            return take_file(connection, wanted, folder)
+
+        take_file = vault.take_file
+        monkeypatch.setattr(vault, "take_file", take)
+        watched = launch(client, outgrow_the_driver, 32 << 20, True, gang=Gang(min_workers=1))
+        value = watched.futures[0].result(60)
+    assert value == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+    assert [*watched.starts(0), *watched.starts(1)] == [0, ft.SAVED_AT, 0]
+    assert watched.formed_at[-1] - killed_at[0] < MAX_SECONDS
+
+
+def test_38_the_newest_checkpoint_is_damaged(
+    client: Client,
+    launch: Launch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "driver").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "driver"))
+    watched = launch(client, die_once_it_is_damaged, "driver")
+    watched.wait_for(f"kept-{SAVED_NEXT}")
+    damage(next(tmp_path.glob(f"driver/daskpytorch-checkpoints-*/step-{SAVED_NEXT}-*")))
+    (watched.folder / "damaged").touch()
+    check_resumed(watched, ft.SAVED_AT)
+    assert f"the checkpoint of step {SAVED_NEXT} is damaged; the one before is taken" in capsys.readouterr().err
+
+
+def test_38_the_workers_own_copy_is_damaged(client: Client, launch: Launch) -> None:
+    """The driver's is whole, and is taken."""
+    watched = launch(client, die_once_it_is_damaged, "worker")
+    check_resumed(watched, SAVED_NEXT)
+
+
+# ---- 39: S3 that answers badly
+
+
+class MoodyS3(ThreadingHTTPServer):
+    """Stands before an S3 server; answers badly for some seconds from the first such request on.
+
+    Args:
+        endpoint: The server behind.
+        methods: What it is moody about.
+        seconds: For how long.
+        statuses: What it answers then, in turns; nothing here: what the server behind answers.
+        delay: How long it waits before that.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, endpoint: str, *, methods: set[str], seconds: float, statuses: Sequence[int] = (), delay: float = 0.0
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _MoodyHandler)
+        self.address = endpoint.removeprefix("http://")
+        self.methods, self.seconds, self.statuses, self.delay = methods, seconds, statuses, delay
+        self.refused: list[str] = []
+        """What was answered badly."""
+        self.since: float | None = None
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that went away."""
+
+
+class _MoodyHandler(BaseHTTPRequestHandler):
+    server: MoodyS3
+    protocol_version = "HTTP/1.1"
+
+    def handle_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        mood = self.server
+        if self.command in mood.methods:
+            mood.since = mood.since or time.monotonic()
+            if time.monotonic() < mood.since + mood.seconds:
+                mood.refused.append(f"{self.command} {self.path}")
+                time.sleep(mood.delay)
+                if mood.statuses:
+                    status = mood.statuses[len(mood.refused) % len(mood.statuses)]
+                    self.answer(status, {}, b"<Error><Code>SlowDown</Code><Message>later</Message></Error>")
+                    return
+        behind = HTTPConnection(mood.address, timeout=30)
+        behind.request(self.command, self.path, body, dict(self.headers))
+        reply = behind.getresponse()
+        self.answer(reply.status, dict(reply.getheaders()), reply.read())
+        behind.close()
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
+
+    def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        given = {name.lower(): value for name, value in headers.items()}
+        given = {"content-length": str(len(body))} | given  # that of a HEAD says what a GET would bring
+        for name, value in given.items():
+            if name not in {"transfer-encoding", "connection"}:
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def run(cluster: Cluster, s3: Mapping[str, str], tmp_path: Path) -> Callable[..., Attempt]:
+    """Runs the sample project's `resumable` with its checkpoints on S3, behind `endpoint` if one is given."""
+    project = Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
+    (tmp_path / "traces").mkdir()
+
+    def run_attempt(number: int = 0, *, endpoint: str | None = None, meddle: Any = None, **inputs: Any) -> Attempt:
+        prefix = f"s3://{s3['bucket']}/{tmp_path.name}/attempt"
+        moved = {"AWS_ENDPOINT_URL": endpoint, "FLYTE_AWS_ENDPOINT": endpoint} if endpoint else {}
+        return execute(
+            "resumable",
+            {"folder": str(tmp_path / "traces"), **inputs},
+            cluster=cluster.address,
+            cwd=project,
+            folder=tmp_path / f"run-{number}",
+            number=number,
+            checkpoint=f"{prefix}-{number}",
+            previous=f"{prefix}-{number - 1}" if number else '""',
+            meddle=meddle,
+            env={**s3, **moved, "WANDB_MODE": "disabled"},
+        )
+
+    return run_attempt
+
+
+def expected(epochs: int) -> float:
+    """What `resumable` returns, undisturbed."""
+    value = 0.0
+    for epoch in range(1, epochs + 1):
+        value = 0.5 * value + 20.0 * epoch + 1
+    return value
+
+
+def result(attempt: Attempt) -> float:
+    return float(attempt.outputs["o0"].scalar.primitive.float_value)
+
+
+def starts(tmp_path: Path, number: int) -> list[int]:
+    return [int((tmp_path / "traces" / f"start-{number}-{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "mood",
+    [
+        pytest.param({"statuses": (503, 403)}, id="refuses"),  # busy, or the credentials have expired
+        pytest.param({"delay": 1.5}, id="slow"),
+    ],
+)
+def test_39_s3_takes_checkpoints_badly(
+    run: Callable[..., Attempt], s3: Mapping[str, str], tmp_path: Path, mood: dict[str, Any]
+) -> None:
+    """Training goes on meanwhile, and the newest checkpoint arrives when it can: before the task ends."""
+    traces = tmp_path / "traces"
+
+    def end_it(process: subprocess.Popen[bytes]) -> None:
+        epochs = traces / "epochs-0-0"
+        until(
+            lambda: (epochs.exists() and epochs.read_text().count("\n") >= 60) or process.poll() is not None,
+            "the training",
+            60,
+        )
+        process.send_signal(signal.SIGTERM)
+
+    with nothing_left_behind(), MoodyS3(s3["FLYTE_AWS_ENDPOINT"], methods={"PUT"}, seconds=3, **mood) as moody:
+        attempt = run(endpoint=moody.endpoint, epochs=1000, pace=0.1, meddle=end_it)
+    assert moody.refused
+    times = [float(line) for line in (traces / "epochs-0-0").read_text().splitlines()]
+    assert max(after - before for before, after in pairwise(times)) < 1.5
+    assert attempt.seconds < MAX_SECONDS
+    assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
+    stopped = int((traces / "stopped-0-0").read_text())
+    assert f"the next attempt goes on from the checkpoint of step {stopped}" in attempt.error.message
+    access = s3fs.S3FileSystem(endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
+    manifest = json.loads(access.cat(f"{attempt.checkpoint}/daskpytorch/gang/{MANIFEST}"))
+    assert manifest["checkpoints"][0]["step"] == stopped
+
+
+def test_39_s3_gives_the_previous_checkpoint_badly(
+    run: Callable[..., Attempt], s3: Mapping[str, str], tmp_path: Path
+) -> None:
+    """And an attempt that fails while its newest checkpoint is on its way to a slow S3 waits for it to arrive."""
+    traces = tmp_path / "traces"
+
+    def end_it(process: subprocess.Popen[bytes]) -> None:
+        until(lambda: len(list(traces.glob("dying-0-*"))) == 2 or process.poll() is not None, "the fourth epoch", 60)
+        time.sleep(0.5)  # the driver has the checkpoint by now; S3 is still busy with the first one
+        (traces / "die-0").touch()
+
+    with nothing_left_behind():
+        with MoodyS3(s3["FLYTE_AWS_ENDPOINT"], methods={"PUT"}, seconds=60, delay=1.0) as slow:
+            first = run(endpoint=slow.endpoint, epochs=5, dies_in="4", meddle=end_it)
+        assert (first.error.kind, first.error.origin) == (RECOVERABLE, SYSTEM)
+        assert first.seconds < MAX_SECONDS
+        with MoodyS3(s3["FLYTE_AWS_ENDPOINT"], methods={"GET", "HEAD"}, seconds=4, statuses=(503,)) as moody:
+            second = run(1, endpoint=moody.endpoint, epochs=5)
+    assert moody.refused
+    assert result(second) == expected(5)
+    assert starts(tmp_path, 1) == [3, 3]
+
+
+# ---- 40: resuming in mid-epoch
+
+NAMES = [
+    "luna",
+    "max",
+    "bella",
+    "charlie",
+    "lucy",
+    "daisy",
+    "cooper",
+    "milo",
+    "buddy",
+    "rocky",
+    "zoe",
+    "sadie",
+    "oscar",
+]
+HP = char_lstm.Hyperparameters(epochs=2, batch_size=4, checkpoint_interval=3, log_interval=1000)
+
+
+def train_names(folder: str, victim: int | None = None, at_step: int = 0) -> Any:
+    """Train on a few names; a rank dies after its optimizer's step `at_step`, or waits for its worker to die."""
+    rank = current_rank()
+    is_first = not ft._has(folder, f"start-{rank.rank}")
+    ft._leave(folder, f"start-{rank.rank}", f"{0 if is_first else 1} {os.getpid()} {time.time()}")
+    should_stop, num_steps = rank.should_stop, 0
+
+    def after_step() -> bool:
+        nonlocal num_steps
+        num_steps += 1
+        if is_first and num_steps == at_step:
+            ft._await(folder, f"kept-{saved_before(at_step)}")
+            if rank.rank == victim:
+                break_down(folder)
+            if victim is None:
+                ft._leave(folder, "reached", "")
+                time.sleep(60)
+        return should_stop()
+
+    rank.should_stop = after_step  # type: ignore[method-assign]
+    torch.set_num_threads(1)  # two on a busy host wait for each other at every small operation
+    windows = char_lstm.windows(NAMES)
+    return char_lstm.train(windows, windows[:10], HP)
+
+
+def saved_before(step: int) -> int:
+    """The step of the newest checkpoint once the optimizer has made this step."""
+    return (step - 1) // HP.checkpoint_interval * HP.checkpoint_interval
+
+
+def check_epochs(epochs: list[char_lstm.EpochMetrics]) -> None:
+    """Every window was seen, none twice."""
+    assert [epoch.samples_seen for epoch in epochs] == [len(char_lstm.windows(NAMES))] * HP.epochs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[char_lstm.TrainingResult]:
+    with Client(cluster.address) as client:
+        return dispatch.run(client, train_names, str(tmp_path_factory.mktemp("undisturbed"))).result(60)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_40_a_gang_resumes_in_mid_epoch(
+    client: Client, launch: Launch, undisturbed: list[char_lstm.TrainingResult], seed: int
+) -> None:
+    draw = random.Random(seed)
+    victim, step = draw.randrange(2), draw.choice([5, 7, 8, 14, 16, 17])
+    watched = launch(client, train_names, victim, step)
+    for resumed, straight in zip(watched.futures.result(60), undisturbed, strict=True):
+        check_epochs(resumed.epochs)
+        assert resumed.state_dict.keys() == straight.state_dict.keys()
+        assert all(torch.equal(resumed.state_dict[name], weight) for name, weight in straight.state_dict.items())
+        assert [epoch.loss for epoch in resumed.epochs] == [epoch.loss for epoch in straight.epochs]
+    assert any(f"going on from step {saved_before(step)}" in note for note in watched.notes), watched.notes
+    assert any(f"rank {victim} on" in note and "SIGKILL" in note for note in watched.notes)
+    assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
+
+
+def test_40_a_smaller_gang_resumes_in_mid_epoch(launch: Launch, tmp_path: Path) -> None:
+    with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
+        watched = launch(client, train_names, None, 8, gang=Gang(min_workers=1))
+        until(lambda: len(watched._lines("reached")) == 2 or watched.futures.done(), "the eighth step", 40)
+        killed_at = time.time()
+        cluster.kill_worker(1)
+        result = watched.futures[0].result(60)
+    check_epochs(result.epochs)
+    assert any("going on from step 6" in note for note in watched.notes), watched.notes
+    assert watched.starts(0) == [0, 1]
+    assert watched.starts(1) == [0]
+    assert watched.formed_at[-1] - killed_at < MAX_SECONDS
