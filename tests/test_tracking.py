@@ -266,12 +266,23 @@ def test_value_that_cannot_be_shown_costs_one_notice_and_neither_its_row_nor_the
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("wandb", [Wandb(project="no/such:name"), Wandb(project="names", mode="online")])
+def test_run_that_the_server_does_not_take_is_recorded_offline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(settings(Wandb(project="names", mode="online", dir=str(tmp_path))))  # without a key
+    for step in range(3):
+        tracker.log(record(step, loss=0.0))
+    tracker.finish(0)
+    assert "The run is recorded offline" in capsys.readouterr().err
+    assert [row["step"] for row in run_in(tmp_path)["history"]] == [0, 1, 2]
+
+
+@pytest.mark.timeout(60)
 def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(
-    tmp_path: Path, wandb: Wandb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tracker = Tracker(settings(wandb))
+    tracker = Tracker(settings(Wandb(project="no/such:name", mode="offline")))
     for step in range(100):
         tracker.log(record(step, loss=0.0))
     tracker.finish(0)
