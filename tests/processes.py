@@ -137,8 +137,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        psutil.wait_procs(family, timeout=10)
+        until(lambda: not any(is_alive(member.pid) for member in family), "killed processes to end", timeout=10)
     process.wait(timeout=10)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for seconds until somebody takes note of it."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:

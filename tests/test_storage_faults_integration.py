@@ -392,7 +392,7 @@ def starts(tmp_path: Path, number: int) -> list[int]:
     "mood",
     [
         pytest.param({"statuses": (503, 403)}, id="refuses"),  # busy, or the credentials have expired
-        pytest.param({"delay": 1.5}, id="slow"),
+        pytest.param({"delay": 1.5}, id="slow", marks=pytest.mark.slow),
     ],
 )
 def test_39_s3_takes_checkpoints_badly(
