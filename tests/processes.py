@@ -160,7 +160,7 @@ def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[str]:
     """Fails if a process started inside still runs afterwards."""
-    mark = uuid.uuid4().hex
+    mark, outer = uuid.uuid4().hex, os.environ.get(MARK)
     os.environ[MARK] = mark
     try:
         yield mark
@@ -169,6 +169,8 @@ def nothing_left_behind() -> Iterator[str]:
         assert not (left := marked(mark)), f"still running: {left}"
     finally:
         del os.environ[MARK]
+        if outer is not None:
+            os.environ[MARK] = outer
 
 
 def marked(mark: str) -> list[str]:

@@ -176,6 +176,8 @@ def control_group() -> Iterator[Path]:
     until(is_gone, "the control group to be empty")
 
 
+@pytest.mark.slow  # a busy kernel may read the same pages again and again for a minute before it kills
+@pytest.mark.timeout(240)
 def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, launch: Launch) -> None:  # 10
     join = ["sh", "-c", f'echo $$ > {control_group}/cgroup.procs && exec "$@"', "sh"]
     with (
@@ -185,7 +187,7 @@ def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, 
     ):
         watched = launch(client, "grow", gang=Gang(max_restarts=0))
         with pytest.raises(GangError, match="killed for memory") as caught:
-            watched.futures.result(60)
+            watched.futures.result(180)
     assert not isinstance(caught.value, WorkerLostError)
     assert caught.value.rank == 1
 
