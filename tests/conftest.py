@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from fault_training import Launch
+    from processes import Cluster
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -20,6 +27,24 @@ def data_folder() -> Path:
             f"no real data at {folder}; set DASKPYTORCH_TEST_DATA to a folder that has seattle_pet_licenses.csv"
         )
     return folder
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    """A plain client of the test file's cluster."""
+    from distributed import Client
+
+    with Client(cluster.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Launches gangs whose every event is seen."""
+    from fault_training import watching
+
+    with watching(tmp_path / "traces") as launcher:
+        yield launcher
 
 
 @pytest.fixture(scope="session")

@@ -273,6 +273,10 @@ class Watched:
         return path.read_text().splitlines() if path.exists() else []
 
 
+Launch = Callable[..., Watched]
+"""Launches a gang of `train`: a client, `train`'s own arguments, and the gang's settings."""
+
+
 @contextlib.contextmanager
 def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""

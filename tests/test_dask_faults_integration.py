@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from processes import Cluster, dask_cluster, is_alive, nothing_left_behind, star
 
 pytestmark = pytest.mark.timeout(120)
 
-Launch = Callable[..., ft.Watched]
 MAX_SECONDS = 20.0
 """From a fault to the next generation, where no worker has to come back; a bound for a busy host, not a measurement."""
 SMALLER = Gang(min_workers=1)
@@ -32,18 +31,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    with ft.watching(tmp_path / "traces") as launcher:
-        yield launcher
-
-
 def check_gone(*pids: int) -> None:
     """The gang may be faster than the kernel."""
     until(lambda: not any(is_alive(pid) for pid in pids), "the old ranks to end", timeout=5)
@@ -54,7 +41,7 @@ def gates(tmp_path: Path, *steps: int) -> None:
         (tmp_path / "traces" / f"gate-{step}").touch()
 
 
-def test_a_killed_worker_is_waited_for_at_its_new_address(cluster: Cluster, client: Client, launch: Launch) -> None:
+def test_a_killed_worker_is_waited_for_at_its_new_address(cluster: Cluster, client: Client, launch: ft.Launch) -> None:
     """20 and 24: the nanny brings a new worker, which has another port."""
     before = set(client.scheduler_info()["workers"])
     watched = launch(client, "wait")
@@ -68,7 +55,7 @@ def test_a_killed_worker_is_waited_for_at_its_new_address(cluster: Cluster, clie
 
 
 def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
-    cluster: Cluster, client: Client, launch: Launch
+    cluster: Cluster, client: Client, launch: ft.Launch
 ) -> None:  # 21
     watched = launch(client, "wait", gang=SMALLER)
     watched.wait_for("broken")
@@ -83,7 +70,7 @@ def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
 
 
 def test_a_pod_that_does_not_come_back_is_an_error_that_counts(
-    cluster: Cluster, client: Client, launch: Launch
+    cluster: Cluster, client: Client, launch: ft.Launch
 ) -> None:  # 21, 30
     watched = launch(client, "wait", gang=Gang(start_timeout=8))
     watched.wait_for("broken")
@@ -130,7 +117,7 @@ def test_a_worker_lost_during_rendezvous(
     assert futures.result(60) == ["0", "1"]
 
 
-def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: Launch) -> None:  # 25
+def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: ft.Launch) -> None:  # 25
     hosts = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
     with (
         nothing_left_behind(),
@@ -145,7 +132,7 @@ def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: Launch) -> 
         assert watched.futures[0].result(60) == ft.expected({1: 3, ft.SAVED_AT + 1: 1})
 
 
-def test_a_killed_scheduler_is_named_soon(cluster: Cluster, client: Client, launch: Launch) -> None:  # 26
+def test_a_killed_scheduler_is_named_soon(cluster: Cluster, client: Client, launch: ft.Launch) -> None:  # 26
     watched = launch(client, pace=2.0)
     watched.wait_for("kept-4")
     killed_at = time.time()
@@ -183,7 +170,7 @@ def test_ranks_are_gone_two_seconds_after_their_driver(cluster: Cluster, tmp_pat
 
 
 def test_a_dropped_connection_of_the_client_does_not_matter(
-    cluster: Cluster, client: Client, launch: Launch, tmp_path: Path
+    cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
 ) -> None:  # 28
     gates(tmp_path, 6)
     watched = launch(client)
@@ -196,7 +183,7 @@ def test_a_dropped_connection_of_the_client_does_not_matter(
     assert not watched.restarted_at
 
 
-def test_dasks_memory_limits(tmp_path: Path, launch: Launch) -> None:  # 29
+def test_dasks_memory_limits(tmp_path: Path, launch: ft.Launch) -> None:  # 29
     """A paused worker's ranks go on; a worker that Dask terminates is waited for."""
     freed = tmp_path / "freed"
 
@@ -236,7 +223,7 @@ def test_dasks_memory_limits(tmp_path: Path, launch: Launch) -> None:  # 29
 
 
 def test_a_gang_grows_back_at_a_checkpoint_when_a_worker_comes(
-    cluster: Cluster, client: Client, launch: Launch, tmp_path: Path
+    cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
 ) -> None:  # 31
     gates(tmp_path, 7, 9)
     watched = launch(client, "wait", gang=SMALLER)
@@ -258,7 +245,7 @@ def test_a_gang_grows_back_at_a_checkpoint_when_a_worker_comes(
 
 @pytest.mark.slow
 def test_a_worker_that_joins_a_whole_gang_is_left_in_peace(
-    cluster: Cluster, client: Client, launch: Launch, tmp_path: Path
+    cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
 ) -> None:  # 31
     gates(tmp_path, 3)
     watched = launch(client)
@@ -329,7 +316,7 @@ def network(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, launch: Launch) -> None:  # 35
+def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, launch: ft.Launch) -> None:  # 35
     name, here, there = network
     with (
         nothing_left_behind(),
@@ -351,7 +338,7 @@ def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, laun
 
 
 def test_a_suspended_worker_is_given_up_and_may_not_write(
-    cluster: Cluster, client: Client, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, client: Client, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 16, 35
     monkeypatch.setattr(roster, "MAX_SILENCE", 4.0)
     watched = launch(client, "wait", at_rank=0, gang=SMALLER)

@@ -34,13 +34,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
-    """A plain client of the shared cluster."""
-    with Client(cluster.address) as connected:
-        yield connected
-
-
 # ---- What the ranks run. They find these by name: the sources travel with the gang.
 
 

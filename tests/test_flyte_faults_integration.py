@@ -26,7 +26,17 @@ from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.mirror import MANIFEST, Mirror, MirrorPaths
 from processes import Cluster, dask_cluster, is_alive, nothing_left_behind, until
-from test_task_integration import NON_RECOVERABLE, RECOVERABLE, SAMPLE_PROJECT, SYSTEM, USER, Attempt, execute
+from test_task_integration import (
+    NON_RECOVERABLE,
+    RECOVERABLE,
+    SAMPLE_PROJECT,
+    SYSTEM,
+    USER,
+    Attempt,
+    execute,
+    expected,
+    result,
+)
 from wandb_file import read_run
 
 pytestmark = pytest.mark.timeout(150)
@@ -59,12 +69,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[s
 
 def _cluster(folder: Path, environment: Mapping[str, str]) -> Any:
     return dask_cluster(folder, hosts=["127.0.0.2", "127.0.0.3"], worker_environments={0: environment, 1: environment})
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.address) as connected:
-        yield connected
 
 
 @dataclass
@@ -174,18 +178,6 @@ def execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Iterator[
 def _execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Execution:
     project = Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
     return Execution(cluster.address, project, tmp_path / "run", wandb_folder)
-
-
-def expected(epochs: int) -> float:
-    """What `resumable` returns, undisturbed."""
-    value = 0.0
-    for epoch in range(1, epochs + 1):
-        value = 0.5 * value + 20.0 * epoch + 1
-    return value
-
-
-def result(attempt: Attempt) -> float:
-    return float(attempt.outputs["o0"].scalar.primitive.float_value)
 
 
 def check_stopped(execution: Execution, attempt: Attempt, reason: str) -> int:

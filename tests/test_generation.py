@@ -141,19 +141,19 @@ def test_all_have_answered_when_the_last_one_has(generation: Generation) -> None
 
 
 def test_ranks_that_failed_or_left_need_not_answer(generation: Generation) -> None:
-    report(generation, 0, "position", 12)
+    report(generation, 0, "collectives", 12)
     fail(generation, 1, OWN)
     generation.lose(NODES[1].worker)
-    assert generation.have_answered(generation.positions)
+    assert generation.have_answered(generation.num_collectives)
 
 
 def test_rank_whose_function_has_returned_can_still_answer(generation: Generation) -> None:
     for rank in range(3):
-        report(generation, rank, "position", 12)
+        report(generation, rank, "collectives", 12)
     report(generation, 3, "result")
-    assert not generation.have_answered(generation.positions)
-    report(generation, 3, "position", None)
-    assert generation.have_answered(generation.positions)
+    assert not generation.have_answered(generation.num_collectives)
+    report(generation, 3, "collectives", None)
+    assert generation.have_answered(generation.num_collectives)
 
 
 # ---- Failing --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
 
-Launch = Callable[..., ft.Watched]
 MAX_SECONDS = 15.0
 """From a fault to the next generation, or to the error: far below any time-out of gloo or NCCL, even on a busy host."""
 
@@ -31,18 +30,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as running,
     ):
         yield running
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    with ft.watching(tmp_path / "traces") as launcher:
-        yield launcher
 
 
 def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
@@ -71,7 +58,7 @@ def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
         pytest.param("ignore SIGTERM", "SpoiltError", id="12"),
     ],
 )
-def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: Launch, fault: str, said: str) -> None:
+def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launch, fault: str, said: str) -> None:
     watched = launch(client, fault)
     check_recovered(watched, [0, ft.SAVED_AT])
     assert any("rank 1 on tcp://127.0.0.3" in note and said in note for note in watched.notes), watched.notes
@@ -89,7 +76,7 @@ def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: Launch, 
         pytest.param("skip", 10, "its function has returned", id="18"),
     ],
 )
-def test_a_rank_that_hangs_is_found(client: Client, launch: Launch, fault: str, breaks_at: int, why: str) -> None:
+def test_a_rank_that_hangs_is_found(client: Client, launch: ft.Launch, fault: str, breaks_at: int, why: str) -> None:
     watched = launch(client, fault, breaks_at=breaks_at, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0, (breaks_at - 1) // ft.SAVED_AT * ft.SAVED_AT])
     blamed = next(note for note in watched.notes if "it hangs" in note)
@@ -99,7 +86,7 @@ def test_a_rank_that_hangs_is_found(client: Client, launch: Launch, fault: str, 
         os.kill(watched.broken_pid(), 0)
 
 
-def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: Launch) -> None:  # 13
+def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: ft.Launch) -> None:  # 13
     watched = launch(client, "sleep", gang=Gang(hang_timeout=2.0, max_restarts=0))
     with pytest.raises(GangHungError) as caught:
         watched.futures.result(60)
@@ -115,7 +102,7 @@ def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: 
     assert "fault_training.py" in caught.value.log_tail
 
 
-def test_a_straggler_is_left_alone(client: Client, launch: Launch) -> None:  # 19
+def test_a_straggler_is_left_alone(client: Client, launch: ft.Launch) -> None:  # 19
     watched = launch(client, pace=0.9, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0])
     assert not watched.restarted_at
@@ -138,7 +125,7 @@ def test_a_rank_that_raises_before_it_joins(
     assert caught.value.__cause__.rank == 1
 
 
-def test_all_ranks_raise_the_same(client: Client, launch: Launch) -> None:  # 4
+def test_all_ranks_raise_the_same(client: Client, launch: ft.Launch) -> None:  # 4
     watched = launch(client, "raise", at_rank=-1, always=True)
     with pytest.raises(ft.SpoiltError) as caught:
         watched.futures.result(60)
@@ -147,7 +134,7 @@ def test_all_ranks_raise_the_same(client: Client, launch: Launch) -> None:  # 4
     assert watched.starts(0) == [0, ft.SAVED_AT]
 
 
-def test_a_rank_that_skips_a_batch_for_lack_of_memory_does_not_hang_the_others(client: Client, launch: Launch) -> None:
+def test_a_batch_skipped_for_lack_of_memory_does_not_hang_the_others(client: Client, launch: ft.Launch) -> None:
     """10: caught by the function itself, so that only its missing collective shows."""
     watched = launch(client, "skip", breaks_at=10, gang=Gang(hang_timeout=2.0, max_restarts=0))
     with pytest.raises(GangHungError, match="its function has returned") as caught:
@@ -178,7 +165,7 @@ def control_group() -> Iterator[Path]:
 
 @pytest.mark.slow  # a busy kernel may read the same pages again and again for a minute before it kills
 @pytest.mark.timeout(240)
-def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, launch: Launch) -> None:  # 10
+def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, launch: ft.Launch) -> None:  # 10
     join = ["sh", "-c", f'echo $$ > {control_group}/cgroup.procs && exec "$@"', "sh"]
     with (
         nothing_left_behind(),
@@ -192,7 +179,7 @@ def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, 
     assert caught.value.rank == 1
 
 
-def test_a_suspended_rank_of_an_older_generation_can_write_nothing(client: Client, launch: Launch) -> None:  # 16
+def test_a_suspended_rank_of_an_older_generation_can_write_nothing(client: Client, launch: ft.Launch) -> None:  # 16
     watched = launch(client, "suspend", at_rank=0, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0, ft.SAVED_AT])
     with pytest.raises(ProcessLookupError):

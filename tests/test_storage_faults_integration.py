@@ -31,11 +31,10 @@ from flytekitplugins.daskpytorch import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.mirror import MANIFEST
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 from tasks import char_lstm
-from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute
+from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute, expected, result
 
 pytestmark = pytest.mark.timeout(150)
 
-Launch = Callable[..., ft.Watched]
 MAX_SECONDS = 15.0
 """From a fault to the next generation, or to the error, even on a busy host."""
 HOSTS = ["127.0.0.2", "127.0.0.3"]
@@ -51,13 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ft.Launch]:
     """Launches gangs of any of the functions below, and sees what happens to them."""
     with ft.watching(tmp_path / "traces") as launcher:
 
@@ -175,7 +168,7 @@ def check_resumed(watched: ft.Watched, step: int) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_36_the_ranks_disk_is_full(
-    client: Client, launch: Launch, capsys: pytest.CaptureFixture[str], dies: bool
+    client: Client, launch: ft.Launch, capsys: pytest.CaptureFixture[str], dies: bool
 ) -> None:
     watched = launch(client, fill_the_disk, dies)
     if dies:
@@ -189,7 +182,7 @@ def test_36_the_ranks_disk_is_full(
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_36_the_drivers_disk_is_full(
-    client: Client, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+    client: Client, launch: ft.Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     with small_disk(tmp_path / "small") as small:
         monkeypatch.setattr(tempfile, "tempdir", str(small))
@@ -221,14 +214,16 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("when", ["half-way", "without its name"])
-def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: Launch, when: str) -> None:
+def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: ft.Launch, when: str) -> None:
     watched = launch(client, die_while_writing, when)
     check_resumed(watched, ft.SAVED_AT)
     assert watched.kept == [ft.SAVED_AT, SAVED_NEXT]  # the second only from the second generation
     assert any("rank 0 on" in note and "SIGKILL" in note for note in watched.notes)
 
 
-def test_37_a_worker_is_killed_while_it_sends(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_37_a_worker_is_killed_while_it_sends(
+    launch: ft.Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its pod is lost with half of the checkpoint on its way."""
     with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
         killed_at: list[float] = []
@@ -251,7 +246,7 @@ def test_37_a_worker_is_killed_while_it_sends(launch: Launch, tmp_path: Path, mo
 
 def test_38_the_newest_checkpoint_is_damaged(
     client: Client,
-    launch: Launch,
+    launch: ft.Launch,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -266,7 +261,7 @@ def test_38_the_newest_checkpoint_is_damaged(
     assert f"the checkpoint of step {SAVED_NEXT} is damaged; the one before is taken" in capsys.readouterr().err
 
 
-def test_38_the_workers_own_copy_is_damaged(client: Client, launch: Launch) -> None:
+def test_38_the_workers_own_copy_is_damaged(client: Client, launch: ft.Launch) -> None:
     """The driver's is whole, and is taken."""
     watched = launch(client, die_once_it_is_damaged, "worker")
     check_resumed(watched, SAVED_NEXT)
@@ -370,18 +365,6 @@ def run(cluster: Cluster, s3: Mapping[str, str], tmp_path: Path) -> Callable[...
         )
 
     return run_attempt
-
-
-def expected(epochs: int) -> float:
-    """What `resumable` returns, undisturbed."""
-    value = 0.0
-    for epoch in range(1, epochs + 1):
-        value = 0.5 * value + 20.0 * epoch + 1
-    return value
-
-
-def result(attempt: Attempt) -> float:
-    return float(attempt.outputs["o0"].scalar.primitive.float_value)
 
 
 def starts(tmp_path: Path, number: int) -> list[int]:
@@ -510,7 +493,7 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> l
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_40_a_gang_resumes_in_mid_epoch(
-    client: Client, launch: Launch, undisturbed: list[char_lstm.TrainingResult], seed: int
+    client: Client, launch: ft.Launch, undisturbed: list[char_lstm.TrainingResult], seed: int
 ) -> None:
     draw = random.Random(seed)
     victim, step = draw.randrange(2), draw.choice([5, 7, 8, 14, 16, 17])
@@ -525,7 +508,7 @@ def test_40_a_gang_resumes_in_mid_epoch(
     assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
 
 
-def test_40_a_smaller_gang_resumes_in_mid_epoch(launch: Launch, tmp_path: Path) -> None:
+def test_40_a_smaller_gang_resumes_in_mid_epoch(launch: ft.Launch, tmp_path: Path) -> None:
     with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
         watched = launch(client, train_names, None, 8, gang=Gang(min_workers=1))
         until(lambda: len(watched._lines("reached")) == 2 or watched.futures.done(), "the eighth step", 40)

@@ -169,6 +169,19 @@ def pyflyte_run(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None
     )
 
 
+def expected(epochs: int) -> float:
+    """What the sample project's `resumable` returns, undisturbed."""
+    value = 0.0
+    for epoch in range(1, epochs + 1):
+        value = 0.5 * value + 20.0 * epoch + 1
+    return value
+
+
+def result(attempt: Attempt) -> float:
+    """What it returned."""
+    return float(attempt.outputs["o0"].scalar.primitive.float_value)
+
+
 def check_training(attempt: Attempt) -> None:
     """What `train` returns when all is well."""
     outputs = attempt.outputs

@@ -275,6 +275,7 @@ class _Agent:
             if _cached(path).exists() and digest_of(_cached(path)) == file.digest:
                 _cached(path).rename(path)
                 return
+            _cached(path).unlink(missing_ok=True)
             with contextlib.closing(_dial(self._order)) as connection:
                 connection.send(Download(file))
                 take_file(connection, file, self._scratch)

@@ -181,8 +181,10 @@ class _Client:
 class _Server:
     """One thread, so that PR_SET_PDEATHSIG in the ranks means the death of this process."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, predecessor: socket.socket | None = None) -> None:
         self._control = control
+        self._relative = predecessor
+        """The link to the predecessor, or to the successor: its end is that of the other."""
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._wakeup, wakeup_write = os.pipe()
@@ -193,8 +195,7 @@ class _Server:
         self._selector.register(control, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._running = True
-        self._is_first = True
-        self._successor: socket.socket | None = None
+        self._needs_successor = predecessor is None
         self._has_successor = False
         """It has taken over the control socket."""
         self._succeed_at: float | None = None
@@ -224,7 +225,7 @@ class _Server:
         server_pid = os.getpid()
         if os.fork():
             theirs.close()
-            self._successor = mine
+            self._relative = mine
             self._selector.register(mine, selectors.EVENT_READ, functools.partial(self._follow_successor, mine))
             return
         try:
@@ -235,9 +236,7 @@ class _Server:
             _import_for_training()
             theirs.send(b"ready")
             if theirs.recv(1):  # the control socket has one reader at a time
-                heir = _Server(self._control)
-                heir._is_first = False
-                heir.serve()
+                _Server(self._control, predecessor=theirs).serve()
         finally:
             os._exit(0)
 
@@ -260,7 +259,7 @@ class _Server:
             self._running = False
             return
         if packet == AHEAD:
-            self._is_first, self._succeed_at = False, time.monotonic()
+            self._needs_successor, self._succeed_at = False, time.monotonic()
             return
         client = _Client(socket.socket(fileno=descriptors[0]))
         self._clients.add(client)
@@ -277,8 +276,8 @@ class _Server:
         request = json.loads(packet)
         if request["op"] == "spawn":
             client.ranks[request["key"]] = self._fork(*descriptors)
-            if self._is_first:
-                self._is_first = False
+            if self._needs_successor:
+                self._needs_successor = False
                 self._succeed_at = time.monotonic() + SUCCESSION_DELAY
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -342,8 +341,8 @@ class _Server:
         self._selector.close()
         for client in self._clients:
             client.sock.close()
-        if self._successor is not None:
-            self._successor.close()
+        if self._relative is not None:
+            self._relative.close()
 
     def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
         os.setsid()

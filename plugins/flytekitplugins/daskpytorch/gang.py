@@ -168,17 +168,23 @@ class Supervisor:
     def _run(self) -> list[Any]:
         self._roster.launch(self._launcher.workers)
         code = ship.pack_code()  # while the agents are on their way
-        if (previous := self._vault.restore()) is not None:
-            self._note(f"going on from the previous attempt's checkpoint of step {previous.step}")
+        if (checkpoint := self._vault.restore()) is not None:
+            self._note(f"going on from the previous attempt's checkpoint of step {checkpoint.step}")
         with _rendezvous_store(self._launcher.host) as store:
             for number in itertools.count():
                 self._gather(is_first=number == 0)
-                generation = self._start(number, code, store)
+                generation = self._start(number, code, store, checkpoint)
                 self._watch(generation)
                 if not generation.bad_exits and not generation.stopped_early:
                     return [generation.results[rank] for rank in range(generation.world_size)]
                 self._settle_uploads(MAX_UPLOAD_WAIT)
-                self._account_for(generation)
+                reason = self._reason_to_go_on(generation)
+                self._vault.fence(number + 1)
+                checkpoint = self._vault.newest()
+                self._observe("restarting", reason, checkpoint.step if checkpoint else None)
+                start = f"step {checkpoint.step}" if checkpoint else "the beginning, since no checkpoint was saved"
+                self._note(reason)
+                self._note(f"going on from {start}")
         raise AssertionError("the loop above returns or raises")
 
     # ---- forming a generation
@@ -221,7 +227,7 @@ class Supervisor:
             f"fewer, or raise start_timeout. Failures so far:\n{failures}"
         )
 
-    def _start(self, number: int, code: Code, store: tuple[str, int]) -> Generation:
+    def _start(self, number: int, code: Code, store: tuple[str, int], checkpoint: CheckpointFile | None) -> Generation:
         """Place the ranks on the workers that are here, and have them started."""
         self._roster.dismiss_leaving()
         nodes = self._roster.nodes()[: self._num_wanted]
@@ -232,11 +238,6 @@ class Supervisor:
         self._observe("placed", shape)
         if self._request.tracking is not None and self._tracking is None:  # one run for all generations
             self._tracking = self._request.tracking(shape)
-        self._vault.fence(number)
-        checkpoint = self._vault.newest()
-        if number > 0:
-            start = f"step {checkpoint.step}" if checkpoint else "the beginning, since no checkpoint was saved"
-            self._note(f"going on from {start}")
         job = Job(
             gang=self._roster.token[:8].hex(),
             generation=number,
@@ -341,10 +342,16 @@ class Supervisor:
                 self._stacks |= texts
             case messages.Lines(rank, lines):
                 self._observe("wrote", rank, lines)
-            case messages.Reported(rank, report) if _is_of(peer, rank, generation) and generation is not None:
-                self._take_report(peer, rank, report, generation)
-            case messages.Exited() if _is_of(peer, message.rank, generation) and generation is not None:
-                generation.note_exit(message)
+            case messages.Reported() | messages.Exited() if generation is not None:
+                self._hear_of_rank(peer, message, generation)
+
+    def _hear_of_rank(self, peer: Peer, message: messages.Reported | messages.Exited, generation: Generation) -> None:
+        if message.rank not in generation.places or generation.places[message.rank][1].worker != peer.node.worker:
+            return  # it is not that agent's, or not any more
+        if isinstance(message, messages.Exited):
+            generation.note_exit(message)
+        else:
+            self._take_report(peer, message.rank, message.report, generation)
 
     def _take_report(self, peer: Peer, rank: int, report: bytes, generation: Generation) -> None:
         kind, value = generation.take(rank, report)
@@ -382,32 +389,24 @@ class Supervisor:
 
     # ---- after a generation's end
 
-    def _account_for(self, generation: Generation) -> None:
-        """Let the gang start again, or raise what ends it."""
+    def _reason_to_go_on(self, generation: Generation) -> str:
+        """Why the gang starts again; raises what ends it if it does not."""
         request, self._stop_request = self._stop_request, None
         if self._is_growing:
             self._is_growing = False
-            self._observe("restarting", "more workers have come", self._newest_step())
-            return
+            return "more workers have come"
         if request is not None and (generation.stopped_early or not generation.has_own_failure):
             defeat = Defeat(what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True)
             if request.ends_gang or self._restarts.refusal(defeat) is not None:
                 raise self._preempted(request.reason)
             self._restarts.note(defeat)
-            self._observe("restarting", request.reason, self._newest_step())
-            return
+            return defeat.what
         defeat = self._defeat(generation)
-        refusal = self._restarts.refusal(defeat)
-        if refusal is not None:
+        if (refusal := self._restarts.refusal(defeat)) is not None:
             history = [earlier.what for earlier in self._restarts.defeats]
             raise verdict(generation.culprit(), generation.world_size, refusal, history)
         self._restarts.note(defeat)
-        self._note(f"{defeat.what}; starting again (failure {len(self._restarts.defeats)})")
-        self._observe("restarting", defeat.what, self._newest_step())
-
-    def _newest_step(self) -> int | None:
-        newest = self._vault.newest()
-        return newest.step if newest else None
+        return f"{defeat.what}; starting again (failure {len(self._restarts.defeats)})"
 
     def _defeat(self, generation: Generation) -> Defeat:
         culprit = generation.culprit()
@@ -445,7 +444,6 @@ class Supervisor:
             return
         spare = [node.worker for node in self._roster.nodes() if node.worker not in generation.workers]
         if spare and len(generation.workers) < self._num_wanted:
-            self._note(f"{len(spare)} workers have come; starting again, larger, from step {file.step}")
             self._is_growing = True
             self._stop(generation)
 
@@ -503,12 +501,12 @@ class Supervisor:
     def _investigate(self, generation: Generation) -> None:
         """Find out which rank holds up the others, and what all of them are doing."""
         self._stacks.clear()
-        generation.positions.clear()
+        generation.num_collectives.clear()
         self._roster.broadcast(messages.Tell("where"))
         self._roster.broadcast(messages.Dump())
         deadline = time.monotonic() + STACKS_WAIT
         while time.monotonic() < deadline and not generation.is_failing:
-            if len(self._stacks) == len(generation.positions) == generation.world_size:
+            if len(self._stacks) == len(generation.num_collectives) == generation.world_size:
                 break
             self._handle(self._next_event(deadline - time.monotonic()), generation)
         if generation.is_failing or generation.stillness is None:
@@ -517,7 +515,7 @@ class Supervisor:
         witnesses = {
             rank: Witness(
                 is_done=rank in generation.results,
-                num_collectives=generation.positions.get(rank),
+                num_collectives=generation.num_collectives.get(rank),
                 still_for=generation.stillness.still_for(rank, now),
                 stacks=self._stacks.get(rank, "it did not answer"),
             )
@@ -577,13 +575,6 @@ def _rendezvous_store(host: str) -> Iterator[tuple[str, int]]:
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     yield host, store.port
     del store
-
-
-def _is_of(peer: Peer, rank: int, generation: Generation | None) -> bool:
-    """Whether this rank of the generation is that agent's."""
-    return (
-        generation is not None and rank in generation.places and generation.places[rank][1].worker == peer.node.worker
-    )
 
 
 def _agent_failure(text: str) -> Failure:

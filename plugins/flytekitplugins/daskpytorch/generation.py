@@ -39,7 +39,7 @@ class Generation:
     """How often each rank has called `should_stop`, once it was asked to hold."""
     stopped_early: set[int] = field(default_factory=set)
     """Ranks whose `should_stop` has turned true."""
-    positions: dict[int, int | None] = field(default_factory=dict)
+    num_collectives: dict[int, int] = field(default_factory=dict)
     """How many collectives each rank has entered, once it was asked."""
     stillness: Stillness | None = None
     """From the moment that all have met."""
@@ -132,8 +132,8 @@ class Generation:
                 self.held[rank] = value
             case "stopped":
                 self.stopped_early.add(rank)
-            case "position":
-                self.positions[rank] = value
+            case "collectives":
+                self.num_collectives[rank] = value
         return kind, value
 
     def note_exit(self, exited: Exited) -> None:

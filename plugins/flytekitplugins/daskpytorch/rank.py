@@ -188,7 +188,7 @@ class _Link:
             case "release":
                 rank.stop_signal.release(value)
             case "where":
-                self.send("position", _num_collectives())
+                self.send("collectives", _num_collectives())
 
 
 def _num_collectives() -> int:
