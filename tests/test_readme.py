@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,8 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert command
     done = run(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    weights = [float(number) for number in re.findall(r"-?\d+\.\d+", done.stdout)[:2]]
-    assert weights == pytest.approx([2.0, -3.0], abs=0.3)
+    parameters = literal_eval(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])  # in any order
+    assert parameters["weight"] == pytest.approx([2.0, -3.0], abs=0.3)
 
 
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
