@@ -372,7 +372,7 @@ def test_lost_worker_is_lost_infrastructure() -> None:
     error = verdict(find_culprit(exits), 2)
     assert type(error) is WorkerLostError
     assert error.rank == 1
-    assert error.cause == "its Dask worker was lost"
+    assert error.cause == "its worker was lost"
 
 
 def test_kill_for_memory_is_the_users_gang_error_and_says_so() -> None:

@@ -50,7 +50,7 @@ def test_a_killed_worker_is_waited_for_at_its_new_address(cluster: Cluster, clie
     assert watched.futures.result(60) == [ft.expected()] * 2
     assert watched.starts(0) == watched.starts(1) == [0, ft.SAVED_AT]
     assert set(client.scheduler_info()["workers"]) != before
-    assert any("127.0.0.3" in note and "its Dask worker was lost" in note for note in watched.notes)
+    assert any("127.0.0.3" in note and "its worker was lost" in note for note in watched.notes)
     check_gone(watched.broken_pid())
 
 

@@ -52,7 +52,7 @@ def test_values_become_literals_by_their_places() -> None:
     [
         (two, (7,), r"declares 2 outputs \(o0, o1\); rank 0 returned 1 values"),
         (two, None, "rank 0 returned a NoneType"),
-        (one, "text", "output 'o0' of task flows.train is declared as <class 'float'>; rank 0 returned a str"),
+        (one, "text", "outputs of task 'flows.train'(.|\\n)*type <class 'str'> to type <class 'float'>"),
     ],
 )
 def test_what_does_not_fit_is_said(function: object, returned: object, said: str) -> None:

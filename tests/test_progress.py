@@ -93,7 +93,7 @@ def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_m
     display.placed(SHAPE)
     display.formed(0.5)
     display.logged(record(3, loss=0.25))
-    display.restarting("rank 1: its Dask worker was lost", 4)
+    display.restarting("rank 1: its worker was lost", 4)
     before = text.tell()
     display.logged(record(3, loss=0.25))
     display.placed(SHAPE)

@@ -11,7 +11,7 @@ def error(cause: str = "ValueError: bad batch", position: tuple[int | None, int 
     return Defeat(what=f"rank 1: {cause}", cause=cause, position=position, is_infrastructure=False)
 
 
-def loss(cause: str = "its Dask worker was lost", position: tuple[int | None, int | None] = (3, None)) -> Defeat:
+def loss(cause: str = "its worker was lost", position: tuple[int | None, int | None] = (3, None)) -> Defeat:
     return Defeat(what=f"rank 0: {cause}", cause=cause, position=position, is_infrastructure=True)
 
 

@@ -100,6 +100,7 @@ def execute(
     number: int = 0,
     checkpoint: str | None = None,
     previous: str = '""',
+    module: str = "flows.training",
     meddle: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> Attempt:
     """Run a task by the command that a backend starts in the job-runner's container.
@@ -116,6 +117,7 @@ def execute(
         number: Of the attempt, from 0.
         checkpoint: Where the intratask checkpoint goes.
         previous: Where the attempt before had its own; Flyte passes that on every retry, whatever is there.
+        module: Where the task is.
         meddle: Called with the process that runs; it is waited for afterwards.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +130,7 @@ def execute(
         *("--output-prefix", str(folder / "out"), "--raw-output-data-prefix", raw or str(folder / "raw")),
         *("--checkpoint-path", checkpoint, "--prev-checkpoint", previous),
         *("--resolver", "flytekit.core.python_auto_container.default_task_resolver"),
-        *("--", "task-module", "flows.training", "task-name", task),
+        *("--", "task-module", module, "task-name", task),
     ]
     if archive is not None:
         fast = [str(SCRIPTS / "pyflyte-fast-execute"), "--additional-distribution", str(archive)]
@@ -293,7 +295,7 @@ def test_a_killed_worker_is_a_system_error(project: Path, tmp_path: Path) -> Non
         attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
         killer.join()
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
-    assert "its Dask worker was lost" in attempt.error.message
+    assert "its worker was lost" in attempt.error.message
 
 
 def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> None:

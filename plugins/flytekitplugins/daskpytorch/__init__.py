@@ -1,4 +1,4 @@
-"""Distributed PyTorch training on ephemeral Dask clusters as typed, cached, retryable Flyte tasks.
+"""Distributed PyTorch training, on ephemeral Dask clusters or on one node, as typed, cached, retryable Flyte tasks.
 
 Importing it registers the task types with flytekit. Neither Dask nor torch is imported before they are needed.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import task as _register_task_types  # noqa: F401
 from flytekitplugins.daskpytorch.blame import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
 from flytekitplugins.daskpytorch.inputs import StrictInputs
 
@@ -28,6 +28,7 @@ __all__ = [
     "PreemptedError",
     "RankContext",
     "Scheduler",
+    "SpawnDDP",
     "StrictInputs",
     "Wandb",
     "WorkerGroup",

@@ -68,12 +68,13 @@ TAIL_LINES = 40
 DIAL_TIMEOUT = 30.0
 
 
-def run(order: AgentOrder, leaving: int | None = None) -> None:
+def run(order: AgentOrder, leaving: int | None = None, start_method: str = "forkserver") -> None:
     """Serve the driver until the gang is over, or the driver is gone; then no rank is left.
 
     Args:
         order: Where the driver is.
         leaving: A file descriptor that becomes readable when this process is told to end.
+        start_method: How ranks are started; see `forkserver.connect`.
 
     Raises:
         ConnectionError: The driver cannot be reached from here.
@@ -81,7 +82,7 @@ def run(order: AgentOrder, leaving: int | None = None) -> None:
     with (
         contextlib.ExitStack() as at_last,
         tempfile.TemporaryDirectory(prefix="daskpytorch-", ignore_cleanup_errors=True) as scratch,
-        contextlib.closing(_Agent(order, Path(scratch), leaving)) as agent,
+        contextlib.closing(_Agent(order, Path(scratch), leaving, start_method)) as agent,
     ):
         agent.fork_ahead(order.num_ranks)
         connection = _dial(order)
@@ -112,10 +113,11 @@ class _Rank:
 
 
 class _Agent:
-    def __init__(self, order: AgentOrder, scratch: Path, leaving: int | None) -> None:
+    def __init__(self, order: AgentOrder, scratch: Path, leaving: int | None, start_method: str) -> None:
         self._order = order
         self._scratch = scratch
-        self._server = forkserver.connect()
+        self._start_method = start_method
+        self._server = forkserver.connect(start_method)
         self._server.own(str(scratch))  # should this process be killed
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
@@ -193,7 +195,7 @@ class _Agent:
 
     def _change_server(self) -> None:
         """Start the next generation from the fork server as it is now: it may have imported more than at first."""
-        old, self._server = self._server, forkserver.connect()
+        old, self._server = self._server, forkserver.connect(self._start_method)
         self._server.own(str(self._scratch))
         old.disown()
         old.close()

@@ -54,6 +54,7 @@ class GangError(RuntimeError):
         host: str | None = None,
         cause: str | None = None,
         step: int | None = None,
+        time: float | None = None,
         rank_traceback: str = "",
         log_tail: str = "",
     ) -> None:
@@ -61,13 +62,15 @@ class GangError(RuntimeError):
         self.rank = rank
         """The rank that failed first in earnest; None where no rank did."""
         self.worker = worker
-        """The address of its Dask worker."""
+        """The address of its Dask worker, or the name of its node."""
         self.host = host
         """The name of its host."""
         self.cause = cause
         """How it ended, in a line."""
         self.step = step
         """The newest step that it had named, to `log` or to a checkpoint."""
+        self.time = time
+        """When it failed, in seconds since the epoch."""
         self.rank_traceback = rank_traceback
         """The traceback of the exception it raised, or an empty string."""
         self.log_tail = log_tail
@@ -238,9 +241,9 @@ def describe(exit_: RankExit) -> str:
     if exit_.hang is not None:
         return exit_.hang.partition("\n")[0]
     if exit_.exitcode is None:
-        return "its Dask worker was lost"
+        return "its worker was lost"
     if exit_.out_of_memory:
-        return "killed for memory: the container's limit was reached (raise the workers' mem limit, or use less)"
+        return "killed for memory: the container's limit was reached (raise its mem limit, or use less)"
     if exit_.exitcode < 0:
         number = -exit_.exitcode
         hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
@@ -287,6 +290,7 @@ def verdict(culprit: RankExit, world_size: int, refusal: str = "", history: Sequ
         host=culprit.host,
         cause=how,
         step=step,
+        time=culprit.failure.time if culprit.failure else culprit.time,
         rank_traceback=rank_traceback,
         log_tail=culprit.log_tail,
     )

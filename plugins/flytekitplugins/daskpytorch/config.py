@@ -11,13 +11,14 @@ from flytekitplugins.dask import Scheduler, WorkerGroup
 if TYPE_CHECKING:
     from flytekit import Secret
 
-__all__ = ["DaskCluster", "DaskDDP", "Gang", "Scheduler", "Wandb", "WorkerGroup", "is_local"]
+__all__ = ["DaskCluster", "DaskDDP", "Gang", "Scheduler", "SpawnDDP", "Wandb", "WorkerGroup", "is_local"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
 
 BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("online", "offline", "disabled")
+START_METHODS = ("forkserver", "spawn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,48 @@ class DaskDDP:
         if self.gang.ranks_per_worker != "auto":
             return int(self.gang.ranks_per_worker)
         return _num_gpus(self.workers) or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnDDP:
+    """`@task(task_config=SpawnDDP(...))`: the function runs in every rank of a gang on the task's own node; no Dask.
+
+    Rank 0's return value is the task's output. For Flyte it is an ordinary Python task: GPUs are asked for in its
+    `requests`, and `accelerator`, `shared_memory` and `pod_template` work. Shared memory, which DataLoader workers
+    need, is bounded by the container's memory alone unless the task or its pod template says otherwise.
+    """
+
+    nproc: int | Literal["auto"] = "auto"
+    """Ranks; `auto` is one per visible GPU, and one on a node without GPUs."""
+    gang: Gang = field(default_factory=Gang)
+    """How the ranks are formed; what is said there of workers has no meaning here."""
+    wandb: Wandb | None = None
+    """Record the run in Weights & Biases; None does not."""
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
+    """How a rank's process starts, as in `torch.multiprocessing`: forked in milliseconds from a process that has
+    imported torch and never touched CUDA, or a fresh interpreter, in seconds."""
+
+    def __post_init__(self) -> None:
+        problems = _Problems("SpawnDDP")
+        problems.unless(
+            self.nproc == "auto" or _is_count(self.nproc), "nproc", self.nproc, "'auto' or a whole number from 1 up"
+        )
+        problems.unless(
+            self.start_method in START_METHODS, "start_method", self.start_method, f"one of {', '.join(START_METHODS)}"
+        )
+        problems.unless(
+            self.gang.ranks_per_worker == "auto",
+            "gang.ranks_per_worker",
+            self.gang.ranks_per_worker,
+            "left alone; nproc is the number of ranks",
+        )
+        problems.unless(
+            self.gang.min_workers in (None, 1),
+            "gang.min_workers",
+            self.gang.min_workers,
+            "left alone; there is one node",
+        )
+        problems.raise_any()
 
 
 @dataclass(frozen=True, kw_only=True)

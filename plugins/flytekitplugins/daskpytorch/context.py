@@ -142,6 +142,8 @@ class RankContext:
     """Where log records go; None outside a gang."""
     progress: Progress = field(default_factory=Progress, repr=False)
     """What the hang watchdog looks at."""
+    watcher: Callable[[torch.nn.Module, int], None] | None = field(default=None, repr=False)
+    """Behind `watch`; None where no Weights & Biases run is fed from here."""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)
@@ -186,6 +188,19 @@ class RankContext:
             self.sink(record)
         else:
             logger.info("step %d: %s", record.step, ", ".join(f"{n}={v}" for n, v in record.metrics.items()))
+
+    def watch(self, model: torch.nn.Module, *, log_freq: int = 100) -> None:
+        """Record histograms of a model's gradients in the Weights & Biases run, if there is one.
+
+        What `wandb.watch` does, but of the gradients that the optimizer gets: those of all ranks, averaged by
+        DistributedDataParallel. They go with the next call of `log`, as `gradients/<parameter>`.
+
+        Args:
+            model: Any module, also one wrapped in DistributedDataParallel. Every rank may call this; rank 0's counts.
+            log_freq: Optimizer steps from one look at the gradients to the next.
+        """
+        if self.watcher is not None:
+            self.watcher(model, log_freq)
 
     def should_stop(self) -> bool:
         """Whether the gang is to save a checkpoint and return, because the task or a worker is being taken away.

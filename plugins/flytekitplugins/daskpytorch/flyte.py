@@ -14,10 +14,13 @@ from typing import Any
 import cloudpickle
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
+from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
+from flytekit.interfaces.random import random
 from flytekit.models.literals import LiteralMap
+from flytekit.utils.asyn import run_sync
 
 from flytekitplugins.daskpytorch.mirror import MirrorPaths
 
@@ -93,7 +96,7 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSe
         checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
         previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
         environment=environment,
-        interface=cloudpickle.dumps((interface.inputs, interface.outputs, bool(interface.output_tuple_name))),
+        interface=cloudpickle.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
         inputs=inputs.to_flyte_idl().SerializeToString(),
         task_name=task_name,
     )
@@ -124,6 +127,8 @@ def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
     if settings is None:
         yield None
         return
+    # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
+    random.seed()
     with setup_execution(
         raw_output_data_prefix=settings.raw_output_prefix,
         output_metadata_prefix=settings.output_metadata_prefix,
@@ -148,30 +153,20 @@ def literals(settings: FlyteSettings, returned: Any, ctx: FlyteContext) -> Liter
     Raises:
         TypeError: The return value does not fit the task's declared outputs.
     """
-    _, types, is_named_tuple = cloudpickle.loads(settings.interface)
-    values = _by_output(settings.task_name, returned, list(types), is_named_tuple=is_named_tuple)
-    converted = {}
-    for name, value in values.items():
-        literal_type = TypeEngine.to_literal_type(types[name])
-        try:
-            converted[name] = TypeEngine.to_literal(ctx, value, types[name], literal_type)
-        except Exception as error:
-            raise TypeError(
-                f"output {name!r} of task {settings.task_name} is declared as {types[name]}; rank 0 returned a "
-                f"{type(value).__name__} that cannot be made into one: {error}"
-            ) from error
-    return LiteralMap(literals=converted)
+    inputs, outputs, tuple_name = cloudpickle.loads(settings.interface)
+    _check_count(settings.task_name, returned, list(outputs))
+    interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
+    task = PythonTask(task_type="", name=settings.task_name, task_config=None, interface=interface)
+    # What an ordinary task calls after its function: it also adds the metadata of artifacts.
+    made, _ = run_sync(task._output_to_literal_map, returned, ctx)  # noqa: SLF001
+    return made
 
 
-def _by_output(task_name: str, returned: Any, names: list[str], *, is_named_tuple: bool) -> dict[str, Any]:
-    if not names:
-        return {}
-    if len(names) == 1:
-        return {names[0]: returned[0] if is_named_tuple and isinstance(returned, tuple) else returned}
-    if not isinstance(returned, tuple) or len(returned) != len(names):
-        what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise TypeError(f"task {task_name} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}")
-    return dict(zip(names, returned, strict=True))
+def _check_count(task_name: str, returned: Any, names: list[str]) -> None:
+    if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
+        return
+    what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    raise TypeError(f"task {task_name} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}")
 
 
 def decks(ctx: FlyteContext) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
                                                    client's ranks
+                                                   of a client that wants them `spawn`ed each is a fresh interpreter
     fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, takes
                                                    over the control socket, and so starts later ranks warmer
 All sockets are Unix SOCK_SEQPACKET pairs, so a message is one packet and nothing has a name or a port.
@@ -28,22 +29,25 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown", "start_ahead"]
 
 MAX_PACKET = 4096
 AHEAD = b"ahead"
+SPAWN = b"spawn"
 SUCCESSION_DELAY = 3.0
 """Seconds from the first rank to the successor's imports, so that they do not slow the gang's start."""
 # Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
 # known by then; without the pop, an editable installation of this one may not be among them.
 BOOTSTRAP = (
-    # Without garbage collections the imports take a sixth less time; `main` turns them on again.
+    # Without garbage collections the imports take a sixth less time; what is called turns them on again.
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv.pop()); "
     # flytekitplugins-dask fixes where this namespace is looked for before sys.path is set.
-    f"sys.modules.pop('flytekitplugins', None); from {__name__} import main; main()"
+    f"sys.modules.pop('flytekitplugins', None); from {__name__} import {{0}}; {{0}}()"
 )
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: the signal a process gets when the thread that made it ends."""
@@ -116,10 +120,13 @@ _owned: _Owned | None = None
 _lock = threading.Lock()
 
 
-def connect() -> ForkServerClient:
+def connect(start_method: str = "forkserver") -> ForkServerClient:
     """A new client of this process's fork server, which is started if it does not run.
 
     Takes milliseconds when it runs; the first rank waits for the imports otherwise.
+
+    Args:
+        start_method: `forkserver`, or `spawn`: its ranks are to be fresh interpreters, which import everything anew.
     """
     global _owned
     with _lock:
@@ -127,7 +134,7 @@ def connect() -> ForkServerClient:
             _owned = _start()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            socket.send_fds(_owned.control, [b"client"], [theirs.fileno()])
+            socket.send_fds(_owned.control, [start_method.encode()], [theirs.fileno()])
         return ForkServerClient(mine)
 
 
@@ -157,7 +164,7 @@ def _start() -> _Owned:
     with theirs:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.
         path = [str(entry) for entry in sys.path if entry]
-        command = [sys.executable, "-P", "-c", BOOTSTRAP, str(theirs.fileno()), json.dumps(path)]
+        command = _python("main", theirs.fileno(), path)
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
@@ -173,6 +180,8 @@ def _start() -> _Owned:
 @dataclass(eq=False)
 class _Client:
     sock: socket.socket
+    spawns: bool
+    """Its ranks are fresh interpreters."""
     ranks: dict[int, int] = field(default_factory=dict)
     """key -> pid"""
     folders: list[str] = field(default_factory=list)
@@ -261,7 +270,9 @@ class _Server:
         if packet == AHEAD:
             self._needs_successor, self._succeed_at = False, time.monotonic()
             return
-        client = _Client(socket.socket(fileno=descriptors[0]))
+        client = _Client(socket.socket(fileno=descriptors[0]), spawns=packet == SPAWN)
+        if not client.spawns:
+            _import_for_ranks()
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
 
@@ -275,8 +286,8 @@ class _Server:
             return
         request = json.loads(packet)
         if request["op"] == "spawn":
-            client.ranks[request["key"]] = self._fork(*descriptors)
-            if self._needs_successor:
+            client.ranks[request["key"]] = self._fork(*descriptors, spawns=client.spawns)
+            if self._needs_successor and not client.spawns:
                 self._needs_successor = False
                 self._succeed_at = time.monotonic() + SUCCESSION_DELAY
             for descriptor in descriptors:
@@ -321,20 +332,23 @@ class _Server:
         except OSError:  # the agent has gone; the end-of-file that follows drops it
             return
 
-    def _fork(self, channel: int, output: int) -> int:
+    def _fork(self, channel: int, output: int, *, spawns: bool) -> int:
         server_pid = os.getpid()
         pid = os.fork()
-        if pid:
-            return pid
-        status = 1
+        if not pid:
+            self._run_rank(server_pid, channel, output, spawns=spawns)
+        return pid
+
+    def _run_rank(self, server_pid: int, channel: int, output: int, *, spawns: bool) -> NoReturn:
         try:
             self._become_rank(server_pid, channel, output)
-            from flytekitplugins.daskpytorch import rank
-
-            status = rank.main(Connection(channel))
-        finally:
-            # Not sys.exit: threads of CUDA or NCCL that hang at exit must not keep a finished rank alive.
-            os._exit(status)
+            if spawns:
+                os.set_inheritable(channel, True)
+                os.execv(sys.executable, _python("main_of_spawned_rank", channel, sys.path))  # noqa: S606
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        _be_rank(channel)
 
     def _close_all(self) -> None:
         """Close what is the server's: held by a child, it would hide the server's end, or a sibling's, from others."""
@@ -360,10 +374,39 @@ class _Server:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent."""
+    """Have the kernel end this process with its parent, also once it runs another program."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def _python(main: str, descriptor: int, path: list[str]) -> list[str]:
+    """The command of a fresh interpreter that calls one of this module's main functions."""
+    return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), str(descriptor), json.dumps(path)]
+
+
+def _be_rank(channel: int) -> NoReturn:
+    status = 1
+    try:
+        from flytekitplugins.daskpytorch import rank
+
+        status = rank.main(Connection(channel))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Not sys.exit: threads of CUDA or NCCL that hang at exit must not keep a finished rank alive.
+        os._exit(status)
+
+
+def _import_for_ranks() -> None:
+    """Import what every rank needs."""
+    gc.disable()
+    import torch.distributed  # noqa: F401
+
+    from flytekitplugins.daskpytorch import rank  # noqa: F401
+
+    gc.freeze()  # keeps the ranks' collectors from copying the shared pages
+    gc.enable()
 
 
 def _import_for_training() -> None:
@@ -386,13 +429,13 @@ def _kill_session(pid: int, signum: int) -> None:
 
 
 def main() -> None:
-    """Import what every rank needs, then serve."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    import torch
-    import torch.distributed  # noqa: F401
-
-    from flytekitplugins.daskpytorch import rank  # noqa: F401
-
-    gc.freeze()  # keeps the ranks' collectors from copying the shared pages
+    """Serve the owner of the socket whose descriptor is the argument."""
     gc.enable()
-    _Server(control).serve()
+    _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+def main_of_spawned_rank() -> None:
+    """Be a rank whose channel's descriptor is the argument."""
+    gc.enable()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _be_rank(int(sys.argv[1]))

@@ -18,14 +18,14 @@ from dask.system import cpu_count  # knows the limits of containers
 
 from flytekitplugins.daskpytorch.placement import Node
 
-__all__ = ["describe_node", "interface_of", "local_versions", "num_kills_for_memory"]
+__all__ = ["describe_node", "gpus_here", "interface_of", "local_versions", "num_kills_for_memory"]
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def describe_node(worker: str, interface: str | None) -> Node:
     """Say what this node has to offer."""
-    gpus = _visible_gpus()
+    gpus = gpus_here()
     return Node(
         worker=worker,
         host=socket.gethostname(),
@@ -79,7 +79,7 @@ def _memory_records() -> Iterator[Path]:
 
 
 @functools.cache
-def _visible_gpus() -> dict[str, str]:
+def gpus_here() -> dict[str, str]:
     """The GPUs this process may use: id -> model.
 
     torch is asked in a process of its own, since neither this one nor the fork server may touch CUDA.

@@ -36,11 +36,11 @@ class ProgressDisplay(Observer):
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
         self._name = shape.name.rpartition(".")[2]
-        hosts = len({node.host for node in shape.nodes})
+        num_hosts = len({node.host for node in shape.nodes})
         devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
         self._print(
-            f"{self._name}: starting {shape.world_size} ranks on {len(shape.nodes)} workers, {hosts} "
-            f"host{'s' * (hosts > 1)} ({', '.join(devices)}, {shape.backend})"
+            f"{self._name}: starting {_count(shape.world_size, 'rank')} on {_count(len(shape.nodes), 'worker')}, "
+            f"{_count(num_hosts, 'host')} ({', '.join(devices)}, {shape.backend})"
         )
 
     def formed(self, seconds: float) -> None:
@@ -110,6 +110,10 @@ def describe_record(record: LogRecord, only: Collection[str] | None = None) -> s
     if RATE in numbers:
         parts.append(f"{numbers[RATE]:,.0f} samples/s")
     return "  ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _brief(value: float) -> str:

@@ -224,10 +224,10 @@ def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
 
 
 def _settle_in(order: RankOrder) -> None:
-    import torch
-
     os.environ.clear()
     os.environ.update(order.environment)
+    import torch  # a spawned rank has not imported it, so that it starts with the variables above
+
     os.chdir(order.directory)
     sys.path.insert(0, order.code)
     sys.argv[1:] = []
@@ -282,6 +282,7 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
         local_world_size=place.local_world_size,
         checkpoint=checkpoint,
         sink=sink,
+        watcher=tracker.watch if tracker is not None else None,
         progress=progress,
     )
 

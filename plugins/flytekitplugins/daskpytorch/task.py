@@ -9,14 +9,16 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
-from flytekit import Deck
+from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import TaskPlugins
@@ -24,15 +26,16 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch import forkserver, tracking
-from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Wandb, is_local
+from flytekitplugins.daskpytorch.blame import GangError, GangStartError, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP, Wandb, is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte import TaskOutput
     from flytekitplugins.daskpytorch.gang import Request
     from flytekitplugins.daskpytorch.observer import Shape
+    from flytekitplugins.daskpytorch.roster import AgentLauncher
 
-__all__ = ["DaskClusterTask", "DaskDDPTask"]
+__all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
 CLUSTER_SETTINGS = {
     # Dask tasks may start processes of their own, such as the workers of a DataLoader.
@@ -45,16 +48,30 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
 """Task environment that reaches all pods of the cluster; what the user sets wins."""
-MAX_CONFIG_ITEMS = 20
-"""Longer lists among a task's inputs go to Weights & Biases as their lengths."""
-
 
 _input_literals: ContextVar[LiteralMap] = ContextVar("flytekitplugins.daskpytorch.input_literals")
 """The inputs of the task that is being executed, as Flyte has them."""
 
 
+class _Resumable(PythonFunctionTask):  # type: ignore[misc]
+    """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
+
+    def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
+        """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
+        token = _input_literals.set(input_literal_map)
+        try:
+            with _heeding_sigterm():
+                return super().dispatch_execute(ctx, input_literal_map)
+        except FlyteUserRuntimeException as error:
+            if isinstance(error.value, (WorkerLostError, GangStartError)):
+                raise FlyteSystemException(str(error.value), timestamp=error.value.time) from error.value
+            raise _timed(error) from error.value
+        finally:
+            _input_literals.reset(token)
+
+
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """What the two task types share: Flyte's `dask` task type, and system errors for failed infrastructure."""
+    """What the types for Dask share: Flyte's `dask` task type with our settings of Dask in the cluster's pods."""
 
     def __init__(
         self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
@@ -73,64 +90,48 @@ class _OnDask(DaskTask):  # type: ignore[misc]
     def _with_cluster_settings(self, settings: SerializationSettings) -> SerializationSettings:
         return dataclasses.replace(settings, env={**self._cluster_settings, **(settings.env or {})})
 
-    def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
-        """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
-        token = _input_literals.set(input_literal_map)
-        try:
-            with _heeding_sigterm():
-                return super().dispatch_execute(ctx, input_literal_map)
-        except FlyteUserRuntimeException as error:
-            if isinstance(error.value, (WorkerLostError, GangStartError)):
-                raise FlyteSystemException(str(error.value)) from error.value
-            raise
-        finally:
-            _input_literals.reset(token)
 
+class _InRanks(_Resumable):
+    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
 
-class DaskDDPTask(_OnDask):
-    """Runs the task's function in every rank of a gang; rank 0's return value is the output."""
-
-    def __init__(self, task_config: DaskDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+    def __init__(self, task_config: DaskDDP | SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
         secret = task_config.wandb.secret if task_config.wandb else None
         if secret is not None and secret not in (kwargs.get("secret_requests") or []):
             kwargs["secret_requests"] = [*(kwargs.get("secret_requests") or []), secret]
-        super().__init__(task_config, task_function, GANG_SETTINGS, **kwargs)
+        super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         if self.execution_mode != self.ExecutionBehavior.DEFAULT:
-            raise ValueError(f"{self.name}: DaskDDP cannot be the task_config of a @dynamic or @eager function")
+            kind = type(task_config).__name__
+            raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
 
     def execute(self, **kwargs: Any) -> Any:
-        """Open the cluster, run the gang, report, and return rank 0's outputs."""
-        config: DaskDDP = self.task_config
+        """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs."""
         with contextlib.ExitStack() as stack:
-            if is_local():
-                if config.gang.backend == "nccl":
-                    _require_gpu()
-                stack.callback(forkserver.shutdown)
-                forkserver.connect().close()  # its imports take seconds, and run beside ours
-            return self._train(config, kwargs)
+            self._get_ready(stack)
+            # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
+            from flytekitplugins.daskpytorch.gang import Supervisor
+            from flytekitplugins.daskpytorch.progress import ProgressDisplay
+            from flytekitplugins.daskpytorch.report import Recorder
 
-    def _train(self, config: DaskDDP, inputs: dict[str, Any]) -> LiteralMap:
-        # Late, so that defining a task imports neither Dask nor torch.
-        from flytekitplugins.daskpytorch import cluster
-        from flytekitplugins.daskpytorch.dispatch import DaskAgents
-        from flytekitplugins.daskpytorch.gang import Supervisor
-        from flytekitplugins.daskpytorch.progress import ProgressDisplay
-        from flytekitplugins.daskpytorch.report import Recorder
+            recorder = Recorder()
+            request = self._request(kwargs)
+            try:
+                with self._launcher() as launcher:
+                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder]).run()
+            finally:
+                if self.enable_deck:
+                    Deck("Training", recorder.html())
+            return self._deliver(kwargs, outputs[0])
 
-        recorder = Recorder()
-        request = self._request(inputs)
-        try:
-            with cluster.opened(
-                num_workers=config.num_workers,
-                min_workers=config.gang.min_workers,
-                start_timeout=config.gang.start_timeout,
-            ) as client:
-                agents = DaskAgents(client, config.num_workers)
-                outputs = Supervisor(request, agents, [ProgressDisplay(), recorder]).run()
-        finally:
-            if self.enable_deck:
-                Deck("Training", recorder.html())
-        return self._deliver(inputs, outputs[0])
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        """Start what takes seconds, and refuse what this machine cannot do."""
+        raise NotImplementedError
+
+    def _launcher(self) -> AbstractContextManager[AgentLauncher]:
+        """What starts the gang's agents."""
+        raise NotImplementedError
+
+    def _num_ranks_per_worker(self) -> int:
+        raise NotImplementedError
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
         """Add what the console's link to Weights & Biases is made from."""
@@ -143,11 +144,11 @@ class DaskDDPTask(_OnDask):
         from flytekitplugins.daskpytorch import flyte, ship
         from flytekitplugins.daskpytorch.gang import Request
 
-        config: DaskDDP = self.task_config
+        config = self.task_config
         return Request(
             name=self.name,
             call=ship.pack_call(self.task_function, (), {}),
-            ranks_per_worker=config.ranks_per_worker,
+            ranks_per_worker=self._num_ranks_per_worker(),
             settings=config.gang,
             flyte=flyte.capture(self.name, self.python_interface, _input_literals.get()),
             tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
@@ -157,19 +158,9 @@ class DaskDDPTask(_OnDask):
     def _tracking(self, wandb: Wandb, inputs: dict[str, Any]) -> Callable[[Shape], tracking.RunSettings]:
         params = FlyteContextManager.current_context().user_space_params
         execution = params.execution_id.name if params and params.execution_id else None
-
-        def settings(shape: Shape) -> tracking.RunSettings:
-            gang = {
-                "world_size": shape.world_size,
-                "num_workers": len(shape.nodes),
-                "backend": shape.backend,
-                "hosts": [node.host for node in shape.nodes],
-                "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
-            }
-            config = {**_plain_config(inputs), "gang": gang}
-            return tracking.settings(wandb, task=self.name, execution=execution, config=config)
-
-        return settings
+        return lambda shape: tracking.settings(
+            wandb, task=self.name, execution=execution, config=tracking.run_config(inputs, shape)
+        )
 
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
         """Rank 0's literals and Decks, as this task's own."""
@@ -184,11 +175,65 @@ class DaskDDPTask(_OnDask):
         return literals
 
 
-class DaskClusterTask(_OnDask):
+class DaskDDPTask(_InRanks, _OnDask):
+    """Runs the function in every rank of a gang on the workers of a Dask cluster."""
+
+    def __init__(self, task_config: DaskDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        if is_local():
+            if self.task_config.gang.backend == "nccl":
+                _require_gpu()
+            stack.callback(forkserver.shutdown)
+            forkserver.connect().close()  # its imports take seconds, and run beside ours
+
+    @contextlib.contextmanager
+    def _launcher(self) -> Iterator[AgentLauncher]:
+        from flytekitplugins.daskpytorch import cluster
+        from flytekitplugins.daskpytorch.dispatch import DaskAgents
+
+        config: DaskDDP = self.task_config
+        with cluster.opened(
+            num_workers=config.num_workers,
+            min_workers=config.gang.min_workers,
+            start_timeout=config.gang.start_timeout,
+        ) as client:
+            yield DaskAgents(client, config.num_workers)
+
+    def _num_ranks_per_worker(self) -> int:
+        return int(self.task_config.ranks_per_worker)
+
+
+class SpawnDDPTask(_InRanks):
+    """Runs the function in every rank of a gang on the task's own node."""
+
+    def __init__(self, task_config: SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        if kwargs.get("shared_memory") is None and not _mounts_shared_memory(kwargs.get("pod_template")):
+            kwargs["shared_memory"] = True  # else a container has 64 MB, and DataLoader workers die of bus errors
+        super().__init__(task_config, task_function, **kwargs)
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(forkserver.shutdown)
+        forkserver.connect(self.task_config.start_method).close()  # its imports take seconds, and run beside ours
+
+    @contextlib.contextmanager
+    def _launcher(self) -> Iterator[AgentLauncher]:
+        from flytekitplugins.daskpytorch.spawn import OwnNode
+
+        yield OwnNode(self.task_config.start_method)
+
+    def _num_ranks_per_worker(self) -> int:
+        from flytekitplugins.daskpytorch.spawn import num_ranks_here
+
+        return num_ranks_here(self.task_config.nproc, self.task_config.gang.backend)
+
+
+class DaskClusterTask(_Resumable, _OnDask):
     """Runs the task's function once, with a client of a ready Dask cluster."""
 
     def __init__(self, task_config: DaskCluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        super().__init__(task_config, task_function, CLUSTER_SETTINGS, **kwargs)
+        super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
 
     def execute(self, **kwargs: Any) -> Any:
         """Open the cluster and call the function."""
@@ -197,6 +242,23 @@ class DaskClusterTask(_OnDask):
         config: DaskCluster = self.task_config
         with cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True):
             return super().execute(**kwargs)
+
+
+def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
+    """The error with the time at which its rank failed, where flytekit looks for it."""
+    value = error.value
+    gang_error = value if isinstance(value, GangError) else value.__cause__
+    if not isinstance(gang_error, GangError):
+        return error
+    if isinstance(value, FlyteException):
+        value._timestamp = value.timestamp or gang_error.time  # noqa: SLF001 - the user's own constructor may not ask
+        return error
+    return FlyteUserRuntimeException(FlyteUserRuntimeException(value, timestamp=gang_error.time))
+
+
+def _mounts_shared_memory(template: PodTemplate | None) -> bool:
+    containers = template.pod_spec.containers if template is not None and template.pod_spec is not None else []
+    return any(mount.mount_path == "/dev/shm" for c in containers for mount in c.volume_mounts or [])  # noqa: S108
 
 
 @contextlib.contextmanager
@@ -230,20 +292,6 @@ def _require_gpu() -> None:
         )
 
 
-def _plain_config(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries."""
-    plain: dict[str, Any] = {}
-    for name, value in inputs.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            plain |= _plain_config({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-        elif isinstance(value, (str, int, float, bool, type(None))):
-            plain[name] = value
-        elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:
-            plain[f"num_{name}"] = len(value)
-        else:
-            plain[name] = str(value)
-    return plain
-
-
 TaskPlugins.register_pythontask_plugin(DaskDDP, DaskDDPTask)
+TaskPlugins.register_pythontask_plugin(SpawnDDP, SpawnDDPTask)
 TaskPlugins.register_pythontask_plugin(DaskCluster, DaskClusterTask)

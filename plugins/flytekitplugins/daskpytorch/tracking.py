@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import queue
@@ -11,12 +13,16 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch.config import WANDB_MODES, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.observer import Shape
 
-__all__ = ["RunSettings", "Tracker", "api_key", "console_link", "run_id", "settings"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RunSettings", "Tracker", "api_key", "console_link", "run_config", "run_id", "settings"]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -24,6 +30,10 @@ LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Seconds for the server to answer when the run is opened; after that the run is recorded offline."""
+MAX_CONFIG_ITEMS = 20
+"""Longer lists among a task's inputs go to the run's configuration as their lengths."""
+NUM_BINS = 64
+"""Of a histogram, as wandb has them."""
 MAX_WAITING = 10_000
 """Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
@@ -99,6 +109,33 @@ def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[
     )
 
 
+def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """The run's configuration: a task's inputs, and the gang's shape."""
+    gang = {
+        "world_size": shape.world_size,
+        "num_workers": len(shape.nodes),
+        "backend": shape.backend,
+        "hosts": [node.host for node in shape.nodes],
+        "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
+    }
+    return {**_plain(inputs), "gang": gang}
+
+
+def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries."""
+    plain: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            plain |= _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        elif isinstance(value, (str, int, float, bool, type(None))):
+            plain[name] = value
+        elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:
+            plain[f"num_{name}"] = len(value)
+        else:
+            plain[name] = str(value)
+    return plain
+
+
 def console_link(wandb: Wandb) -> dict[str, str]:
     """The entries of the task's `config` from which Flyte's console makes the link to the run."""
     link = {"project": wandb.project, "host": wandb.host, "link_type": LINK_TYPE}
@@ -116,12 +153,37 @@ def _wait_until_written(exit_code: int) -> None:
     wandb.teardown(exit_code)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Histogram:
+    """How a tensor's values are spread; not yet a `wandb.Histogram`, whose import the training need not wait for."""
+
+    counts: list[float]
+    edges: list[float]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Histogram:
+        """Count the finite values of a tensor."""
+        values = tensor.detach().to_dense().float().flatten().cpu()
+        counts, edges = values[values.isfinite()].histogram(NUM_BINS)
+        return cls(counts=counts.tolist(), edges=edges.tolist())
+
+
+def _shown(value: Any) -> Any:
+    if not isinstance(value, _Histogram):
+        return value
+    import wandb
+
+    return wandb.Histogram(np_histogram=(value.counts, value.edges))
+
+
 class Tracker:
     """Rank 0's run. Calls return at once; a thread opens the run and feeds it; no failure reaches the training."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._waiting: queue.Queue[LogRecord | int] = queue.Queue()
+        self._histograms: dict[str, _Histogram] = {}
+        """Of gradients, since the last record."""
         self._num_dropped = 0
         self._has_refused = False
         self._finishing = threading.Lock()
@@ -133,7 +195,30 @@ class Tracker:
         if self._waiting.qsize() >= MAX_WAITING:
             self._num_dropped += 1
             return
+        if self._histograms:
+            record = dataclasses.replace(record, metrics={**record.metrics, **self._histograms})
+            self._histograms = {}
         self._waiting.put(record)
+
+    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
+        """Take histograms of the model's gradients before every so many steps of its optimizer.
+
+        Not by `wandb.watch`, which logs from inside the backward pass: it sees one rank's gradients only, and an error
+        of its own becomes the training's.
+        """
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        names = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+        num_steps = itertools.count(1)
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p in names]
+            if parameters and next(num_steps) % log_freq == 0:
+                self._histograms |= {
+                    f"gradients/{names[p]}": _Histogram.of(p.grad) for p in parameters if p.grad is not None
+                }
+
+        register_optimizer_step_pre_hook(look)
 
     def finish(self, exit_code: int, timeout: float = 60.0) -> None:
         """Close the run with this exit code, waiting at most `timeout` seconds for what is queued."""
@@ -158,7 +243,7 @@ class Tracker:
 
     def _record(self, run: Any, record: LogRecord) -> None:
         try:
-            run.log({"step": record.step, **record.metrics})
+            run.log({"step": record.step, **{name: _shown(value) for name, value in record.metrics.items()}})
         except Exception as error:
             if not self._has_refused:
                 print(f"Weights & Biases: {error}. Of such records only the numbers are kept.", file=sys.stderr)

@@ -1,0 +1,165 @@
+"""Tasks whose ranks run on the task's own node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.distributed as dist
+from flytekit import Artifact, Deck, current_context, task, workflow
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.file import FlyteFile
+
+from flows.arithmetic import shifted
+from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, current_rank
+
+Scores = Artifact(name="scores", partition_keys=["kind"])
+
+
+@dataclass
+class Shape:
+    """How the gang was formed."""
+
+    world_size: int
+    local_world_size: int
+
+
+class Found(NamedTuple):
+    """Several types of output."""
+
+    total: float
+    text: str
+    shape: Shape
+    weights: torch.Tensor
+    seen: dict[str, str]
+    file: FlyteFile
+
+
+def reduced(number: float) -> float:
+    """A helper of the task's own module: the sum over ranks of number * 10^rank."""
+    total = torch.tensor(number * 10 ** current_rank().rank)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def look_around(number: float, text: str, path: Path) -> Found:
+    """What only a formed gang can know, and what its first rank is given."""
+    from flows.lazy import ANSWER
+
+    rank, context = current_rank(), current_context()
+    total = reduced(number)
+    folders = [""] * rank.world_size
+    dist.all_gather_object(folders, context.working_directory)
+    path.write_text(f"{text} from rank {rank.rank}")
+    seen = {
+        "execution": context.execution_id.name,
+        "lazy": str(ANSWER),
+        "rank": f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
+        "folders": str(len(set(folders))),
+        "threads": f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}",
+    }
+    return Found(
+        total=shifted(total),
+        text=text.upper(),
+        shape=Shape(rank.world_size, rank.local_world_size),
+        weights=torch.full((2, 3), total),
+        seen=seen,
+        file=FlyteFile(str(path)),
+    )
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)), enable_deck=True)
+def forked(number: float, text: str) -> Found:
+    """Ranks come from the fork server."""
+    context = current_context()
+    if current_rank().is_main:
+        Deck("Made in rank 0", "<p>rank 0 was here</p>")
+        context.checkpoint.write(b"kept")
+    current_rank().log({"loss": 0.5}, step=1)
+    return look_around(number, text, Path(context.working_directory, "file.txt"))
+
+
+@task(task_config=SpawnDDP(nproc=3, start_method="spawn"))
+def fresh(number: float, text: str) -> Found:
+    """Ranks are fresh interpreters."""
+    return look_around(number, text, Path(current_context().working_directory, "file.txt"))
+
+
+@task(task_config=SpawnDDP())
+def default_size() -> int:
+    """One rank where there is no GPU."""
+    return dist.get_world_size()
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(backend="nccl")))
+def needs_gpus() -> int:
+    """Two ranks that need a GPU each."""
+    return dist.get_world_size()
+
+
+@task(task_config=SpawnDDP(nproc=2))
+def carded() -> Annotated[str, Scores]:
+    """An output with metadata."""
+    return Scores.create_from("good", kind="test")
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(max_restarts=0)))
+def fail(how: str, folder: str) -> float:
+    """Rank 1 fails and says when; rank 0 does not even hear that it should end."""
+    if current_rank().rank == 0:
+        Path(folder, "waits").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not Path(folder, "waits").exists():
+        time.sleep(0.01)
+    Path(folder, "failed_at").write_text(str(time.time()))
+    match how:
+        case "value":
+            raise ValueError("the numbers do not add up")
+        case "recoverable":
+            raise FlyteRecoverableException("try again")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(max_restarts=0), wandb=Wandb(project="tests", mode="offline")))
+def tracked(steps: int, fail_at: int = -1) -> int:
+    """Log a metric per step; rank 1 may fail."""
+    for step in range(steps):
+        current_rank().log({"loss": 1.0 / (step + 1)}, step=step)
+        dist.barrier()  # so that rank 0 has logged, too, when rank 1 fails
+        if current_rank().rank == 1 and step == fail_at:
+            raise ValueError("tracked failure")
+    return steps
+
+
+@task
+def describe(
+    totals: list[float], shapes: list[Shape], weights: list[torch.Tensor], files: list[FlyteFile], texts: list[str]
+) -> str:
+    """The outputs as the next node gets them, in a line."""
+    return " | ".join(
+        f"{total:g} {shape.world_size} {int(weight.sum())} {Path(file.download()).read_text()} {text}"
+        for total, shape, weight, file, text in zip(totals, shapes, weights, files, texts, strict=True)
+    )
+
+
+def _described(*found: Found) -> str:
+    return describe(
+        totals=[one.total for one in found],
+        shapes=[one.shape for one in found],
+        weights=[one.weights for one in found],
+        files=[one.file for one in found],
+        texts=[one.text for one in found],
+    )
+
+
+@workflow
+def both(number: float) -> str:
+    """Both start methods."""
+    return _described(forked(number=number, text="a"), fresh(number=number, text="b"))

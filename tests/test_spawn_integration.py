@@ -1,0 +1,150 @@
+"""`SpawnDDP` tasks as users and the backend run them: real ranks of a real gang on this node."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyteidl.core import artifact_id_pb2
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.models.literals import LiteralMap
+
+from flytekitplugins.daskpytorch.node import gpus_here
+from processes import nothing_left_behind
+from test_task_integration import (
+    NON_RECOVERABLE,
+    RECOVERABLE,
+    SAMPLE_PROJECT,
+    SYSTEM,
+    USER,
+    Attempt,
+    execute,
+    pyflyte_run,
+)
+from wandb_file import read_run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the sample project."""
+    return Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
+
+
+def attempt(project: Path, task: str, *, env: dict[str, str] | None = None, **inputs: Any) -> Attempt:
+    """Run a task by the container's own command, with nothing left behind."""
+    with nothing_left_behind():
+        return execute(
+            task,
+            inputs,
+            cluster=None,
+            cwd=project,
+            folder=project.parent / "attempt",
+            module="flows.spawned",
+            env=env,
+        )
+
+
+def test_both_start_methods_by_pyflyte_run_with_outputs_for_the_next_node(project: Path) -> None:
+    """A real all-reduce, helpers of the task's module and project, several types of output."""
+    with nothing_left_behind():
+        done = pyflyte_run("flows/spawned.py", "both", "--number", "2", cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # 2 + 20 (+ 200) over the ranks; the helper of another module adds 100.
+    assert "122 2 132 a from rank 0 A | 322 3 1332 b from rank 0 B" in done.stdout
+    assert "forked: starting 2 ranks on 1 worker, 1 host (CPU, gloo)" in done.stderr
+
+
+def test_what_a_rank_is_given_and_gives(project: Path) -> None:
+    done = attempt(project, "forked", number=1.0, text="hello")
+    seen = {name: value.scalar.primitive.string_value for name, value in done.outputs["seen"].map.literals.items()}
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    assert seen.pop("threads") == f"{threads} {threads}"
+    assert seen == {"execution": "f3a", "lazy": "42", "rank": "0 of 2", "folders": "2"}
+    assert (done.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"
+    assert "rank 0 was here" in done.deck
+    assert "<svg" in done.deck  # what it logged
+    uploaded = done.outputs["file"].scalar.blob.uri
+    assert uploaded.startswith(str(done.folder / "raw"))
+    assert Path(uploaded).read_text() == "hello from rank 0"
+
+
+def test_threads_of_ranks_that_are_fresh_interpreters(project: Path) -> None:
+    done = attempt(project, "fresh", number=1.0, text="hello", env={"OMP_NUM_THREADS": "7"})
+    threads = max(1, (os.cpu_count() or 1) // 3)
+    assert done.outputs["seen"].map.literals["threads"].scalar.primitive.string_value == f"{threads} {threads}", (
+        done.output
+    )
+
+
+def here(monkeypatch: pytest.MonkeyPatch, name: str) -> LiteralMap:
+    """The outputs of a task of the sample project that is run in this process."""
+    monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
+    from flows import spawned
+
+    with nothing_left_behind():
+        return getattr(spawned, name).dispatch_execute(FlyteContextManager.current_context(), LiteralMap(literals={}))
+
+
+def test_metadata_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    literal = here(monkeypatch, "carded").literals["o0"]
+    assert literal.scalar.primitive.string_value == "good"
+    [encoded] = literal.metadata.values()
+    partitions = artifact_id_pb2.ArtifactID.FromString(base64.b64decode(encoded)).partitions.value
+    assert {key: value.static_value for key, value in partitions.items()} == {"kind": "test"}
+
+
+def test_one_rank_on_a_node_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if gpus_here():
+        pytest.skip("has GPUs")
+    assert here(monkeypatch, "default_size").literals["o0"].scalar.primitive.integer == 1
+
+
+def test_nccl_without_gpus_is_refused_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if gpus_here():
+        pytest.skip("has GPUs")
+    said = "needs a GPU of its own for each of 2 ranks; torch finds 0 on this node"
+    with pytest.raises(FlyteUserRuntimeException, match=said):
+        here(monkeypatch, "needs_gpus")
+    assert "starting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "origin", "said"),
+    [
+        ("value", NON_RECOVERABLE, USER, "ValueError: the numbers do not add up"),
+        ("recoverable", RECOVERABLE, USER, "FlyteRecoverableException"),
+        ("killed", RECOVERABLE, SYSTEM, "SIGKILL"),
+    ],
+)
+def test_errors_have_flytes_kind_and_the_time_of_the_failure(
+    project: Path, tmp_path: Path, how: str, kind: int, origin: int, said: str
+) -> None:
+    done = attempt(project, "fail", how=how, folder=str(tmp_path))
+    assert (done.error.kind, done.error.origin) == (kind, origin)
+    assert said in done.error.message
+    assert "rank 1 of 2 failed" in done.error.message
+    failed_at = float((tmp_path / "failed_at").read_text())
+    # The suspended rank is killed half a second later: the time is not that of the task's end.
+    assert 0 <= done.error.timestamp.seconds + done.error.timestamp.nanos / 1e9 - failed_at < 0.4
+
+
+@pytest.mark.parametrize(("fail_at", "exit_code"), [(-1, 0), (1, 1)])
+def test_weights_and_biases(project: Path, tmp_path: Path, fail_at: int, exit_code: int) -> None:
+    done = attempt(project, "tracked", steps=3, fail_at=fail_at, env={"WANDB_DIR": str(tmp_path)})
+    assert done.has_error == bool(exit_code)
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    run = read_run(file)
+    assert run["exit_code"] == exit_code
+    losses = [row["loss"] for row in run["history"]]
+    assert losses == [1.0, 0.5, 1 / 3][: len(losses)]
+    assert len(losses) >= (3 if fail_at < 0 else 2)
+    assert run["config"]["gang"]["world_size"] == 2
