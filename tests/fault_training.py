@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, ship
 from processes import until
 
 STEPS = 10
@@ -274,7 +274,25 @@ class Watched:
 
 
 Launch = Callable[..., Watched]
-"""Launches a gang of `train`: a client, `train`'s own arguments, and the gang's settings."""
+"""Launches a gang of `train`: where (see `run_on`), `train`'s own arguments, and the gang's settings."""
+
+
+def run_on(
+    where: Any, function: Callable[..., Any], *args: Any, gang: Gang | None = None, **kwargs: Any
+) -> dispatch.GangFutures:
+    """Run a gang as `DaskDDP` does, on the workers of a client, or as `SpawnDDP` does: so many ranks on this node."""
+    if not isinstance(where, int):
+        return dispatch.run(where, function, *args, gang=gang, **kwargs)
+    from flytekitplugins.daskpytorch.gang import Request, Supervisor
+    from flytekitplugins.daskpytorch.spawn import OwnNode
+
+    request = Request(
+        name=function.__qualname__,
+        call=ship.pack_call(function, args, kwargs),
+        ranks_per_worker=where,
+        settings=gang or Gang(),
+    )
+    return dispatch.GangFutures(Supervisor(request, OwnNode(), [dispatch._Echo()]), where)
 
 
 @contextlib.contextmanager
@@ -299,12 +317,12 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
         def formed(self, seconds: float) -> None:
             self.watched.formed_at.append(time.time())
 
-    def launch(client: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
+    def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
         witness = Witness()
         witness.watched = Watched(folder, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dispatch, "_Echo", lambda: witness)
-            witness.watched.futures = dispatch.run(client, train, str(folder), *args, gang=gang, **kwargs)
+            witness.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
         return witness.watched
 
     yield launch

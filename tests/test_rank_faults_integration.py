@@ -1,10 +1,14 @@
-"""What happens when a rank fails or hangs: cases 1 to 19 of the project's list of faults, by number."""
+"""What happens when a rank fails or hangs: cases 1 to 19 of the project's list of faults, by number.
+
+Each on the workers of a Dask cluster, and on the task's own node.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +17,8 @@ import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, dispatch
-from processes import Cluster, dask_cluster, nothing_left_behind, until
+from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, forkserver
+from processes import dask_cluster, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -22,14 +26,25 @@ MAX_SECONDS = 15.0
 """From a fault to the next generation, or to the error: far below any time-out of gloo or NCCL, even on a busy host."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers on two hosts, for all tests that leave them alive."""
-    with (
-        nothing_left_behind(),
-        dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as running,
-    ):
-        yield running
+@pytest.fixture(scope="module", params=["DaskDDP", "SpawnDDP"])
+def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client | int]:
+    """Two workers on two hosts, or two ranks on this one."""
+    with nothing_left_behind():
+        if request.param == "SpawnDDP":
+            yield 2
+            forkserver.shutdown()
+            return
+        with (
+            dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as cluster,
+            Client(cluster.address) as client,
+        ):
+            yield client
+
+
+@pytest.fixture
+def rank_1(where: Client | int) -> str:
+    """How rank 1 is called where it is blamed."""
+    return f"rank 1 on {socket.gethostname()}" if isinstance(where, int) else "rank 1 on tcp://127.0.0.3"
 
 
 def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
@@ -58,10 +73,12 @@ def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
         pytest.param("ignore SIGTERM", "SpoiltError", id="12"),
     ],
 )
-def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launch, fault: str, said: str) -> None:
-    watched = launch(client, fault)
+def test_a_rank_that_fails_once_costs_a_restart(
+    where: Client | int, rank_1: str, launch: ft.Launch, fault: str, said: str
+) -> None:
+    watched = launch(where, fault)
     check_recovered(watched, [0, ft.SAVED_AT])
-    assert any("rank 1 on tcp://127.0.0.3" in note and said in note for note in watched.notes), watched.notes
+    assert any(rank_1 in note and said in note for note in watched.notes), watched.notes
 
 
 @pytest.mark.parametrize(
@@ -76,18 +93,20 @@ def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launc
         pytest.param("skip", 10, "its function has returned", id="18"),
     ],
 )
-def test_a_rank_that_hangs_is_found(client: Client, launch: ft.Launch, fault: str, breaks_at: int, why: str) -> None:
-    watched = launch(client, fault, breaks_at=breaks_at, gang=Gang(hang_timeout=2.0))
+def test_a_rank_that_hangs_is_found(
+    where: Client | int, rank_1: str, launch: ft.Launch, fault: str, breaks_at: int, why: str
+) -> None:
+    watched = launch(where, fault, breaks_at=breaks_at, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0, (breaks_at - 1) // ft.SAVED_AT * ft.SAVED_AT])
     blamed = next(note for note in watched.notes if "it hangs" in note)
-    assert "rank 1 on tcp://127.0.0.3" in blamed
+    assert rank_1 in blamed
     assert why in blamed
     with pytest.raises(ProcessLookupError):  # also a suspended rank is gone, and can write nothing any more
         os.kill(watched.broken_pid(), 0)
 
 
-def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: ft.Launch) -> None:  # 13
-    watched = launch(client, "sleep", gang=Gang(hang_timeout=2.0, max_restarts=0))
+def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(where: Client | int, launch: ft.Launch) -> None:  # 13
+    watched = launch(where, "sleep", gang=Gang(hang_timeout=2.0, max_restarts=0))
     with pytest.raises(GangHungError) as caught:
         watched.futures.result(60)
     assert (caught.value.rank, caught.value.step) == (1, 5)
@@ -102,14 +121,14 @@ def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: 
     assert "fault_training.py" in caught.value.log_tail
 
 
-def test_a_straggler_is_left_alone(client: Client, launch: ft.Launch) -> None:  # 19
-    watched = launch(client, pace=0.9, gang=Gang(hang_timeout=2.0))
+def test_a_straggler_is_left_alone(where: Client | int, launch: ft.Launch) -> None:  # 19
+    watched = launch(where, pace=0.9, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0])
     assert not watched.restarted_at
 
 
 def test_a_rank_that_raises_before_it_joins(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: Client | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 2
     (tmp_path / "broken_on_rank_1.py").write_text(
         "import os\nif os.environ.get('RANK') == '1': raise LookupError('cannot be imported')\ndef train(): return 1\n"
@@ -119,14 +138,14 @@ def test_a_rank_that_raises_before_it_joins(
 
     began = time.monotonic()
     with pytest.raises(LookupError, match="cannot be imported") as caught:
-        dispatch.run(client, broken_on_rank_1.train).result(60)
+        ft.run_on(where, broken_on_rank_1.train).result(60)
     assert time.monotonic() - began < MAX_SECONDS
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__cause__.rank == 1
 
 
-def test_all_ranks_raise_the_same(client: Client, launch: ft.Launch) -> None:  # 4
-    watched = launch(client, "raise", at_rank=-1, always=True)
+def test_all_ranks_raise_the_same(where: Client | int, launch: ft.Launch) -> None:  # 4
+    watched = launch(where, "raise", at_rank=-1, always=True)
     with pytest.raises(ft.SpoiltError) as caught:
         watched.futures.result(60)
     assert isinstance(caught.value.__cause__, GangError)
@@ -134,9 +153,9 @@ def test_all_ranks_raise_the_same(client: Client, launch: ft.Launch) -> None:  #
     assert watched.starts(0) == [0, ft.SAVED_AT]
 
 
-def test_a_batch_skipped_for_lack_of_memory_does_not_hang_the_others(client: Client, launch: ft.Launch) -> None:
+def test_a_batch_skipped_for_lack_of_memory_does_not_hang_the_others(where: Client | int, launch: ft.Launch) -> None:
     """10: caught by the function itself, so that only its missing collective shows."""
-    watched = launch(client, "skip", breaks_at=10, gang=Gang(hang_timeout=2.0, max_restarts=0))
+    watched = launch(where, "skip", breaks_at=10, gang=Gang(hang_timeout=2.0, max_restarts=0))
     with pytest.raises(GangHungError, match="its function has returned") as caught:
         watched.futures.result(60)
     assert caught.value.rank == 1
@@ -179,8 +198,10 @@ def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, 
     assert caught.value.rank == 1
 
 
-def test_a_suspended_rank_of_an_older_generation_can_write_nothing(client: Client, launch: ft.Launch) -> None:  # 16
-    watched = launch(client, "suspend", at_rank=0, gang=Gang(hang_timeout=2.0))
+def test_a_suspended_rank_of_an_older_generation_can_write_nothing(
+    where: Client | int, launch: ft.Launch
+) -> None:  # 16
+    watched = launch(where, "suspend", at_rank=0, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0, ft.SAVED_AT])
     with pytest.raises(ProcessLookupError):
         os.kill(watched.broken_pid(), signal.SIGCONT)
