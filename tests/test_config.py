@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flytekit import Resources
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
 
 NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
 
@@ -81,6 +81,17 @@ def test_workers_must_be_a_whole_number_from_one_up(config: Any, number: Any) ->
         config(workers=WorkerGroup(number_of_workers=number))
     assert str(caught.value) == (
         f"{config.__name__}(workers.number_of_workers={number!r}): must be a whole number from 1 up"
+    )
+
+
+def test_spawn_names_all_its_problems_in_one_error() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        SpawnDDP(nproc=0, start_method="fork", gang=Gang(ranks_per_worker=2, min_workers=2))  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "SpawnDDP(nproc=0): must be 'auto' or a whole number from 1 up; "
+        "SpawnDDP(start_method='fork'): must be one of forkserver, spawn; "
+        "SpawnDDP(gang.ranks_per_worker=2): must be left alone; nproc is the number of ranks; "
+        "SpawnDDP(gang.min_workers=2): must be left alone; there is one node"
     )
 
 

@@ -225,6 +225,38 @@ def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
     assert server_process().num_fds() == before
 
 
+# ---- Fresh interpreters ----------------------------------------------------------------------------------------------
+
+
+def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None:
+    forkserver.shutdown()
+    with contextlib.closing(forkserver.connect("spawn")) as client:
+        Rank(client, 0, Doing(os._exit, 7))
+        source = """
+            import os, sys, time
+            print("torch" in sys.modules, os.getsid(0) == os.getpid(), os.getppid())
+            print("to stderr", file=sys.stderr)
+            print(os.getpid())
+            time.sleep(600)
+        """
+        rank = Rank.running(client, 1, source)
+        server = server_process()
+        assert rank.line() == f"False True {server.pid}"
+        assert rank.line() == "to stderr"
+        [pid] = pids_of(rank)
+        assert next_exit(client) == (0, 7)
+        assert not sockets_of(pid) & sockets_of(server.pid)
+        server.kill()
+        assert are_gone([pid])
+        server.wait()
+
+
+def test_closing_a_client_kills_its_spawned_ranks_and_their_children() -> None:
+    with contextlib.closing(forkserver.connect("spawn")) as client:
+        pids = pids_of(Rank.running(client, 0, FAMILY))
+    assert are_gone(pids)
+
+
 # ---- Nothing is left ------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed import Client
 
@@ -206,3 +207,15 @@ def test_a_suspended_rank_of_an_older_generation_can_write_nothing(
     with pytest.raises(ProcessLookupError):
         os.kill(watched.broken_pid(), signal.SIGCONT)
     assert watched.kept == [4, 8]
+
+
+def test_the_fork_server_of_a_node_is_killed(launch: ft.Launch) -> None:
+    """With it all ranks die, and the agent: on the task's own node nobody else would bring them back."""
+    with nothing_left_behind():
+        watched = launch(2, pace=0.2)
+        watched.wait_for("kept-4")
+        next(child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())).kill()
+        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.starts(0) == [0, ft.SAVED_AT]
+        assert any("its worker was lost" in note for note in watched.notes)
+        forkserver.shutdown()

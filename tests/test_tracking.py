@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import time
@@ -239,6 +240,39 @@ def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_
     run = run_in(tmp_path)
     assert run["exit_code"] == 1
     assert [row["loss"] for row in run["history"]] == [3.0]
+
+
+@pytest.mark.timeout(90)
+def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unwatched = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.watch(model, log_freq=2)
+    for step in range(1, 5):
+        model(torch.ones(4, 3)).sum().backward()
+        model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
+        optimizer.step()
+        unwatched.step()
+        if step != 2:
+            tracker.log(record(step, loss=1.0))
+    tracker.finish(0)
+    rows = {row["step"]: row for row in run_in(tmp_path)["history"]}
+    names = {f"gradients/{layer}.{part}" for layer in "01" for part in ("weight", "bias")}
+    assert {step: {name for name in row if name.startswith("gradients/")} for step, row in rows.items()} == {
+        1: set(),
+        3: names,  # those of step 2
+        4: names,
+    }
+    histogram = rows[4]["gradients/0.weight"]
+    assert histogram["_type"] == "histogram"
+    assert (sum(histogram["values"]), len(histogram["values"]), len(histogram["bins"])) == (
+        5,
+        64,
+        65,
+    )  # the finite ones
 
 
 @pytest.mark.timeout(90)
