@@ -120,8 +120,8 @@ def test_nccl_without_gpus_is_refused_before_any_rank_starts(
 @pytest.mark.parametrize(
     ("how", "kind", "origin", "said"),
     [
-        ("value", NON_RECOVERABLE, USER, "ValueError: the numbers do not add up"),
-        ("recoverable", RECOVERABLE, USER, "FlyteRecoverableException"),
+        ("value", NON_RECOVERABLE, USER, "Message:\n\n    ValueError: the numbers do not add up"),
+        ("recoverable", RECOVERABLE, USER, "Message:\n\n    FlyteRecoverableException: "),
         ("killed", RECOVERABLE, SYSTEM, "SIGKILL"),
     ],
 )

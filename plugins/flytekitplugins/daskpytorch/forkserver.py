@@ -5,8 +5,7 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
 
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
-                                                   client's ranks
-                                                   of a client that wants them `spawn`ed each is a fresh interpreter
+                                                   client's ranks, which are fresh interpreters where it asked for that
     fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, takes
                                                    over the control socket, and so starts later ranks warmer
 All sockets are Unix SOCK_SEQPACKET pairs, so a message is one packet and nothing has a name or a port.

@@ -253,7 +253,9 @@ def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
     if isinstance(value, FlyteException):
         value._timestamp = value.timestamp or gang_error.time  # noqa: SLF001 - the user's own constructor may not ask
         return error
-    return FlyteUserRuntimeException(FlyteUserRuntimeException(value, timestamp=gang_error.time))
+    # flytekit asks only exceptions of its own for their time, and shows the type's name and the text of the value.
+    looks = {"__str__": lambda _: str(value), "error_code": error.error_code}
+    return FlyteUserRuntimeException(type(type(value).__name__, (FlyteException,), looks)(timestamp=gang_error.time))
 
 
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:
