@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -394,6 +396,13 @@ def what_the_fork_server_has_imported() -> tuple[bool, int]:
     return "torch._dynamo" in sys.modules, os.getppid()
 
 
+def num_inherited_folders() -> int:
+    """Temporary folders that the first rank to end would remove for all others."""
+    cleanup = tempfile.TemporaryDirectory._cleanup
+    return sum(entry.func == cleanup for entry in weakref.finalize._registry.values())
+
+
+@pytest.mark.slow
 def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
     preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload"}
     with (
@@ -430,6 +439,7 @@ def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Pa
         until(lambda: dispatch.run(client, what_the_fork_server_has_imported).result(60)[0][0], "the successor")
         _, successor = dispatch.run(client, what_the_fork_server_has_imported).result(60)[1]
         assert psutil.Process(successor).ppid() == server
+        assert dispatch.run(client, num_inherited_folders).result(60) == [0, 0]
         os.kill(successor, signal.SIGKILL)  # then both end, and the next gang has a new one
         until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == "zombie", "the first to end")
         assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]

@@ -8,16 +8,20 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from flytekit import Secret
+from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch import Wandb, tracking
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.tracking import RunSettings, Tracker
+from flytekitplugins.daskpytorch.observer import Shape
+from flytekitplugins.daskpytorch.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.tracking import RunSettings, Tracker, run_config
 from wandb_file import read_records, read_run
 
 OURS = ("WANDB_", "FLYTE_", "_FSEC_", "NETRC")
@@ -96,6 +100,25 @@ def test_notes_are_the_link_to_flytes_console(monkeypatch: pytest.MonkeyPatch) -
     assert settings().notes is None
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
     assert settings().notes == "https://flyte.example/f3a"
+
+
+def test_config_of_a_run_has_inputs_and_gang() -> None:
+    @dataclass
+    class Rates:
+        first: float
+        second: float
+
+    node = Node(worker="w", host="h", num_cores=2, gpus=("0",), gpu_names=("H100",), interface=None, versions={})
+    shape = Shape(name="train", backend="gloo", nodes=[node], places=place_ranks([node], 2))
+    inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
+    assert run_config(inputs, shape) == {
+        "file": "s3://b/names.csv",
+        "first": 0.5,
+        "second": 0.25,
+        "num_names": 21,
+        "few": "[1, 2]",
+        "gang": {"world_size": 2, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": ["H100"]},
+    }
 
 
 def test_console_link_has_project_host_and_type() -> None:

@@ -41,6 +41,8 @@ from tasks.names import load_names, split_by_name
 
 NamesFile = FlyteFile["json"]
 NUM_WORKERS = int(os.environ.get("PET_NAMES_WORKERS", "2"))
+SETTINGS = {"PET_NAMES_WORKERS": str(NUM_WORKERS)}
+"""For the tasks' pods, which import this file again."""
 
 
 class TrainingOutputs(NamedTuple):
@@ -75,7 +77,7 @@ class Quality:
     """The same loss of a model that knows only the character before."""
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"))
+@task(requests=Resources(cpu="1", mem="1Gi"), environment=SETTINGS)
 def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
     """Load and clean the names, and refuse what cannot be trained on before any cluster starts."""
     if num_names < 0:
@@ -101,6 +103,7 @@ def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
         wandb=Wandb(project="pet-names"),
     ),
     requests=Resources(cpu="1", mem="2Gi"),
+    environment=SETTINGS,
     retries=2,
     enable_deck=True,
 )

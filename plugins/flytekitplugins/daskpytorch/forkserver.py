@@ -409,11 +409,12 @@ def _import_for_ranks() -> None:
 
 
 def _import_for_training() -> None:
-    """Import what the first optimizer would (3 s), and what rank 0 needs where its metrics are recorded."""
+    """Import what the first optimizer would (3 s).
+
+    Not wandb: it makes a folder for media when it is imported, which the first rank to end would remove for all others.
+    """
     import torch._dynamo  # noqa: F401
 
-    with contextlib.suppress(ImportError):
-        import wandb  # noqa: F401
     gc.collect()
     gc.freeze()
 

@@ -125,7 +125,7 @@ def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries."""
     plain: dict[str, Any] = {}
     for name, value in inputs.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
             plain |= _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         elif isinstance(value, (str, int, float, bool, type(None))):
             plain[name] = value
