@@ -29,6 +29,14 @@ def data_folder() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def mnist_folder(data_folder: Path) -> Path:
+    """Real digits in torchvision's layout: 8,000 to train on, 2,000 to test on."""
+    if not (data_folder / "mnist").is_dir():
+        pytest.skip(f"no MNIST at {data_folder / 'mnist'}")
+    return data_folder / "mnist"
+
+
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[Client]:
     """A plain client of the test file's cluster."""

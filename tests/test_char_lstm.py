@@ -542,6 +542,7 @@ def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], i
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_resumed_gang_of_three(tmp_path: Path) -> None:
     """From three ranks on, the order in which they add up their gradients matters."""
     for found in _run_ranks(_run_three, 3, tmp_path):

@@ -72,7 +72,7 @@ def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
 def test_a_pod_that_does_not_come_back_is_an_error_that_counts(
     cluster: Cluster, client: Client, launch: ft.Launch
 ) -> None:  # 21, 30
-    watched = launch(client, "wait", gang=Gang(start_timeout=8))
+    watched = launch(client, "wait", gang=Gang(start_timeout=12))
     watched.wait_for("broken")
     cluster.kill_worker(1)
     with pytest.raises(WorkerLostError, match=r"1 of 2 workers are left of train, 2 are needed.*\n.*was lost"):

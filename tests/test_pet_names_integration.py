@@ -89,6 +89,7 @@ def test_data_from_s3(tmp_path: Path, s3: Mapping[str, str]) -> None:
     assert len(outputs(done)[0]) == 1
 
 
+@pytest.mark.slow
 def test_more_ranks_than_two(tmp_path: Path) -> None:
     done = pet_names("--hp", '{"epochs": 1, "batch_size": 9000}', cwd=tmp_path, env={"PET_NAMES_WORKERS": "3"})
     assert "starting 3 ranks on 3 workers" in done.stderr
@@ -120,6 +121,7 @@ def test_bad_input_is_refused_before_a_cluster_starts(tmp_path: Path, flags: tup
     assert "starting" not in text
 
 
+@pytest.mark.slow
 def test_the_seattle_names_beat_a_bigram_model(tmp_path: Path, data_folder: Path) -> None:
     path = data_folder / "seattle_pet_licenses.csv"
     done = pet_names("--data", str(path), "--hp", '{"epochs": 1, "batch_size": 1024}', cwd=tmp_path)

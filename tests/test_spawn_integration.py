@@ -54,10 +54,11 @@ def attempt(project: Path, task: str, *, env: dict[str, str] | None = None, **in
 def test_both_start_methods_by_pyflyte_run_with_outputs_for_the_next_node(project: Path) -> None:
     """A real all-reduce, helpers of the task's module and project, several types of output."""
     with nothing_left_behind():
-        done = pyflyte_run("flows/spawned.py", "both", "--number", "2", cwd=project)
+        done = pyflyte_run("flows/spawned.py", "both", "--number", "2", cwd=project, env={"OMP_NUM_THREADS": "7"})
     assert done.returncode == 0, done.stdout + done.stderr
-    # 2 + 20 (+ 200) over the ranks; the helper of another module adds 100.
-    assert "122 2 132 a from rank 0 A | 322 3 1332 b from rank 0 B" in done.stdout
+    # 2 + 20 (+ 200) over the ranks, and 100 from a helper of another module; threads that torch uses, and is told to.
+    two, three = (f"{threads} {threads}" for threads in (max(1, (os.cpu_count() or 1) // size) for size in (2, 3)))
+    assert f"122 2 132 a from rank 0 A {two} | 322 3 1332 b from rank 0 B {three}" in done.stdout
     assert "forked: starting 2 ranks on 1 worker, 1 host (CPU, gloo)" in done.stderr
 
 
@@ -73,14 +74,6 @@ def test_what_a_rank_is_given_and_gives(project: Path) -> None:
     uploaded = done.outputs["file"].scalar.blob.uri
     assert uploaded.startswith(str(done.folder / "raw"))
     assert Path(uploaded).read_text() == "hello from rank 0"
-
-
-def test_threads_of_ranks_that_are_fresh_interpreters(project: Path) -> None:
-    done = attempt(project, "fresh", number=1.0, text="hello", env={"OMP_NUM_THREADS": "7"})
-    threads = max(1, (os.cpu_count() or 1) // 3)
-    assert done.outputs["seen"].map.literals["threads"].scalar.primitive.string_value == f"{threads} {threads}", (
-        done.output
-    )
 
 
 def here(monkeypatch: pytest.MonkeyPatch, name: str) -> LiteralMap:
@@ -137,14 +130,11 @@ def test_errors_have_flytes_kind_and_the_time_of_the_failure(
     assert 0 <= done.error.timestamp.seconds + done.error.timestamp.nanos / 1e9 - failed_at < 0.4
 
 
-@pytest.mark.parametrize(("fail_at", "exit_code"), [(-1, 0), (1, 1)])
-def test_weights_and_biases(project: Path, tmp_path: Path, fail_at: int, exit_code: int) -> None:
-    done = attempt(project, "tracked", steps=3, fail_at=fail_at, env={"WANDB_DIR": str(tmp_path)})
-    assert done.has_error == bool(exit_code)
+def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(project: Path, tmp_path: Path) -> None:
+    done = attempt(project, "tracked", steps=3, fail_at=1, env={"WANDB_DIR": str(tmp_path)})
+    assert done.has_error
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     run = read_run(file)
-    assert run["exit_code"] == exit_code
-    losses = [row["loss"] for row in run["history"]]
-    assert losses == [1.0, 0.5, 1 / 3][: len(losses)]
-    assert len(losses) >= (3 if fail_at < 0 else 2)
+    assert run["exit_code"] == 1
+    assert [row["loss"] for row in run["history"]][:2] == [1.0, 0.5]
     assert run["config"]["gang"]["world_size"] == 2

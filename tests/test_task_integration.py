@@ -300,13 +300,15 @@ def test_a_killed_worker_is_a_system_error(project: Path, tmp_path: Path) -> Non
 
 def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> None:
     with dask_cluster(tmp_path, 1) as cluster:
-        attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+        env, folder = {"START_TIMEOUT": "5"}, tmp_path / "run"
+        attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=folder, env=env)
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     assert "1 of 2 Dask workers came" in attempt.error.message
 
 
 def test_a_scheduler_that_does_not_answer_is_named(project: Path, tmp_path: Path) -> None:
-    attempt = execute("fail", {"how": "value"}, cluster="tcp://127.0.0.1:9", cwd=project, folder=tmp_path / "run")
+    env, folder = {"START_TIMEOUT": "5"}, tmp_path / "run"
+    attempt = execute("fail", {"how": "value"}, cluster="tcp://127.0.0.1:9", cwd=project, folder=folder, env=env)
     assert attempt.error.origin == SYSTEM
     assert "no Dask scheduler answered at tcp://127.0.0.1:9" in attempt.error.message
 

@@ -140,12 +140,17 @@ def tracked(steps: int, fail_at: int = -1) -> int:
 
 @task
 def describe(
-    totals: list[float], shapes: list[Shape], weights: list[torch.Tensor], files: list[FlyteFile], texts: list[str]
+    totals: list[float],
+    shapes: list[Shape],
+    weights: list[torch.Tensor],
+    files: list[FlyteFile],
+    texts: list[str],
+    seen: list[dict[str, str]],
 ) -> str:
     """The outputs as the next node gets them, in a line."""
     return " | ".join(
-        f"{total:g} {shape.world_size} {int(weight.sum())} {Path(file.download()).read_text()} {text}"
-        for total, shape, weight, file, text in zip(totals, shapes, weights, files, texts, strict=True)
+        f"{total:g} {shape.world_size} {int(weight.sum())} {Path(file.download()).read_text()} {text} {one['threads']}"
+        for total, shape, weight, file, text, one in zip(totals, shapes, weights, files, texts, seen, strict=True)
     )
 
 
@@ -156,6 +161,7 @@ def _described(*found: Found) -> str:
         weights=[one.weights for one in found],
         files=[one.file for one in found],
         texts=[one.text for one in found],
+        seen=[one.seen for one in found],
     )
 
 

@@ -53,7 +53,7 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
     return Outputs(total=shifted(total.item()), seen=seen, model_state=PythonPickledFile(path=str(path)))
 
 
-@task(task_config=DaskDDP(gang=Gang(start_timeout=20, max_restarts=0)))
+@task(task_config=DaskDDP(gang=Gang(start_timeout=float(os.environ.get("START_TIMEOUT", "20")), max_restarts=0)))
 def fail(how: str, started: str = "") -> float:
     """Rank 1 fails; rank 0 waits for it."""
     if current_rank().rank == 0:

@@ -1,0 +1,381 @@
+"""The network for digits: its training and evaluation alone, and in real gangs of one, two and three processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
+from processes import nothing_left_behind
+from tasks import cnn
+from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
+from tasks.digits import Digits, DigitSet, small_digits
+
+DIGITS = small_digits(seed=0)
+NUM_TRAINING, NUM_TEST = len(DIGITS.training), len(DIGITS.test)
+SMALL = Digits(
+    training=DigitSet(images=DIGITS.training.images[:100], labels=DIGITS.training.labels[:100]),
+    test=DigitSet(images=DIGITS.test.images[:30], labels=DIGITS.test.labels[:30]),
+    source="",
+)
+GANG_SIZES = (1, 2, 3)
+SHARED = Hyperparameters(epochs=2, batch_size=48, test_batch_size=100, log_interval=1)
+"""Gangs of one, two and three share a batch evenly; neither two nor three share the 359 test images evenly."""
+NOTHING = Recorded()
+UNEVEN = Hyperparameters(epochs=1, batch_size=50, test_batch_size=7, log_interval=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is too small for more, and threads that wait for busy cores cost minutes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class KilledError(Exception):
+    """What the fake checkpoint raises in place of a lost process."""
+
+
+class FakeCheckpoint(context.Checkpoint):
+    """Keeps the newest state in memory."""
+
+    def __init__(self, die_after: int | None = None) -> None:
+        self.die_after = die_after
+        self.steps: list[int] = []
+        self.state: Any = None
+
+    def save(self, state: Any, step: int) -> None:
+        self.steps.append(step)
+        self.state = copy.deepcopy(state)
+        if len(self.steps) == self.die_after:
+            raise KilledError
+
+    def load(self) -> Any | None:
+        return self.state
+
+
+@dataclass
+class Trained:
+    """What one training left."""
+
+    result: TrainingResult | None
+    log: list[LogRecord]
+
+    @property
+    def by_step(self) -> list[LogRecord]:
+        return [record for record in self.log if "held_out_loss" not in record.metrics]
+
+    @property
+    def by_epoch(self) -> list[LogRecord]:
+        return [record for record in self.log if "held_out_loss" in record.metrics]
+
+
+def _train(digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING, **changes: Any) -> Trained:
+    """Train in this process as it is, with a log; no result if it died."""
+    trained = Trained(result=None, log=[])
+    outside = current_rank()
+    context.enter(replace(outside, sink=trained.log.append, **changes))
+    try:
+        trained.result = train(digits, hp, recorded)
+    except KilledError:
+        pass
+    finally:
+        context.enter(outside)
+    return trained
+
+
+@pytest.fixture(scope="module")
+def gangs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """For each size of a gang, what each of its ranks brought back from `_run_cases`."""
+    directory = tmp_path_factory.mktemp("gangs")
+    resource_tracker.ensure_running()  # Python's own, which stays as long as the test process
+    with nothing_left_behind():
+        ranks = mp.spawn(_run_rank, (directory,), nprocs=max(GANG_SIZES), join=False)
+        deadline = time.monotonic() + 100
+        try:
+            while not ranks.join(timeout=1):
+                assert time.monotonic() < deadline, "the gangs did not end within 100 s"
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+    return {
+        size: [torch.load(directory / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)]
+        for size in GANG_SIZES
+    }
+
+
+def _run_rank(rank: int, directory: Path) -> None:
+    """Be a rank of each gang in turn, the greatest first."""
+    torch.set_num_threads(1)
+    for size in reversed(GANG_SIZES):
+        if rank < size:
+            dist.init_process_group("gloo", init_method=f"file://{directory}/store{size}", rank=rank, world_size=size)
+            context.enter(RankContext(rank=rank, local_rank=rank, world_size=size, local_world_size=size))
+            torch.save(_run_cases(), directory / f"{size}-{rank}.pt")
+            dist.destroy_process_group()
+
+
+def _run_cases() -> dict[str, Any]:
+    found: dict[str, Any] = {"shared": _train(DIGITS, SHARED), "uneven": _train(SMALL, UNEVEN)}
+    found["untrained"] = evaluate(_untrained(), DIGITS.test, batch_size=100)
+    found["few"] = evaluate(_untrained(), _first(2), batch_size=1)
+    with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        group = cnn._group("gloo")
+    found["group"] = group is not None
+    found["other_group"] = evaluate(_untrained(), DIGITS.test, batch_size=100, group=group)
+    return found
+
+
+def _untrained() -> CNN:
+    torch.manual_seed(0)
+    return CNN()
+
+
+def _first(count: int) -> DigitSet:
+    return DigitSet(images=DIGITS.test.images[:count], labels=DIGITS.test.labels[:count])
+
+
+# The hyperparameters
+
+
+def test_every_wrong_hyperparameter_is_named() -> None:
+    with pytest.raises(ValueError, match="backend='mpi'") as error:
+        Hyperparameters(
+            backend="mpi",
+            batch_size=0,
+            test_batch_size=0,
+            epochs=0,
+            learning_rate=math.inf,
+            sgd_momentum=1,
+            seed=-1,
+            log_interval=0,
+        )
+    assert str(error.value).split("; ") == [
+        "Hyperparameters(backend='mpi'): must be one of auto, gloo, nccl",
+        "Hyperparameters(batch_size=0): must be a whole number from 1 up",
+        "Hyperparameters(test_batch_size=0): must be a whole number from 1 up",
+        "Hyperparameters(epochs=0): must be a whole number from 1 up",
+        "Hyperparameters(learning_rate=inf): must be a finite number above 0",
+        "Hyperparameters(sgd_momentum=1): must be a number from 0 to below 1",
+        "Hyperparameters(seed=-1): must be a whole number from 0 up and below 2**63",
+        "Hyperparameters(log_interval=0): must be a whole number from 1 up",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 1.5),
+        ("epochs", True),
+        ("learning_rate", 0),
+        ("learning_rate", math.nan),
+        ("sgd_momentum", -0.1),
+        ("sgd_momentum", math.nan),
+        ("seed", 2**63),
+    ],
+)
+def test_wrong_hyperparameter(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^Hyperparameters\({field}=[^;]*$"):
+        Hyperparameters(**{field: value})
+
+
+def test_momentum_may_be_none_at_all() -> None:
+    assert Hyperparameters(sgd_momentum=0).sgd_momentum == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="backend='nccl' needs a GPU, and rank 0 has none"):
+        train(SMALL, Hyperparameters(backend="nccl"))
+
+
+# The model
+
+
+@pytest.mark.parametrize("count", [0, 1, 30])
+def test_the_model_scores_ten_digits(count: int) -> None:
+    logits = CNN()(DIGITS.test.images[:count])
+    assert logits.shape == (count, 10)
+    assert logits.dtype == torch.float32
+
+
+def test_weights_of_another_model() -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):
+        CNN.from_state_dict({"dense.weight": torch.zeros(1)})
+
+
+# Evaluation
+
+
+def test_evaluation_counts_every_image_once() -> None:
+    model = _untrained()
+    logits = model(DIGITS.test.images)
+    found = evaluate(model, DIGITS.test, batch_size=100)
+    assert found.num_images == NUM_TEST
+    assert found.loss == pytest.approx(F.cross_entropy(logits, DIGITS.test.labels).item(), rel=1e-5)
+    assert found.accuracy == (logits.argmax(dim=1) == DIGITS.test.labels).double().mean().item()
+    assert torch.equal(found.guesses, logits.argmax(dim=1))
+    torch.testing.assert_close(found.scores, logits.softmax(dim=1))
+
+
+def test_an_image_that_is_not_counted_once_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="1 of 4 test images not at all and 2 more than once"):
+        cnn._check_all_seen(torch.tensor([0, 2, 1, 3]))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", GANG_SIZES)
+def test_a_gang_counts_every_image_once(gangs: dict[int, list[dict[str, Any]]], size: int) -> None:
+    expected = evaluate(_untrained(), DIGITS.test, batch_size=100)
+    for rank in gangs[size]:
+        for found in (rank["untrained"], rank["other_group"]):
+            assert found.num_images == NUM_TEST
+            assert found.accuracy == expected.accuracy
+            torch.testing.assert_close(found.scores, expected.scores)
+        assert rank["few"].num_images == 2  # a gang of three leaves one rank without
+        assert rank["group"] == (size > 1)
+
+
+# Training
+
+
+def test_training_alone() -> None:
+    hp = Hyperparameters(epochs=2, batch_size=48, test_batch_size=100, log_interval=20)
+    trained = _train(DIGITS, hp, Recorded(num_batches=2, num_images=3))
+    assert trained.result is not None
+    steps_per_epoch = math.ceil(NUM_TRAINING / 48)
+    assert [record.step for record in trained.by_step] == list(range(20, 2 * steps_per_epoch + 1, 20))
+    assert all(set(record.metrics) == {"epoch", "loss", "samples_per_second"} for record in trained.by_step)
+    assert {record.num_steps for record in trained.log} == {2 * steps_per_epoch}
+
+    first, last = trained.result.epochs
+    assert [record.step for record in trained.by_epoch] == [steps_per_epoch, 2 * steps_per_epoch]
+    assert [record.numbers for record in trained.by_epoch] == [asdict(first), asdict(last)]
+    assert last.loss < first.loss < math.log(10)
+    assert last.held_out_loss < first.held_out_loss < math.log(10)
+    assert last.held_out_accuracy > 0.8
+
+    evaluation = evaluate(CNN.from_state_dict(trained.result.state_dict), DIGITS.test, batch_size=100)
+    assert evaluation.accuracy == last.held_out_accuracy
+    assert trained.result.evaluation is not None
+    assert torch.equal(trained.result.evaluation.scores, evaluation.scores)
+    table = trained.by_epoch[-1].metrics["predictions"]
+    assert [row[0] for row in table.data] == ["0_0", "1_0", "2_0", "0_1", "1_1", "2_1"]
+    assert [row[2] for row in table.data] == evaluation.guesses[[0, 1, 2, 100, 101, 102]].tolist()
+
+
+@pytest.mark.parametrize("recorded", [Recorded(), Recorded(num_batches=1), Recorded(num_images=1)])
+def test_no_table_where_none_is_asked_for(recorded: Recorded) -> None:
+    trained = _train(SMALL, Hyperparameters(epochs=1), recorded)
+    assert "predictions" not in trained.by_epoch[0].metrics
+
+
+def test_no_table_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cnn, "predictions_table", mock.Mock(side_effect=OSError("no space left on device")))
+    trained = _train(SMALL, Hyperparameters(epochs=1), Recorded(num_batches=1, num_images=1))
+    assert "held_out_loss" in trained.by_epoch[0].metrics
+    assert "no table of predictions: OSError: no space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_gradients_are_watched_where_asked_for(gradients: bool) -> None:
+    watched: list[Any] = []
+    _train(
+        SMALL, Hyperparameters(epochs=1), Recorded(gradients=gradients), watcher=lambda model, _: watched.append(model)
+    )
+    assert [isinstance(model, CNN) for model in watched] == [True] * gradients
+
+
+def test_training_repeats_and_depends_on_the_seed() -> None:
+    def losses(seed: int) -> list[float]:
+        trained = _train(SMALL, Hyperparameters(epochs=2, batch_size=16, seed=seed, log_interval=1))
+        return [record.numbers["loss"] for record in trained.by_step]
+
+    assert losses(seed=1) == losses(seed=1)
+    assert losses(seed=1) != losses(seed=2)
+
+
+def test_a_batch_may_be_more_than_all_images() -> None:
+    trained = _train(SMALL, Hyperparameters(epochs=2, batch_size=1000, log_interval=1))
+    assert [record.step for record in trained.by_step] == [1, 2]
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2, 3])
+def test_training_goes_on_after_a_whole_epoch(num_epochs: int) -> None:
+    hp = Hyperparameters(epochs=3, batch_size=16, log_interval=1)
+    expected = _train(SMALL, hp)
+    checkpoint = FakeCheckpoint(die_after=num_epochs)
+    assert _train(SMALL, hp, checkpoint=checkpoint).result is None
+    found = _train(SMALL, hp, checkpoint=checkpoint)
+    assert found.result is not None
+    assert expected.result is not None
+    assert checkpoint.steps == [7, 14, 21]
+    assert [record.step for record in found.by_step] == list(range(7 * num_epochs + 1, 22))
+    torch.testing.assert_close(found.result.state_dict, expected.result.state_dict, rtol=0, atol=0)
+    assert [epoch.held_out_loss for epoch in found.result.epochs] == [
+        epoch.held_out_loss for epoch in expected.result.epochs
+    ]
+    assert found.result.evaluation is not None
+
+
+@pytest.mark.parametrize(("num_steps", "num_epochs"), [(3, 0), (10, 1)])
+def test_a_gang_that_is_to_stop_returns_at_once(num_steps: int, num_epochs: int) -> None:
+    signal = StopSignal()
+    signal.release(num_steps - 1)
+    trained = _train(SMALL, Hyperparameters(epochs=3, batch_size=16, log_interval=1), stop_signal=signal)
+    assert trained.result is not None
+    assert trained.by_step[-1].step == num_steps
+    assert len(trained.result.epochs) == num_epochs
+    assert (trained.result.evaluation is None) == (num_epochs == 0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gang_follows_one_rank(gangs: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """The same weights at the start and the same batches: the first losses agree, and the accuracy in the end."""
+    alone, together = gangs[1][0]["shared"], gangs[size][0]["shared"]
+    first_losses = [[record.numbers["loss"] for record in trained.by_step[:10]] for trained in (alone, together)]
+    assert first_losses[0] == pytest.approx(first_losses[1], rel=1e-3)
+    assert [record.num_steps for record in together.log] == [record.num_steps for record in alone.log]
+    for one, several in zip(alone.result.epochs, together.result.epochs, strict=True):
+        assert several.held_out_accuracy == pytest.approx(one.held_out_accuracy, abs=0.02)
+    assert together.result.epochs[-1].held_out_accuracy > 0.8
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_end_alike(gangs: dict[int, list[dict[str, Any]]], size: int) -> None:
+    for case in ("shared", "uneven"):
+        first, *others = (rank[case].result for rank in gangs[size])
+        for other in others:
+            torch.testing.assert_close(other.state_dict, first.state_dict, rtol=0, atol=0)
+            assert [epoch.held_out_accuracy for epoch in other.epochs] == [
+                epoch.held_out_accuracy for epoch in first.epochs
+            ]
+            assert torch.equal(other.evaluation.scores, first.evaluation.scores)
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_that_ranks_cannot_share_evenly_is_rounded_up(gangs: dict[int, list[dict[str, Any]]]) -> None:
+    """100 images: two steps of 50 with one rank and with two; with three ranks, steps of 51."""
+    for size in GANG_SIZES:
+        trained = gangs[size][0]["uneven"]
+        assert [record.step for record in trained.by_step] == [1, 2]
+        assert trained.result.evaluation.num_images == 30

@@ -1,0 +1,194 @@
+"""The digits: from a directory, a mirror, a network that is down, and scikit-learn."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits as load_small
+from torch import Tensor
+from torchvision.datasets import MNIST
+
+from mnist_files import as_idx, write_mnist
+from tasks import digits
+from tasks.digits import FILES, Digits, DigitSet, load_digits
+
+
+def noise(count: int) -> DigitSet:
+    """Images of noise, labels in order."""
+    generator = torch.Generator().manual_seed(count)
+    images = torch.randint(256, (count, 28, 28), dtype=torch.uint8, generator=generator)
+    return DigitSet(images=images, labels=torch.arange(count) % 10)
+
+
+DIGITS = Digits(training=noise(30), test=noise(20), source="")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_mnist(DIGITS, tmp_path / "digits")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a download goes."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return tmp_path / "torch" / "hub" / "mnist"
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the only server that torchvision asks."""
+    folder = tmp_path / "mirror"
+    folder.mkdir()
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ask_only(monkeypatch, server.server_address[1])
+        yield folder
+        server.shutdown()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """The only server does not listen."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ask_only(monkeypatch, port)
+
+
+def ask_only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{port}/"])
+
+
+def pack(directory: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the mirror serve a directory's files, with checksums as torchvision knows those of MNIST."""
+    resources = []
+    for file in FILES:
+        packed = mirror / f"{Path(file).name}.gz"
+        packed.write_bytes(gzip.compress((directory / file).read_bytes()))
+        resources.append((packed.name, hashlib.md5(packed.read_bytes()).hexdigest()))
+    monkeypatch.setattr(MNIST, "resources", resources)
+
+
+def tensors(loaded: Digits) -> list[Tensor]:
+    return [loaded.training.images, loaded.training.labels, loaded.test.images, loaded.test.labels]
+
+
+def test_digits_in_a_directory(directory: Path) -> None:
+    loaded = load_digits(directory)
+    assert [tuple(tensor.shape) for tensor in tensors(loaded)] == [(30, 28, 28), (30,), (20, 28, 28), (20,)]
+    assert [tensor.dtype for tensor in tensors(loaded)] == [torch.uint8, torch.int64] * 2
+    for found, expected in zip(tensors(loaded), tensors(DIGITS), strict=True):
+        assert torch.equal(found, expected)
+    assert loaded.report == f"30 training and 20 test digits from {directory}"
+    assert load_digits(directory, source="s3://bucket/digits").source == "s3://bucket/digits"
+
+
+def test_real_digits(mnist_folder: Path) -> None:
+    loaded = load_digits(mnist_folder)
+    assert (len(loaded.training), len(loaded.test)) == (8_000, 2_000)
+    assert sorted(set(loaded.test.labels.tolist())) == list(range(10))
+
+
+def test_a_file_of_digits_depends_on_their_content_only(directory: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "here" / "digits.pt", tmp_path / "there" / "digits.pt"]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        load_digits(directory, source=f"place {number}").save(file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    for found, expected in zip(tensors(Digits.load(files[0])), tensors(DIGITS), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("given", ["", "digits/MNIST", "digits/MNIST/raw", "nowhere"])
+def test_a_directory_without_digits(tmp_path: Path, directory: Path, given: str) -> None:
+    with pytest.raises(ValueError, match="torchvision's layout") as error:
+        load_digits(tmp_path / given)
+    for part in (str(tmp_path / given), *FILES, "Give the directory that has MNIST/raw in it"):
+        assert part in str(error.value)
+
+
+def test_only_what_is_missing_is_named(directory: Path) -> None:
+    (directory / FILES[3]).unlink()
+    with pytest.raises(ValueError, match=rf"layout: {FILES[3]} not found"):
+        load_digits(directory)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        (FILES[0], b"", ""),
+        (FILES[0], b"<html>not found</html>", ""),
+        (FILES[0], as_idx(torch.zeros(30, 28, 28, dtype=torch.uint8))[:-1], ""),
+        (FILES[0], as_idx(torch.zeros(30, 8, 8, dtype=torch.uint8)), r"images of shape \(30, 8, 8\)"),
+        (FILES[2], as_idx(torch.zeros(19, 28, 28, dtype=torch.uint8)), "for 20 labels"),
+        (FILES[3], as_idx(torch.full((20,), 10, dtype=torch.uint8)), r"the labels \[10\] are no digits"),
+    ],
+)
+def test_damaged_files(directory: Path, file: str, content: bytes, said: str) -> None:
+    (directory / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"cannot read the digits in {directory}: .*{said}.*get the files anew"):
+        load_digits(directory)
+
+
+def test_no_digits_at_all() -> None:
+    with pytest.raises(ValueError, match=r"images of shape \(0, 28, 28\) for 0 labels"):
+        DigitSet(images=torch.zeros(0, 28, 28, dtype=torch.uint8), labels=torch.zeros(0, dtype=torch.int64))
+
+
+def test_download(directory: Path, mirror: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack(directory, mirror, monkeypatch)
+    loaded = load_digits()
+    assert loaded.source == f"MNIST in {home}"
+    for found, expected in zip(tensors(loaded), tensors(DIGITS), strict=True):
+        assert torch.equal(found, expected)
+    for file in mirror.iterdir():
+        file.unlink()
+    assert load_digits().source == f"MNIST in {home}"  # made once
+
+
+def test_without_network(no_network: None) -> None:
+    loaded = load_digits()
+    assert (len(loaded.training), len(loaded.test)) == (1_438, 359)
+    assert loaded.training.images.shape[1:] == (28, 28)
+    assert (int(loaded.training.images.min()), int(loaded.training.images.max())) == (0, 255)
+    labels = torch.cat([loaded.training.labels, loaded.test.labels])
+    assert labels.bincount().tolist() == torch.from_numpy(load_small().target).bincount().tolist()
+    assert "\n" not in loaded.report
+    for part in ("1,438 training", "scikit-learn", "could not be downloaded: ", "Connection refused", "give data_dir"):
+        assert part in loaded.report
+
+
+def test_the_split_depends_on_the_seed(no_network: None) -> None:
+    labels = [load_digits(seed=seed).test.labels for seed in (0, 0, 1)]
+    assert torch.equal(labels[0], labels[1])
+    assert not torch.equal(labels[0], labels[2])
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "NETWORK_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ask_only(monkeypatch, server.getsockname()[1])
+        assert "timed out" in load_digits().source
+    assert socket.getdefaulttimeout() is None
+
+
+def test_a_server_that_gives_something_else(
+    directory: Path, mirror: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(directory, mirror, monkeypatch)
+    for file in mirror.iterdir():
+        file.write_text("<html>Please log in to this network</html>")
+    assert "scikit-learn" in load_digits().source

@@ -1,0 +1,237 @@
+"""The digits' workflow through the real `pyflyte` script."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.types.directory import FlyteDirectory
+
+from conftest import REPOSITORY
+from mnist_files import write_mnist
+from processes import SCRIPTS, nothing_left_behind
+from tasks.cnn import CNN, Hyperparameters, evaluate
+from tasks.digits import FILES, load_digits, small_digits
+from wandb_file import read_records, read_run
+from workflows.mnist import prepare
+
+pytestmark = pytest.mark.timeout(180)
+
+WORKFLOW = REPOSITORY / "workflows" / "mnist.py"
+COLUMNS = ["id", "image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
+HP = {"epochs": 3}
+SMALL_HP = {"epochs": 1}
+OFF = {"WANDB_MODE": "disabled", "MNIST_RANKS": "1"}
+UNPLUGGED = OFF | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:1") | {"no_proxy": "", "NO_PROXY": ""}
+"""Environment of a machine whose every way to the network is refused."""
+
+
+@dataclass
+class Run:
+    """One run of the workflow, with what it left in its folder."""
+
+    done: subprocess.CompletedProcess[str]
+    folder: Path
+
+    @property
+    def outputs(self) -> tuple[list[float], Path]:
+        """Accuracies and weights, as the script printed them."""
+        found = re.search(r"Mnist\(epoch_accuracies=(\[.*?\]), model_state=(\S+), summary='", self.done.stdout)
+        assert found, self.done.stdout + self.done.stderr
+        return json.loads(found[1]), Path(found[2])
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether ranks were started, or Flyte's cache had the result."""
+        assert self.outputs
+        return "train: starting" in self.done.stderr
+
+    @property
+    def deck(self) -> str:
+        """The Decks of all tasks, which in a local run come together in the last one's."""
+        return max(self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html"), key=os.path.getmtime).read_text()
+
+    @property
+    def wandb(self) -> Path:
+        """The file of the only run that Weights & Biases recorded."""
+        (file,) = (self.folder / "wandb").glob("offline-run-*/*.wandb")
+        return file
+
+    @property
+    def tables(self) -> list[dict[str, Path]]:
+        """The files of each table of predictions that Weights & Biases recorded, by their names within it."""
+        artifacts = (r.artifact for r in read_records(self.wandb) if r.WhichOneof("record_type") == "artifact")
+        return [{entry.path: Path(entry.local_path) for entry in found.manifest.contents} for found in artifacts]
+
+
+def mnist(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = None) -> Run:
+    """Run the workflow, with the home directory that all runs of the folder share, and so Flyte's cache."""
+    own = folder / name
+    (own / "tmp").mkdir(parents=True)
+    folders = {"HOME": str(folder), "TORCH_HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp")}
+    with nothing_left_behind() as mark:
+        done = subprocess.run(
+            [str(SCRIPTS / "pyflyte"), "run", str(WORKFLOW), "mnist", *flags],
+            cwd=own,
+            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, "WANDB_MODE": "offline", **folders, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+    return Run(done=done, folder=own)
+
+
+def upload(directory: Path, s3: Mapping[str, str]) -> str:
+    """Put a directory of digits into the bucket; returns where."""
+    import boto3
+
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    client = boto3.client("s3", endpoint_url=s3["AWS_ENDPOINT_URL"], **keys)
+    for file in FILES:
+        client.put_object(Bucket=s3["bucket"], Key=f"digits/{file}", Body=(directory / file).read_bytes())
+    return f"s3://{s3['bucket']}/digits"
+
+
+@pytest.fixture(scope="module")
+def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("small")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, mnist_folder: Path) -> Run:
+    """Two ranks on real digits."""
+    flags = ("--data_dir", str(mnist_folder), "--hp", json.dumps(HP), "--num_logged_images", "8", "--watch")
+    return mnist(tmp_path_factory.mktemp("real"), "first", *flags)
+
+
+@pytest.fixture(scope="module")
+def small(small_runs: Path) -> Run:
+    """One rank on what there is without a network."""
+    return mnist(small_runs, "first", "--hp", json.dumps(SMALL_HP), env=UNPLUGGED)
+
+
+def test_two_ranks_learn_the_digits(real: Run, mnist_folder: Path) -> None:
+    accuracies, weights = real.outputs
+    assert "train: starting 2 ranks" in real.done.stderr
+    assert len(accuracies) == HP["epochs"]
+    assert accuracies[-1] >= 0.96
+    assert f"8,000 training and 2,000 test digits from {mnist_folder}" in real.done.stdout
+    assert f"test accuracy {accuracies[-1]:.2%} after epoch 3; of the 40 test digits" in real.done.stdout
+
+    state = torch.load(weights, weights_only=True)
+    assert not any(key.startswith("module.") for key in state)
+    found = evaluate(CNN.from_state_dict(state), load_digits(mnist_folder).test, batch_size=1000)
+    assert found.accuracy == pytest.approx(accuracies[-1], abs=0.001)
+
+
+def test_weights_and_biases_has_curves_and_gradients(real: Run) -> None:
+    run = read_run(real.wandb)
+    history: list[dict[str, Any]] = run["history"]
+    assert (run["project"], run["exit_code"]) == ("mnist", 0)
+    assert run["config"]["batch_size"] == 64
+    losses = {record["step"]: record["loss"] for record in history if "held_out_loss" not in record}
+    assert list(losses) == list(range(10, 376, 10))
+    assert losses[370] < losses[10]
+    epochs = [record for record in history if "held_out_accuracy" in record]
+    assert [(record["step"], record["epoch"]) for record in epochs] == [(125, 1), (250, 2), (375, 3)]
+    assert [record["held_out_accuracy"] for record in epochs] == real.outputs[0]
+    assert [record["predictions.nrows"] for record in epochs] == [16, 16, 16]
+    assert sum("gradients/layers.0.weight._type" in record for record in history) == 3
+
+
+def test_weights_and_biases_has_tables_of_predictions(real: Run) -> None:
+    assert len(real.tables) == HP["epochs"]
+    for files in real.tables:
+        table = json.loads(files["predictions.table.json"].read_text())
+        assert table["columns"] == COLUMNS
+        assert [row[0] for row in table["data"]] == [f"{image}_{batch}" for batch in range(2) for image in range(8)]
+        for _, image, guess, truth, *scores in table["data"]:
+            assert files[image["path"]].read_bytes().startswith(b"\x89PNG")
+            assert sum(scores) == pytest.approx(1, abs=1e-5)
+            assert scores.index(max(scores)) == guess
+            assert truth in range(10)
+
+
+def test_the_decks_show_digits(real: Run) -> None:
+    predictions, digits = re.split("<p>test accuracy", real.deck, maxsplit=1)
+    matrix = re.search(r"<h3>All 2,000 test digits</h3><table.*?</table>", predictions)
+    assert matrix
+    assert sum(int(count) for count in re.findall(r"<td[^>]*>(\d+)</td>", matrix[0])) == 2_000
+    worst = predictions[predictions.index("<h3>The 40 recognised worst</h3>") :]
+    assert worst.count("<img src='data:image/png;base64,") == digits.count("<img src='data:image/png;base64,") == 40
+    assert "held_out_accuracy" in predictions
+
+
+def test_the_readmes_command_is_the_one_that_runs_here() -> None:
+    assert (
+        f"pyflyte run workflows/mnist.py mnist --hp '{json.dumps(SMALL_HP)}'\n"
+        in (REPOSITORY / "README.md").read_text()
+    )
+
+
+def test_without_network_it_says_what_it_trains_on(small: Run) -> None:
+    assert small.has_trained
+    said = [line for line in small.done.stdout.splitlines() if "scikit-learn" in line]
+    assert len(said) == 1
+    assert said[0].startswith("1,438 training and 359 test digits from scikit-learn")
+    assert "MNIST could not be downloaded: " in said[0]
+    assert "give data_dir" in said[0]
+
+
+def test_equal_digits_from_elsewhere_are_not_trained_again(
+    small: Run, small_runs: Path, tmp_path: Path, s3: Mapping[str, str]
+) -> None:
+    """Nor are they if what is recorded changes."""
+    uri = upload(write_mnist(small_digits(seed=0), tmp_path / "digits"), s3)
+    flags = ("--data_dir", uri, "--hp", json.dumps(SMALL_HP), "--num_logged_batches", "1", "--watch")
+    again = mnist(small_runs, "again", *flags, env=OFF | {name: value for name, value in s3.items() if "AWS_" in name})
+    assert f"1,438 training and 359 test digits from {uri}\n" in again.done.stdout
+    assert not again.has_trained
+    assert again.outputs == small.outputs
+
+
+@pytest.mark.slow
+def test_other_hyperparameters_train_again(small: Run, small_runs: Path) -> None:
+    hp = json.dumps(SMALL_HP | {"learning_rate": 0.02, "backend": "gloo"})
+    other = mnist(small_runs, "other", "--hp", hp, env=UNPLUGGED)
+    assert other.has_trained
+    assert len(other.outputs[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data_dir": True}, "does not hold MNIST in torchvision's layout: MNIST/raw/train-images"),
+        ({"hp": Hyperparameters(backend="nccl")}, r"hp\.backend='nccl': needs GPUs; set MNIST_GPUS"),
+        ({"num_logged_batches": -1}, "num_logged_batches=-1: must be a whole number from 0 up"),
+        (
+            {"hp": Hyperparameters(backend="nccl"), "num_logged_images": -2},
+            "num_logged_images=-2: .*; hp.backend='nccl': ",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_ranks_start(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    inputs = {"data_dir": None, "hp": Hyperparameters(), "num_logged_batches": 1, "num_logged_images": 1} | given
+    if inputs["data_dir"]:
+        inputs["data_dir"] = FlyteDirectory(str(tmp_path))
+    with pytest.raises((ValueError, FlyteUserRuntimeException), match=said):
+        prepare(**inputs)
+
+
+def test_a_node_with_gpus_has_a_rank_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MNIST_GPUS", "4")
+    train = runpy.run_path(str(WORKFLOW), run_name="mnist_on_gpus")["train"]
+    assert train.task_config.nproc == "auto"
+    assert train.resources.requests.gpu == "4"
+    assert train.environment["MNIST_GPUS"] == "4"  # the pod reads it again

@@ -1,0 +1,225 @@
+"""Recognise handwritten digits with a small CNN that the ranks of one node train together, as a Flyte workflow.
+
+digits -> train (by DDP, in processes of one node) -> report
+
+On this machine, on MNIST, which is downloaded once; without network on the small digits that scikit-learn brings
+(well under two minutes on two cores, start included):
+
+    pyflyte run workflows/mnist.py mnist
+
+Tiny, to see that everything works; and on MNIST in a directory as torchvision lays it out (a path or s3://):
+
+    pyflyte run workflows/mnist.py mnist --hp '{"epochs": 1}' --num_logged_batches 1
+    pyflyte run workflows/mnist.py mnist --data_dir path/to/mnist
+
+On a Flyte backend, a local directory is uploaded first (build the image from the Dockerfile before):
+
+    MNIST_GPUS=4 pyflyte run --remote --image registry/daskpytorch:tag workflows/mnist.py mnist --data_dir ./mnist
+
+Training is cached by the content of the digits and the hyper-parameters: what only changes the records, such as
+`--watch`, does not train again. Locally the cache is in ~/.flyte; `pyflyte local-cache clear` empties it.
+
+When the workflow is registered or run here, `MNIST_GPUS` says how many GPUs of a node to train on, with a rank on each;
+without it, for a sandbox or a laptop, `MNIST_RANKS` says how many ranks share its CPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.distributed as dist
+from flytekit import Cache, Deck, HashMethod, Resources, current_context, task, workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, current_rank
+from flytekitplugins.daskpytorch.report import line_chart
+from tasks import cnn
+from tasks.cnn import CNN, Evaluation, Hyperparameters, Recorded
+from tasks.digits import Digits, DigitSet, load_digits
+from tasks.pictures import Picture, confusion_matrix, picture_grid
+
+NUM_GPUS = int(os.environ.get("MNIST_GPUS", "0"))
+NUM_RANKS = int(os.environ.get("MNIST_RANKS", "2"))
+SETTINGS = {"MNIST_GPUS": str(NUM_GPUS), "MNIST_RANKS": str(NUM_RANKS)}
+"""For the tasks' pods, which import this file again."""
+NUM_PICTURES = 40
+"""Digits that a Deck shows."""
+
+
+def _content_hash(file: FlyteFile) -> str:
+    return hashlib.sha256(Path(file.path).read_bytes()).hexdigest()
+
+
+DigitsFile = FlyteFile["pt"]
+HashedDigits = Annotated[DigitsFile, HashMethod(_content_hash)]
+"""Equal digits are the same to Flyte's cache, wherever they came from."""
+
+
+class TrainingOutputs(NamedTuple):
+    """What training leaves."""
+
+    epoch_accuracies: list[float]
+    """The share of the test images that are recognised, after each epoch."""
+    model_state: PythonPickledFile
+    """The weights of a `CNN`: `torch.load(..., weights_only=True)`."""
+
+
+class Mnist(NamedTuple):
+    """The outputs of the workflow."""
+
+    epoch_accuracies: list[float]
+    model_state: PythonPickledFile
+    summary: str
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS)
+def prepare(
+    data_dir: FlyteDirectory | None, hp: Hyperparameters, num_logged_batches: int, num_logged_images: int
+) -> HashedDigits:
+    """Load or download the digits once, and refuse what cannot be trained before any rank starts."""
+    _check(hp, num_logged_batches, num_logged_images)
+    digits = _load(data_dir, hp.seed)
+    print(digits.report)
+    path = Path(current_context().working_directory, "digits.pt")
+    digits.save(path)
+    return DigitsFile(path=str(path))
+
+
+@task(
+    task_config=SpawnDDP(
+        nproc="auto" if NUM_GPUS else NUM_RANKS, gang=Gang(max_restarts=3), wandb=Wandb(project="mnist")
+    ),
+    requests=Resources(cpu="2", mem="4Gi", gpu=str(NUM_GPUS) if NUM_GPUS else None),
+    environment=SETTINGS,
+    retries=2,
+    cache=Cache(version="1", ignored_inputs=("num_logged_batches", "num_logged_images", "watch")),
+    enable_deck=True,
+)
+def train(
+    digits: DigitsFile, hp: Hyperparameters, num_logged_batches: int, num_logged_images: int, watch: bool
+) -> TrainingOutputs:
+    """Train in every rank; the first rank's outputs are the task's."""
+    loaded = Digits.load(_fetch(digits))
+    recorded = Recorded(num_batches=num_logged_batches, num_images=num_logged_images, gradients=watch)
+    result = cnn.train(loaded, hp, recorded)
+    if result.evaluation is not None and current_rank().is_main:
+        Deck("Predictions", _predictions(loaded.test, result.evaluation))
+    path = Path(current_context().working_directory, "model_state.pt")
+    torch.save(result.state_dict, path)
+    return TrainingOutputs(
+        epoch_accuracies=[epoch.held_out_accuracy for epoch in result.epochs],
+        model_state=PythonPickledFile(path=str(path)),
+    )
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), enable_deck=True)
+def report(digits: DigitsFile, epoch_accuracies: list[float], model_state: PythonPickledFile) -> str:
+    """Try the weights that arrived on a few test digits; say in a line, and show in a Deck, how it went."""
+    pictures = _classify(_load_model(model_state), Digits.load(digits.download()).test)
+    num_right = sum(not picture.is_wrong for picture in pictures)
+    text = (
+        f"test accuracy {epoch_accuracies[-1]:.2%} after epoch {len(epoch_accuracies)}; of the {len(pictures)} test "
+        f"digits in the Deck {num_right} are recognised"
+    )
+    Deck(
+        "Digits",
+        f"<p>{text}</p>"
+        + picture_grid(pictures)
+        + line_chart("test accuracy", {"CNN": list(enumerate(epoch_accuracies, 1))}, "epoch"),
+    )
+    print(text)
+    return text
+
+
+@workflow
+def mnist(
+    data_dir: FlyteDirectory | None = None,
+    hp: Hyperparameters = Hyperparameters(),
+    num_logged_batches: int = 10,
+    num_logged_images: int = 32,
+    watch: bool = False,
+) -> Mnist:
+    """Train on handwritten digits and show what was learnt.
+
+    Args:
+        data_dir: A directory of MNIST as torchvision lays it out, with MNIST/raw in it (a path or s3://); without it,
+            MNIST is downloaded.
+        hp: How to train, as a JSON object of Hyperparameters' fields.
+        num_logged_batches: Test batches whose predictions go to Weights & Biases as a table, after each epoch.
+        num_logged_images: How many images of each of these batches.
+        watch: Record histograms of the gradients in Weights & Biases.
+    """
+    digits = prepare(
+        data_dir=data_dir, hp=hp, num_logged_batches=num_logged_batches, num_logged_images=num_logged_images
+    )
+    trained = train(
+        digits=digits,
+        hp=hp,
+        num_logged_batches=num_logged_batches,
+        num_logged_images=num_logged_images,
+        watch=watch,
+    )
+    summary = report(digits=digits, epoch_accuracies=trained.epoch_accuracies, model_state=trained.model_state)
+    return Mnist(epoch_accuracies=trained.epoch_accuracies, model_state=trained.model_state, summary=summary)
+
+
+def _check(hp: Hyperparameters, num_logged_batches: int, num_logged_images: int) -> None:
+    """Raise one `ValueError` that names every problem; what `hp` says by itself, it has checked by itself."""
+    counts = {"num_logged_batches": num_logged_batches, "num_logged_images": num_logged_images}
+    problems = [f"{name}={count}: must be a whole number from 0 up" for name, count in counts.items() if count < 0]
+    if hp.backend == "nccl" and not NUM_GPUS:
+        problems.append(
+            "hp.backend='nccl': needs GPUs; set MNIST_GPUS to their number, or use 'auto', which is gloo without them"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _load(data_dir: FlyteDirectory | None, seed: int) -> Digits:
+    if data_dir is None:
+        return load_digits(seed=seed)
+    return load_digits(data_dir.download(), source=str(data_dir.remote_source or data_dir.path), seed=seed)
+
+
+def _fetch(digits: DigitsFile) -> str:
+    """Where the file lies on this node: rank 0 fetches it for all."""
+    path = [digits.download() if current_rank().is_main else ""]
+    dist.broadcast_object_list(path)
+    return path[0]
+
+
+def _predictions(test: DigitSet, evaluation: Evaluation) -> str:
+    """The confusion matrix, and the digits to which the model gave the smallest probability of what they are."""
+    right = evaluation.scores.gather(1, test.labels[:, None])[:, 0]
+    worst = right.argsort()[:NUM_PICTURES]
+    return (
+        f"<h3>All {evaluation.num_images:,} test digits</h3>{confusion_matrix(test.labels, evaluation.guesses)}"
+        f"<h3>The {len(worst)} recognised worst</h3>{picture_grid(_pictures(test, evaluation.guesses, worst))}"
+    )
+
+
+@torch.no_grad()
+def _classify(model: CNN, test: DigitSet) -> list[Picture]:
+    """Test digits from the whole of the test set, with the model's guesses."""
+    chosen = torch.linspace(0, len(test) - 1, NUM_PICTURES).long().unique()
+    guesses = torch.zeros_like(test.labels)
+    guesses[chosen] = model(test.images[chosen].to(current_rank().device)).argmax(dim=1).cpu()
+    return _pictures(test, guesses, chosen)
+
+
+def _pictures(test: DigitSet, guesses: torch.Tensor, chosen: torch.Tensor) -> list[Picture]:
+    return [
+        Picture(image=image, caption=f"guess {guess}, truth {truth}", is_wrong=guess != truth)
+        for image, guess, truth in zip(
+            test.images[chosen], guesses[chosen].tolist(), test.labels[chosen].tolist(), strict=True
+        )
+    ]
+
+
+def _load_model(model_state: PythonPickledFile) -> CNN:
+    return CNN.from_state_dict(torch.load(model_state.download(), map_location="cpu", weights_only=True))
