@@ -265,7 +265,7 @@ class Watched:
         """Let the ranks through the gate before a step."""
         (self.folder / f"open-{step}").touch()
 
-    def wait_for(self, name: str, timeout: float = 40.0) -> None:
+    def wait_for(self, name: str, timeout: float = 60.0) -> None:
         until(lambda: (self.folder / name).exists() or self.futures.done(), name, timeout)
 
     def _lines(self, name: str) -> list[str]:
@@ -292,7 +292,7 @@ def run_on(
         ranks_per_worker=where,
         settings=gang or Gang(),
     )
-    return dispatch.GangFutures(Supervisor(request, OwnNode(), [dispatch._Echo()]), where)
+    return dispatch.GangFutures(Supervisor(request, OwnNode(), [dispatch.Echo()]), where)
 
 
 @contextlib.contextmanager
@@ -300,7 +300,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class Witness(dispatch._Echo):
+    class Witness(dispatch.Echo):
         watched: Watched
 
         def kept(self, step: int) -> None:
@@ -321,7 +321,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
         witness = Witness()
         witness.watched = Watched(folder, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "_Echo", lambda: witness)
+            patch.setattr(dispatch, "Echo", lambda: witness)
             witness.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
         return witness.watched
 

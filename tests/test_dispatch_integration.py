@@ -139,7 +139,7 @@ def train_for_ever(started: str) -> None:
 
 def fail_when_told(started: str, told: str) -> None:
     """Rank 1 fails, but not before its time."""
-    Path(started + str(current_rank().rank)).write_text(str(os.getppid()))
+    Path(started + str(current_rank().rank)).write_text(f"{os.getppid()} {os.getpid()}")
     while current_rank().rank == 0 or not Path(told).exists():
         time.sleep(0.05)
     raise SimpleError("told to")
@@ -297,7 +297,7 @@ def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
         futures = dispatch.run(client, fail_when_told, started, str(told), gang=ONCE)
         until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
-        fork_server = psutil.Process(int(Path(started + "0").read_text()))
+        fork_server, rank = (psutil.Process(int(pid)) for pid in Path(started + "0").read_text().split())
         worker = fork_server.parent()
         assert worker is not None
         worker.suspend()
@@ -305,7 +305,7 @@ def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
         with pytest.raises(SimpleError, match="told to"):
             futures.result(30)
         worker.resume()  # now it hears that all is over, and ends its rank
-        until(lambda: not fork_server.children(), "the rank of the suspended worker to end")
+        until(lambda: not rank.is_running(), "the rank of the suspended worker to end")
 
 
 def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(where: Client | int, lau
 
 
 def test_a_straggler_is_left_alone(where: Client | int, launch: ft.Launch) -> None:  # 19
-    watched = launch(where, pace=0.9, gang=Gang(hang_timeout=2.0))
+    watched = launch(where, pace=0.6, gang=Gang(hang_timeout=1.6))
     check_recovered(watched, [0])
     assert not watched.restarted_at
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -62,10 +63,24 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
 
 
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "Client()" in block)
+    script = next(block for block in blocks("python") if "trained {epochs} epochs" in block)
     (tmp_path / "script.py").write_text(script)
     done = run([sys.executable, "script.py"], tmp_path)
     assert "'rank 0 of " in done.stdout, done.stdout + done.stderr
+
+
+def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "dispatch.map" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
+
+
+def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "process_results" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
 
 
 def test_the_configuration_is_accepted() -> None:

@@ -338,7 +338,7 @@ def test_the_driver_waits_for_a_cluster_that_starts_after_it(project: Path, tmp_
     assert "try again" in attempts[0].error.message
 
 
-@pytest.mark.parametrize(("fail_at", "exit_code"), [(-1, 0), (3, 1)])
+@pytest.mark.parametrize(("fail_at", "exit_code"), [pytest.param(-1, 0, marks=pytest.mark.slow), (3, 1)])
 def test_one_weights_and_biases_run_per_gang(project: Path, tmp_path: Path, fail_at: int, exit_code: int) -> None:
     with nothing_left_behind():
         done = pyflyte_run(

@@ -52,7 +52,7 @@ def current_client() -> Client:
 
 
 def __getattr__(name: str) -> Any:
-    """`daskpytorch.dispatch`, imported with the Dask it needs when it is first named."""
-    if name == "dispatch":
+    """`daskpytorch.dispatch` and `results`, imported with what they need when they are first named."""
+    if name in ("dispatch", "results"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

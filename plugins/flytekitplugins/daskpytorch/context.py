@@ -72,7 +72,7 @@ class Progress:
     step: int | None = None
     """The newest step that was named, to `log` or to a checkpoint."""
     num_moves: int = 0
-    """Signs of life altogether: optimizer steps, log records, checkpoints, looks at `should_stop`."""
+    """Signs of life altogether: optimizer steps, log records, checkpoints, results, looks at `should_stop`."""
     num_moves_since: int = 0
     """Those since that step was named."""
 
@@ -144,6 +144,8 @@ class RankContext:
     """What the hang watchdog looks at."""
     watcher: Callable[[torch.nn.Module, int], None] | None = field(default=None, repr=False)
     """Behind `watch`; None where no Weights & Biases run is fed from here."""
+    submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)
+    """Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where nobody can process results."""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)

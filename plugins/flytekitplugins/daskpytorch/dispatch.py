@@ -14,10 +14,10 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from distributed import Client, Worker, WorkerPlugin, get_worker, secede
 from distributed import Future as DaskFuture
@@ -28,11 +28,15 @@ from flytekitplugins.daskpytorch import agent, flyte, ship
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
+from flytekitplugins.daskpytorch.inbox import GangFuture
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
 
-__all__ = ["DaskAgents", "GangFutures", "run"]
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.many import ModelFutures
+
+__all__ = ["DaskAgents", "Echo", "GangFutures", "map", "request_for", "run"]
 
 AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
@@ -81,16 +85,70 @@ def run(
             f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, "
             f"but needs {settings.min_workers or 1}. Start workers, or wait for them with client.wait_for_workers(n)."
         )
-    call = ship.pack_call(pytorch_function, args, kwargs)
-    request = Request(
-        name=getattr(pytorch_function, "__qualname__", "the function"),
+    request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
+    return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
+
+
+def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    experiments: Iterable[Any],
+    *,
+    workers: int | Callable[[Any], int] = 1,
+    gang: Gang | None = None,
+) -> ModelFutures:
+    """Train one model per experiment, as many at once as the client's workers can carry, each as its own gang.
+
+    A gang starts when all its workers are free, the largest first; smaller ones fill the gaps. Faults and restarts
+    concern one gang alone: what it loses comes from the free workers.
+
+    Args:
+        client: Connected to any Dask cluster whose workers have this package.
+        pytorch_function: What each rank calls with its experiment. Its module need not exist on the workers.
+        experiments: What the models differ in; anything that pickles.
+        workers: How many workers each experiment takes, or a function of the experiment that says so.
+        gang: How to form each gang.
+
+    Returns:
+        One future per experiment, in their order, with rank 0's return value; the whole has `result`, `exception`,
+        `cancel` and `as_completed` too. A failed experiment fails alone.
+
+    Raises:
+        ValueError: A number of workers is not a whole number from 1 up.
+        GangStartError: The cluster has fewer workers than some experiment takes.
+        TypeError: The function or an experiment cannot be pickled.
+    """
+    from flytekitplugins.daskpytorch import many
+
+    return many.train_all(
+        client,
+        pytorch_function,
+        list(experiments),
+        workers=workers,
+        settings=gang or Gang(),
+    )
+
+
+def request_for(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    settings: Gang,
+    *,
+    pass_local_rank: bool = False,
+    code: ship.Code | None = None,
+) -> Request:
+    """One gang's call of a function, ready to go."""
+    call = ship.pack_call(function, args, kwargs)
+    return Request(
+        name=getattr(function, "__qualname__", "the function"),
         call=call,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
-        mirror=flyte.checkpoint_paths(_mirror_name(pytorch_function, call)),
+        mirror=flyte.checkpoint_paths(_mirror_name(function, call)),
+        code=code,
     )
-    return GangFutures(Supervisor(request, agents, [_Echo()]), len(agents.workers) * request.ranks_per_worker)
 
 
 def _mirror_name(function: Callable[..., Any], call: bytes) -> str:
@@ -111,7 +169,7 @@ class GangFutures(Sequence["Future[Any]"]):
 
     def __init__(self, supervisor: Supervisor, world_size: int) -> None:
         self._supervisor = supervisor
-        self._futures: list[Future[Any]] = [Future() for _ in range(world_size)]
+        self._futures: list[Future[Any]] = [GangFuture(supervisor.inbox) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
@@ -174,15 +232,18 @@ class GangFutures(Sequence["Future[Any]"]):
 
 
 class DaskAgents:
-    """Starts a gang's agents on the workers of a Dask cluster, one each, pinned."""
+    """Starts a gang's agents on the workers of a Dask cluster, one each, pinned.
 
-    def __init__(self, client: Client, num_workers: int | None = None) -> None:
+    On all of them, the first `num_workers`, or those `among` (as `addresses` has them).
+    """
+
+    def __init__(self, client: Client, num_workers: int | None = None, among: Mapping[str, str] | None = None) -> None:
         if client.asynchronous:
             raise TypeError("dispatch needs a synchronous client: Client(..., asynchronous=False)")
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        self._addresses = self._look()
+        self._addresses = dict(among) if among is not None else self._look()
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
@@ -209,6 +270,11 @@ class DaskAgents:
             )
             future.add_done_callback(lambda done, worker=order.worker: _report_failure(done, worker, on_failure))
             self._futures.append(future)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """What users call the workers -> their addresses, also of those that have gone."""
+        return self._addresses
 
     def present(self) -> list[str]:
         """All the workers that the scheduler knows now."""
@@ -291,11 +357,13 @@ def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Ex
         on_failure(worker, RuntimeError("the scheduler was lost"))
 
 
-class _Echo(Observer):
+class Echo(Observer):
     """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
 
     def noted(self, text: str) -> None:
+        """Say it."""
         sys.stderr.write(f"{text}\n")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass it on."""
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))

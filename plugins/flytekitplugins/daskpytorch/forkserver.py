@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -402,9 +403,10 @@ def _import_for_ranks() -> None:
     gc.disable()
     import torch.distributed  # noqa: F401
 
-    from flytekitplugins.daskpytorch import rank  # noqa: F401
+    from flytekitplugins.daskpytorch import rank
 
-    gc.freeze()  # keeps the ranks' collectors from copying the shared pages
+    rank.installed_backends()
+    _settle()
     gc.enable()
 
 
@@ -416,7 +418,14 @@ def _import_for_training() -> None:
     import torch._dynamo  # noqa: F401
 
     gc.collect()
-    gc.freeze()
+    _settle()
+
+
+def _settle() -> None:
+    """Make what was imported cheap to inherit."""
+    gc.freeze()  # keeps the ranks' collectors from copying the shared pages
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001
+        finalizer.atexit = False  # torch's own take a rank 50 ms when it ends, and undo what ends anyway
 
 
 def _kill_session(pid: int, signum: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flytekitplugins.daskpytorch import messages, placement, ship
 from flytekitplugins.daskpytorch.blame import (
@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.courier import Courier
 from flytekitplugins.daskpytorch.flyte import FlyteSettings
 from flytekitplugins.daskpytorch.generation import Generation
+from flytekitplugins.daskpytorch.inbox import Inbox, Part
 from flytekitplugins.daskpytorch.listener import Event, Listener
 from flytekitplugins.daskpytorch.mirror import Mirror, MirrorPaths
 from flytekitplugins.daskpytorch.node import local_versions
@@ -86,16 +87,22 @@ class Request:
     tracking: Callable[[Shape], RunSettings] | None = None
     mirror: MirrorPaths | None = None
     """Where the checkpoints of other attempts are; None outside a Flyte backend."""
+    code: Code | None = None
+    """The project's sources, where they are packed already."""
 
 
 class Supervisor:
     """Runs one gang from its first worker to its last exit."""
 
-    def __init__(self, request: Request, launcher: AgentLauncher, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, request: Request, launcher: AgentLauncher, observers: Sequence[Observer] = (), inbox: Inbox | None = None
+    ) -> None:
         self._request = request
         self._settings = request.settings
         self._launcher = launcher
         self._observers = observers
+        self.inbox = inbox or Inbox()
+        """What the ranks have submitted."""
         self._num_wanted = launcher.num_wanted
         self._num_least = request.settings.min_workers or launcher.num_wanted
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
@@ -129,7 +136,7 @@ class Supervisor:
             GangCancelledError: `cancel` was called.
         """
         error: Exception | None = None
-        _running.add(self)
+        running.add(self)
         try:
             with contextlib.ExitStack() as stack:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daskpytorch-checkpoints-"))
@@ -148,12 +155,12 @@ class Supervisor:
             error = caught
             raise
         finally:
-            _running.discard(self)
+            running.discard(self)
             self._observe("ended", error)
 
     def _listen(self, stack: contextlib.ExitStack) -> None:
         token = os.urandom(32)
-        listener = Listener(self._launcher.host, token, self._events, self._vault.serve)
+        listener = Listener(self._launcher.host, token, self._events, self._vault.serve, self.inbox.keep)
         self._roster = Roster(
             launcher=self._launcher,
             num_ranks=self._request.ranks_per_worker,
@@ -167,7 +174,7 @@ class Supervisor:
 
     def _run(self) -> list[Any]:
         self._roster.launch(self._launcher.workers)
-        code = ship.pack_code()  # while the agents are on their way
+        code = self._request.code or ship.pack_code()  # while the agents are on their way
         if (checkpoint := self._vault.restore()) is not None:
             self._note(f"going on from the previous attempt's checkpoint of step {checkpoint.step}")
         with _rendezvous_store(self._launcher.host) as store:
@@ -342,14 +349,18 @@ class Supervisor:
                 self._stacks |= texts
             case messages.Lines(rank, lines):
                 self._observe("wrote", rank, lines)
-            case messages.Reported() | messages.Exited() if generation is not None:
+            case messages.Reported() | messages.Exited() | Part() if generation is not None:
                 self._hear_of_rank(peer, message, generation)
 
-    def _hear_of_rank(self, peer: Peer, message: messages.Reported | messages.Exited, generation: Generation) -> None:
+    def _hear_of_rank(
+        self, peer: Peer, message: messages.Reported | messages.Exited | Part, generation: Generation
+    ) -> None:
         if message.rank not in generation.places or generation.places[message.rank][1].worker != peer.node.worker:
             return  # it is not that agent's, or not any more
         if isinstance(message, messages.Exited):
             generation.note_exit(message)
+        elif isinstance(message, Part):
+            self.inbox.add(message)
         else:
             self._take_report(peer, message.rank, message.report, generation)
 
@@ -556,15 +567,23 @@ class Supervisor:
             getattr(observer, method)(*args)
 
 
-_running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+class Preemptible(Protocol):
+    """What runs in this process and must end when the task is told to."""
+
+    def preempt(self, reason: str) -> None:
+        """Save and end; called by a signal handler."""
+
+
+running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
+"""Whatever is to hear of it."""
 
 
 def preempt_all(reason: str) -> bool:
     """Have all gangs of this process save a checkpoint and end; whether there are any."""
-    running = list(_running)
-    for supervisor in running:
-        supervisor.preempt(reason)
-    return bool(running)
+    present = list(running)
+    for preemptible in present:
+        preemptible.preempt(reason)
+    return bool(present)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flytekitplugins.daskpytorch.messages import Download, Upload, watch_peer
+from flytekitplugins.daskpytorch.messages import Download, Reported, Upload, watch_peer
+from flytekitplugins.daskpytorch.submission import is_piece
 
 __all__ = ["Event", "Listener"]
 
@@ -20,7 +21,7 @@ Event = tuple[str, Any, Any]
 
 
 class Listener:
-    """Accepts this gang's agents and turns what they say into events; files go to the vault."""
+    """Accepts this gang's agents and turns what they say into events; files go to the vault, results to the inbox."""
 
     def __init__(
         self,
@@ -28,11 +29,13 @@ class Listener:
         token: bytes,
         events: queue.SimpleQueue[Event],
         serve_file: Callable[[Connection, Upload | Download], None],
+        keep_piece: Callable[[Reported], object],
     ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._token = token
         self._events = events
         self._serve_file = serve_file
+        self._keep_piece = keep_piece
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         """Host and port to dial."""
         threading.Thread(target=self._accept, name="daskpytorch-accept", daemon=True).start()
@@ -64,6 +67,8 @@ class Listener:
                 if isinstance(message, (Upload, Download)):
                     self._transfer(connection, message)
                     return
+                if isinstance(message, Reported) and is_piece(message.report):
+                    message = self._keep_piece(message)
                 self._events.put(("message", connection, message))
         except (EOFError, OSError):
             self._events.put(("gone", connection, None))

@@ -37,6 +37,7 @@ def describe_node(worker: str, interface: str | None) -> Node:
     )
 
 
+@functools.cache  # reading them takes 8 ms
 def local_versions() -> dict[str, str]:
     """The versions that driver and workers must share."""
     packages = ("flytekitplugins-daskpytorch", "torch")

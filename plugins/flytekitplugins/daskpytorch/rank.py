@@ -5,22 +5,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import io
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
-from flytekitplugins.daskpytorch import context, flyte, ship, tracking
+from flytekitplugins.daskpytorch import context, flyte, ship, submission, tracking
 from flytekitplugins.daskpytorch.blame import Failure
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
@@ -30,13 +32,15 @@ from flytekitplugins.daskpytorch.placement import Place
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.tracking import RunSettings
 
-__all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "main", "stacks_path"]
+__all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "installed_backends", "main", "stacks_path"]
 
 STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
 
 DUMP_SIGNAL = signal.SIGQUIT
 """Has a rank write down its stacks, as it has a Java machine; also good for `kill -QUIT` by hand."""
+BACKENDS_GROUP = "torch.distributed.backends"
+"""Under this name packages announce backends of torch.distributed."""
 STOP_FLUSH = 0.3
 """Seconds for a checkpoint that is being written when its rank is told to stop."""
 
@@ -155,6 +159,7 @@ class _Link:
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
         self._lock = threading.Lock()
+        self._submit_lock = threading.Lock()
         self.ended = threading.Event()
         """Set when every rank of the gang has finished."""
 
@@ -163,6 +168,17 @@ class _Link:
         data = cloudpickle.dumps((kind, value))
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
+
+    def submit(self, key: str, path: str, data: bytes) -> None:
+        """Send a result; its pieces go one after the other, with other reports between them.
+
+        Raises:
+            OSError: The agent has gone, and with it the way to the driver.
+        """
+        with self._submit_lock:
+            for piece in submission.pack(key, path, data):
+                with self._lock:
+                    self._channel.send_bytes(piece)
 
     def obey(self, rank: RankContext, tracker: tracking.Tracker | None) -> None:
         """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
@@ -249,13 +265,38 @@ def _join_gang(order: RankOrder) -> None:
     device = torch.device("cuda", 0) if order.job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        order.job.backend,
-        store=PrefixStore(f"{order.job.gang}/{order.job.generation}", store),
-        rank=order.place.rank,
-        world_size=order.place.world_size,
-        device_id=device,
-    )
+    with _known_backends():
+        distributed.init_process_group(
+            order.job.backend,
+            store=PrefixStore(f"{order.job.gang}/{order.job.generation}", store),
+            rank=order.place.rank,
+            world_size=order.place.world_size,
+            device_id=device,
+        )
+
+
+@functools.cache
+def installed_backends() -> metadata.EntryPoints:
+    """Plugins of torch.distributed; the fork server asks ahead, since that reads the metadata of all that is installed.
+
+    It takes 20 ms, and torch 2.15 does it twice in each `init_process_group`.
+    """
+    return metadata.entry_points(group=BACKENDS_GROUP)
+
+
+@contextlib.contextmanager
+def _known_backends() -> Iterator[None]:
+    """Have torch's own question answered from memory."""
+    original, known = metadata.entry_points, installed_backends()
+
+    def entry_points(**params: Any) -> Any:
+        return known if params == {"group": BACKENDS_GROUP} else original(**params)
+
+    metadata.entry_points = entry_points
+    try:
+        yield
+    finally:
+        metadata.entry_points = original
 
 
 def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, progress: Progress) -> RankContext:
@@ -283,6 +324,7 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
         checkpoint=checkpoint,
         sink=sink,
         watcher=tracker.watch if tracker is not None else None,
+        submit=link.submit if order.job.flyte is None else None,  # in `DaskDDP` nobody has the gang's futures
         progress=progress,
     )
 

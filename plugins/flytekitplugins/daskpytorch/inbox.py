@@ -1,0 +1,96 @@
+"""What the ranks of a gang have submitted and nobody has processed yet. Runs in the driver."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from flytekitplugins.daskpytorch.messages import Reported
+from flytekitplugins.daskpytorch.spool import Kept, Spool
+from flytekitplugins.daskpytorch.submission import unpack
+
+__all__ = ["GangFuture", "Inbox", "Part", "Submission"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a result that has arrived, and is kept."""
+
+    rank: int
+    key: str
+    path: str
+    is_first: bool
+    is_last: bool
+    kept: Kept
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A result that is whole."""
+
+    rank: int
+    """Who submitted it."""
+    key: str
+    """Of the handler that did."""
+    path: str
+    parts: list[Kept]
+
+
+class Inbox:
+    """One gang's results, for all of its generations, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._spool = Spool()
+        self._unfinished: dict[int, list[Kept]] = {}
+        self._lock = threading.Lock()
+        self._waiting: deque[Submission] = deque()
+
+    def keep(self, message: Reported) -> Part:
+        """Take a piece in, on the thread that listens to its agent: when the disk is slow, that agent's ranks wait."""
+        piece = unpack(message.report)
+        return Part(message.rank, piece.key, piece.path, piece.is_first, piece.is_last, self._spool.put(piece.data))
+
+    def add(self, part: Part) -> None:
+        """Let a piece count; on the supervisor's thread, which knows whether its rank still has a say."""
+        if part.is_first:  # what came before it was cut short by its rank's end
+            self._spool.drop(self._unfinished.pop(part.rank, ()))
+        parts = self._unfinished.setdefault(part.rank, [])
+        parts.append(part.kept)
+        if part.is_last:
+            del self._unfinished[part.rank]
+            with self._lock:
+                self._waiting.append(Submission(part.rank, part.key, part.path, parts))
+
+    def claim(self, is_wanted: Callable[[str], bool]) -> deque[Submission]:
+        """Take out the results whose keys are wanted; each must be dropped, or restored."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+            claimed: deque[Submission] = deque()
+            for submission in waiting:
+                (claimed if is_wanted(submission.key) else self._waiting).append(submission)
+        return claimed
+
+    def restore(self, claimed: deque[Submission]) -> None:
+        """Put results back, before those that came since."""
+        with self._lock:
+            self._waiting.extendleft(reversed(claimed))
+
+    def read(self, submission: Submission) -> Iterator[bytes]:
+        """A result's bytes, piece by piece."""
+        return map(self._spool.get, submission.parts)
+
+    def drop(self, submission: Submission) -> None:
+        """It has been processed."""
+        self._spool.drop(submission.parts)
+
+
+class GangFuture(Future[Any]):
+    """Settled when its gang ends; leads to what the gang's ranks submit until then."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        super().__init__()
+        self.inbox = inbox

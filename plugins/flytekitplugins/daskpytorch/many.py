@@ -1,0 +1,276 @@
+"""Many models at once on one cluster: each its own gang on its own share of the workers. Runs in the driver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+from distributed import Client
+
+from flytekitplugins.daskpytorch import ship
+from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, request_for
+from flytekitplugins.daskpytorch.gang import Request, Supervisor, running
+from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
+from flytekitplugins.daskpytorch.observer import Observer
+from flytekitplugins.daskpytorch.packing import Pool
+from flytekitplugins.daskpytorch.scoreboard import Scoreboard
+
+__all__ = ["ModelFuture", "ModelFutures", "train_all"]
+
+LOOK_INTERVAL = 0.5
+"""Seconds between looks at the workers while models wait."""
+
+
+def train_all(
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    experiments: Sequence[Any],
+    *,
+    workers: int | Callable[[Any], int],
+    settings: Gang,
+) -> ModelFutures:
+    """See `dispatch.map`."""
+    sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
+    cluster = DaskAgents(client)
+    _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
+    code, board = ship.pack_code(), Scoreboard(len(experiments))
+    models = [
+        _Model(
+            index=index,
+            num_workers=size,
+            watcher=board.line(index, experiment),
+            request=request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code),
+        )
+        for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True))
+    ]
+    return ModelFutures(client, cluster, models, settings.start_timeout)
+
+
+class ModelFuture(GangFuture):
+    """The future of one model: rank 0's return value."""
+
+    def __init__(self, cancel: Callable[[], bool]) -> None:
+        super().__init__(Inbox())
+        self._cancel = cancel
+
+    def cancel(self) -> bool:
+        """Do not train the model, or end its training; False where that was over before."""
+        return self._cancel()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Model:
+    """One model that is to be trained."""
+
+    index: int
+    num_workers: int
+    request: Request
+    watcher: Observer
+    future: ModelFuture = field(init=False)
+    gang: GangFutures | None = None
+    """While it is being trained."""
+
+
+class ModelFutures(Sequence["Future[Any]"]):
+    """One future per experiment, in their order. Each is settled when its model's training ends."""
+
+    def __init__(self, client: Client, cluster: DaskAgents, models: Sequence[_Model], start_timeout: float) -> None:
+        self._client = client
+        self._cluster = cluster
+        self._start_timeout = start_timeout
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._pool = Pool(free=set(cluster.workers))
+        self._waiting = sorted(models, key=lambda model: -model.num_workers)
+        self._preempted: str | None = None
+        self._enough_at = time.monotonic()
+        """When the cluster last had enough workers for each of the waiting models."""
+        for model in models:
+            model.future = ModelFuture(lambda model=model: self._cancel(model))  # type: ignore[misc]
+        self._futures = [model.future for model in models]
+        running.add(self)
+        threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
+
+    @overload
+    def __getitem__(self, index: int) -> Future[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Future[Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Future[Any] | Sequence[Future[Any]]:
+        return self._futures[index]
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Every model's result, in the order of the experiments; waits for all of them.
+
+        Raises:
+            TimeoutError: Not all have ended within `timeout` seconds; they go on.
+            Exception: The first failed experiment's, once all have ended.
+        """
+        self._wait(timeout)
+        return [future.result() for future in self._futures]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that `result` would raise, or None."""
+        self._wait(timeout)
+        return next((error for future in self._futures if (error := _error_of(future)) is not None), None)
+
+    def as_completed(self, timeout: float | None = None) -> Iterator[Future[Any]]:
+        """The futures, each as soon as its model's training has ended."""
+        return as_completed(self._futures, timeout)
+
+    def done(self) -> bool:
+        """Whether all have ended."""
+        return all(future.done() for future in self._futures)
+
+    def cancel(self) -> bool:
+        """Cancel all that have not ended; False where all had."""
+        has_cancelled = [future.cancel() for future in reversed(self._futures)]  # the waiting ones must not start
+        return any(has_cancelled)
+
+    def preempt(self, reason: str) -> None:
+        """Start no more models; those that are being trained hear of it themselves."""
+        self._preempted = reason
+
+    def _wait(self, timeout: float | None) -> None:
+        for _ in as_completed(self._futures, timeout):
+            pass
+
+    # ---- in the thread that starts the gangs
+
+    def _serve(self) -> None:
+        look_at = time.monotonic() + LOOK_INTERVAL
+        while self._waiting:
+            with self._changed:
+                self._start_what_fits()
+                self._changed.wait(max(0.0, look_at - time.monotonic()))
+            if time.monotonic() >= look_at:
+                self._look()
+                look_at = time.monotonic() + LOOK_INTERVAL
+        running.discard(self)
+
+    def _start_what_fits(self) -> None:
+        for model in list(self._waiting) if self._preempted is None else ():
+            if self._pool.num_free == 0:
+                return
+            if (workers := self._pool.acquire(model, model.num_workers)) is not None:
+                self._waiting.remove(model)
+                self._start(model, workers)
+
+    def _start(self, model: _Model, workers: Sequence[str]) -> None:
+        model.future.set_running_or_notify_cancel()
+        share = _Share(self._client, self, model, {worker: self._cluster.addresses[worker] for worker in workers})
+        world_size = model.num_workers * model.request.ranks_per_worker
+        supervisor = Supervisor(model.request, share, [model.watcher], inbox=model.future.inbox)
+        model.gang = GangFutures(supervisor, world_size)
+        model.gang[0].add_done_callback(lambda _: self._end(model))
+
+    def _look(self) -> None:
+        """See which workers there are; give up what can no longer be done."""
+        try:
+            present: Sequence[str] | None = self._cluster.present()
+        except (OSError, TimeoutError):  # gangs notice the loss of a scheduler by themselves
+            present = None
+        with self._changed:
+            if self._preempted is not None:
+                text = f"the model was not trained: {self._preempted}"
+                self._give_up(self._waiting, PreemptedError(text, cause=self._preempted))
+            elif present is not None:
+                self._pool.update(present)
+                self._give_up_the_too_large()
+            elif not self._pool.is_in_use:
+                self._give_up(self._waiting, WorkerLostError("the model was not trained: the Dask scheduler was lost"))
+
+    def _give_up_the_too_large(self) -> None:
+        too_large = [model for model in self._waiting if model.num_workers > self._pool.num_workers]
+        now = time.monotonic()
+        if not too_large:
+            self._enough_at = now
+        elif now - self._enough_at >= self._start_timeout:
+            wanted, there = max(model.num_workers for model in too_large), self._pool.num_workers
+            text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
+            self._give_up(too_large, GangStartError(f"{text}{self._start_timeout:g} s"))
+
+    def _give_up(self, models: Sequence[_Model], error: Exception) -> None:
+        for model in list(models):
+            self._waiting.remove(model)
+            model.future.set_running_or_notify_cancel()
+            model.future.set_exception(error)
+            model.watcher.ended(error)
+
+    # ---- in other threads
+
+    def refill(self, model: _Model, present: Sequence[str]) -> list[str]:
+        """A gang's workers, after it was given free ones for those that it has lost."""
+        with self._changed:
+            self._pool.update(present)
+            return self._pool.refill(model)
+
+    def _end(self, model: _Model) -> None:
+        gang, model.gang = model.gang, None
+        with self._changed:
+            self._pool.release(model)
+            self._changed.notify_all()
+        if gang is None:
+            return
+        if (error := gang[0].exception()) is None:
+            model.future.set_result(gang[0].result())
+        else:
+            error.add_note(f"in experiment {model.index} of {len(self)}")
+            model.future.set_exception(error)
+
+    def _cancel(self, model: _Model) -> bool:
+        with self._changed:
+            if model in self._waiting:
+                self._waiting.remove(model)
+                Future.cancel(model.future)
+                model.future.set_running_or_notify_cancel()
+                model.watcher.ended(CancelledError("cancelled"))
+                return True
+            gang = model.gang
+        return gang.cancel() if gang is not None else model.future.cancelled()
+
+
+class _Share(DaskAgents):
+    """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
+
+    def __init__(self, client: Client, models: ModelFutures, model: _Model, addresses: dict[str, str]) -> None:
+        super().__init__(client, among=addresses)
+        self._models = models
+        self._model = model
+
+    def present(self) -> list[str]:
+        """The gang's workers, the replacements of those that have gone among them."""
+        return self._models.refill(self._model, super().present())
+
+
+def _fit(settings: Gang, num_workers: int) -> Gang:
+    least = settings.min_workers
+    return settings if least is None or least <= num_workers else replace(settings, min_workers=num_workers)
+
+
+def _check_sizes(sizes: Sequence[Any], num_workers: int, scheduler: str) -> None:
+    for index, size in enumerate(sizes):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"experiment {index} takes workers={size!r}: must be a whole number from 1 up")
+    if max(sizes, default=0) > num_workers:
+        raise GangStartError(
+            f"experiment {sizes.index(max(sizes))} takes {max(sizes)} workers; the cluster at {scheduler} has "
+            f"{num_workers}. Start workers, or wait for them with client.wait_for_workers(n)."
+        )
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    try:
+        return future.exception()
+    except BaseException as error:  # cancelled
+        return error

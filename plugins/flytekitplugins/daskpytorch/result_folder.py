@@ -1,0 +1,96 @@
+"""Writes results below one folder: each file whole, and none outside. Runs in the driver."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+__all__ = ["ResultFolder", "ResultPathError"]
+
+PATH_ERRORS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""What a path that can never be written fails with; anything else, such as a full disk, may pass."""
+
+
+class ResultPathError(ValueError):
+    """A rank submitted a result for a path that is not to be written."""
+
+    def __init__(self, rank: int, path: str, prefix: str, reason: str) -> None:
+        super().__init__(
+            f"the result that rank {rank} submitted for the path {path!r} was not written below {prefix}: {reason}"
+        )
+        self.rank = rank
+        self.path = path
+        self.prefix = prefix
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.rank, self.path, self.prefix, self.reason))
+
+
+class ResultFolder:
+    """The folder that a user named; made if need be."""
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self._prefix = os.fspath(prefix)
+        Path(prefix).mkdir(parents=True, exist_ok=True)
+        self._root = os.path.realpath(prefix).rstrip("/")
+        self._unfinished = f".unfinished-{uuid.uuid4().hex}"
+
+    def write(self, rank: int, path: str, pieces: Iterable[bytes]) -> None:
+        """Write one result, in place of what was there.
+
+        Raises:
+            ResultPathError: The path is no relative one, or leads outside, or something else has its place.
+            OSError: The file cannot be written now.
+        """
+        if (reason := _objection(path)) is not None:
+            raise ResultPathError(rank, path, self._prefix, reason)
+        try:
+            self._write(self._resolve(path), pieces)
+        except OSError as error:
+            if error.errno not in PATH_ERRORS:
+                raise
+            raise ResultPathError(rank, path, self._prefix, os.strerror(error.errno)) from error
+        except ValueError as error:  # a link to elsewhere, a NUL, a lone surrogate
+            raise ResultPathError(rank, path, self._prefix, str(error)) from error
+
+    def _resolve(self, path: str) -> Path:
+        target = os.path.realpath(f"{self._root}/{path}")
+        if not target.startswith(f"{self._root}/"):
+            raise ValueError(f"it leads to {target}")
+        return Path(target)
+
+    def _write(self, target: Path, pieces: Iterable[bytes]) -> None:
+        unfinished = target.with_name(self._unfinished)
+        try:
+            with _create(unfinished) as file:
+                file.writelines(pieces)
+            unfinished.replace(target)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def _create(path: Path) -> IO[bytes]:
+    try:
+        return path.open("wb")
+    except FileNotFoundError:  # the first file in its folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+
+
+def _objection(path: str) -> str | None:
+    """What is wrong with a path at first sight."""
+    if not path:
+        return "it is empty"
+    if path.startswith("/"):
+        return "it is absolute; paths are relative to the prefix"
+    if ".." in path.split("/"):
+        return "it has a '..'"
+    if path.endswith("/"):
+        return "it names a folder"
+    return None

@@ -1,0 +1,213 @@
+"""Many models at once on one real cluster, each as a gang of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import Client
+
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, current_rank, dispatch, results
+from processes import Cluster, dask_cluster, nothing_left_behind, until
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four workers, for all tests that leave them alive."""
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), NUM_WORKERS) as running:
+        yield running
+
+
+# ---- What the ranks run
+
+
+def reduced(experiment: tuple[int, int]) -> tuple[int, int, float]:
+    """What only a gang of the right size knows."""
+    value, _ = experiment
+    total = torch.tensor(value * 10.0 ** current_rank().rank)
+    dist.all_reduce(total)
+    return value, current_rank().world_size, total.item()
+
+
+def raise_if_odd(number: int) -> int:
+    if number % 2:
+        raise LookupError(f"{number} is odd")
+    return number
+
+
+def wait(path: str) -> str:
+    """Until the file is there, or for ever where there is no name."""
+    Path(f"{path}-started").touch()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return path
+
+
+def descend(experiment: tuple[int, str]) -> list[float]:
+    """Ten steps of a training; rank 0 of the experiment that has a folder is killed once, in the middle."""
+    seed, folder = experiment
+    rank = current_rank()
+    state = rank.checkpoint.load() or {"step": 0, "weight": torch.tensor(1.0), "losses": []}
+    weight, losses = state["weight"], state["losses"]
+    for step in range(state["step"] + 1, 11):
+        if folder and step == 6 and not Path(folder, "killed").exists():
+            Path(folder, "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        noise = torch.rand(1, generator=torch.Generator().manual_seed(100 * seed + 10 * rank.rank + step))
+        dist.all_reduce(noise)
+        weight = weight * 0.9 + 0.01 * noise
+        losses.append(weight.item())
+        rank.checkpoint.save({"step": step, "weight": weight, "losses": losses}, step)
+    return losses
+
+
+# ---- What is done with them
+
+
+def test_results_come_in_the_order_of_the_experiments(client: Client) -> None:
+    experiments = [(1, 1), (2, 4), (3, 2), (4, 1), (5, 2), (6, 1)]
+    futures = dispatch.map(client, reduced, experiments, workers=lambda experiment: experiment[1])
+    sums = {1: 1, 2: 11, 4: 1111}
+    expected = [(value, size, value * float(sums[size])) for value, size in experiments]
+    assert futures.result(60) == expected
+    assert [future.result() for future in futures] == expected
+    assert sorted(future.result() for future in futures.as_completed(1)) == sorted(expected)
+    assert futures.done()
+    assert futures.exception() is None
+    assert not futures.cancel()
+
+
+def test_as_they_are_completed(client: Client, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "abcde"]
+    futures = dispatch.map(client, wait, paths)
+    completed = futures.as_completed(60)
+    for name in "caebd":
+        until(lambda name=name: (tmp_path / f"{name}-started").exists(), "the model to start")  # type: ignore[misc]
+        (tmp_path / name).touch()
+        assert next(completed).result() == str(tmp_path / name)
+
+
+def test_a_failed_experiment_fails_alone_with_its_own_error(client: Client) -> None:
+    futures = dispatch.map(client, raise_if_odd, range(6), gang=Gang(max_restarts=0))
+    with pytest.raises(LookupError, match="1 is odd") as caught:
+        futures.result(60)
+    assert isinstance(caught.value.__cause__, GangError)
+    assert caught.value.__notes__ == ["in experiment 1 of 6"]
+    assert [future.result() for future in futures if future.exception() is None] == [0, 2, 4]
+    assert [str(future.exception()) for future in futures[1::2]] == ["1 is odd", "3 is odd", "5 is odd"]
+
+
+def test_33_one_of_many_is_cancelled(client: Client, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "abcdef"]
+    futures = dispatch.map(client, wait, paths)
+    until((tmp_path / "b-started").exists, "the models to start")
+    assert futures[5].cancel()  # it waits
+    assert futures[5].cancelled()
+    assert futures[1].cancel()  # it trains
+    with pytest.raises(CancelledError):
+        futures[1].result(30)
+    for path in paths:
+        Path(path).touch()
+    assert [futures[index].result(60) for index in (0, 2, 3, 4)] == [paths[index] for index in (0, 2, 3, 4)]
+    assert not (tmp_path / "f-started").exists()
+    assert not futures[1].cancel()
+
+
+def test_all_are_cancelled(client: Client, tmp_path: Path) -> None:
+    futures = dispatch.map(client, wait, [str(tmp_path / str(number)) for number in range(8)])
+    until((tmp_path / "3-started").exists, "the models to start")
+    assert futures.cancel()
+    assert all(isinstance(_error(future), CancelledError) for future in futures)
+    assert not (tmp_path / "4-started").exists()
+    assert dispatch.map(client, raise_if_odd, [2] * 4).result(60) == [2] * 4  # the workers are free again
+
+
+def _error(future: object) -> BaseException | None:
+    try:
+        return future.exception(30)  # type: ignore[attr-defined,no-any-return]
+    except CancelledError as error:
+        return error
+
+
+def test_a_killed_rank_concerns_its_own_experiment_only(client: Client, tmp_path: Path) -> None:
+    undisturbed = dispatch.map(client, descend, [(1, ""), (2, ""), (3, "")], workers=lambda e: 2 if e[0] < 3 else 1)
+    expected = undisturbed.result(60)
+    experiments = [(1, ""), (2, str(tmp_path)), (3, "")]
+    futures = dispatch.map(client, descend, experiments, workers=lambda e: 2 if e[0] < 3 else 1)
+    assert futures.result(60) == expected
+    assert (tmp_path / "killed").exists()
+
+
+def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
+    with pytest.raises(GangStartError, match=r"experiment 1 takes 5 workers; the cluster at .* has 4"):
+        dispatch.map(client, raise_if_odd, [2, 4], workers=lambda number: number + 1)
+    with pytest.raises(ValueError, match="experiment 0 takes workers=0: must be a whole number from 1 up"):
+        dispatch.map(client, raise_if_odd, [2], workers=0)
+    with pytest.raises(TypeError, match="cannot be sent to the ranks"):
+        dispatch.map(client, raise_if_odd, [(line for line in "ab")])
+    assert dispatch.map(client, raise_if_odd, []).result() == []
+
+
+def train_pair(pair: tuple[int, float]) -> float:
+    """As users of dask-pytorch-ddp have it: a training over (batch size, learning rate) that submits its epochs."""
+    batch_size, learning_rate = pair
+    handler, name = results.DaskResultsHandler("sweep"), f"batch_{batch_size}_lr_{learning_rate}"
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    for epoch in range(3):
+        x = torch.linspace(-1, 1, batch_size)[:, None]
+        loss = (model(x) - 2 * x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        handler.submit_result(f"{name}/epoch-{epoch}.json", json.dumps({"loss": loss.item()}))
+    handler.submit_result(f"{name}/model.pkl", pickle.dumps(model.module.state_dict()))
+    return loss.item()
+
+
+def test_a_grid_of_trainings_that_submit_their_results(client: Client, tmp_path: Path) -> None:
+    grid = [(size, rate) for size in (8, 16) for rate in (0.1, 0.2)]
+    futures = dispatch.map(client, train_pair, grid)
+    results.DaskResultsHandler("sweep").process_results(str(tmp_path), futures)
+    losses = futures.result()
+    for (size, rate), loss in zip(grid, losses, strict=True):
+        folder = tmp_path / f"batch_{size}_lr_{rate}"
+        epochs = [json.loads((folder / f"epoch-{epoch}.json").read_text())["loss"] for epoch in range(3)]
+        assert epochs[-1] == loss
+        assert epochs[2] < epochs[1] < epochs[0]
+        assert set(pickle.loads((folder / "model.pkl").read_bytes())) == {"weight", "bias"}
+
+
+def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:
+    with nothing_left_behind(), dask_cluster(tmp_path, 3) as cluster, Client(cluster.address) as client:
+        paths = [str(tmp_path / "pair"), str(tmp_path / "single")]
+        futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1)
+        until(lambda: all(Path(f"{path}-started").exists() for path in paths), "the models to start")
+        (tmp_path / "single").touch()
+        assert futures[1].result(30) == paths[1]
+        (tmp_path / "pair-started").unlink()
+        running = {worker for holder in futures._pool._held.values() for worker in holder}  # type: ignore[attr-defined]
+        lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in running)
+        cluster.kill_worker(lost)
+        until((tmp_path / "pair-started").exists, "the pair to start again")
+        (tmp_path / "pair").touch()
+        assert futures.result(60) == paths
+
+
+def _address_of(client: Client, name: str) -> str | None:
+    workers = client.sync(client.scheduler.identity)["workers"]
+    return next((address for address, info in workers.items() if info["name"] == name), None)

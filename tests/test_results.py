@@ -1,0 +1,404 @@
+"""Results on their way to files: pieces, the spool, the inbox, paths and keys."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch import context, results, spool
+from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch.context import RankContext
+from flytekitplugins.daskpytorch.gang import Request, Supervisor
+from flytekitplugins.daskpytorch.generation import Generation
+from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
+from flytekitplugins.daskpytorch.messages import Reported
+from flytekitplugins.daskpytorch.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
+from flytekitplugins.daskpytorch.roster import Peer
+from flytekitplugins.daskpytorch.spawn import OwnNode
+from flytekitplugins.daskpytorch.spool import Spool
+from flytekitplugins.daskpytorch.submission import PIECE_SIZE, is_piece, pack, unpack
+
+
+def submit(inbox: Inbox, path: str, data: bytes, *, rank: int = 0, key: str = "", pieces: slice = slice(None)) -> None:
+    """What the driver does with a rank's result; of the pieces only these, should it be cut short."""
+    for report in list(pack(key, path, data))[pieces]:
+        inbox.add(inbox.keep(Reported(rank, report)))
+
+
+def ended(inbox: Inbox, error: Exception | None = None) -> GangFuture:
+    """The future of a gang that has ended."""
+    future = GangFuture(inbox)
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All there is, also what should not be."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- Pieces, and where they are kept
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_SIZE, PIECE_SIZE + 1, 3 * PIECE_SIZE])
+def test_pieces_make_up_the_result(size: int) -> None:
+    data = os.urandom(size)
+    reports = list(pack("key", "path", data))
+    pieces = [unpack(report) for report in reports]
+    assert all(is_piece(report) for report in reports)
+    assert b"".join(piece.data for piece in pieces) == data
+    assert [piece.is_first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) == max(1, -(-size // PIECE_SIZE))
+
+
+def test_other_reports_are_no_pieces() -> None:
+    assert not is_piece(pickle.dumps(("log", "piece:")))
+
+
+@pytest.fixture
+def num_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many temporary files are open."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def count() -> int:
+        links = [link for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()]
+        return sum(str(link.readlink()).startswith(str(tmp_path)) for link in links)
+
+    return count
+
+
+def test_big_things_are_spooled_to_a_file_that_ends_with_the_last_of_them(num_files: Callable[[], int]) -> None:
+    kept_in = Spool()
+    small = kept_in.put(b"small")
+    big = [kept_in.put(bytes([n]) * spool.MAX_IN_MEMORY) for n in range(3)]
+    assert small.data
+    assert not any(kept.data for kept in big)
+    assert num_files() == 1
+    assert [kept_in.get(kept)[:1] for kept in big] == [b"\0", b"\1", b"\2"]
+    kept_in.drop([*big, small])
+    assert num_files() == 0
+    again = kept_in.put(b"again" * spool.MAX_IN_MEMORY)
+    assert again.offset == 0
+    assert kept_in.get(again)[:5] == b"again"
+
+
+def test_nothing_is_left_of_what_nobody_processed(num_files: Callable[[], int], tmp_path: Path) -> None:
+    inbox = Inbox()
+    submit(inbox, "a", b"x" * (2 * spool.MAX_IN_MEMORY))
+    assert num_files() == 1
+    assert not files(tmp_path)
+    del inbox
+    gc.collect()
+    assert num_files() == 0
+
+
+def test_a_full_disk_sends_things_to_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    inbox = Inbox()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        submit(inbox, "a", b"x" * (2 * spool.MAX_IN_MEMORY))
+    DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
+    assert len(files(tmp_path)["a"]) == 2 * spool.MAX_IN_MEMORY
+
+
+def test_a_worker_without_a_part_in_the_generation_has_no_say() -> None:
+    """Such as one that was given up, and still has a rank of an older generation."""
+    nodes = [
+        Node(worker=name, host=name, num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
+        for name in ("here", "given up")
+    ]
+    supervisor = Supervisor(Request(name="f", call=b"", ranks_per_worker=1, settings=Gang()), OwnNode())
+    (place,), _ = place_ranks(nodes, 1)
+    generation = Generation(number=1, places={0: (place, nodes[0])})
+    (report,) = pack("", "a", b"of an older generation")
+    part = supervisor.inbox.keep(Reported(0, report))
+    near, far = socket.socketpair()
+    with near, far:
+        connection = Connection(near.detach())
+        supervisor._hear_of_rank(Peer(nodes[1], connection, 0.0), part, generation)
+        assert not supervisor.inbox.claim(lambda _: True)
+        supervisor._hear_of_rank(Peer(nodes[0], connection, 0.0), part, generation)
+        assert len(supervisor.inbox.claim(lambda _: True)) == 1
+        connection.close()
+
+
+# ---- From the inbox to files
+
+
+def test_results_are_written_in_order_per_rank_and_once(tmp_path: Path) -> None:
+    inbox, handler = Inbox(), DaskResultsHandler()
+    submit(inbox, "a/b/c.txt", b"first")
+    submit(inbox, "own", b"0", rank=0)
+    submit(inbox, "a/b/c.txt", b"second")
+    submit(inbox, "empty", b"", rank=1)
+    handler.process_results(tmp_path, [ended(inbox)])
+    assert files(tmp_path) == {"a/b/c.txt": b"second", "own": b"0", "empty": b""}
+    (tmp_path / "own").unlink()
+    handler.process_results(tmp_path, [ended(inbox)])
+    assert "own" not in files(tmp_path)
+
+
+def test_pieces_of_several_ranks_may_mix(tmp_path: Path) -> None:
+    inbox = Inbox()
+    data = [os.urandom(2 * PIECE_SIZE + 5) for _ in range(3)]
+    for number in range(3):
+        for rank in range(3):
+            submit(inbox, str(rank), data[rank], rank=rank, pieces=slice(number, number + 1))
+    DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
+    assert files(tmp_path) == {str(rank): data[rank] for rank in range(3)}
+
+
+def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
+    inbox = Inbox()
+    submit(inbox, "a", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
+    submit(inbox, "b", b"of the next generation")
+    submit(inbox, "c", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
+    DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
+    assert files(tmp_path) == {"b": b"of the next generation"}
+
+
+def test_several_gangs_at_once_each_inbox_once(tmp_path: Path) -> None:
+    one, other = Inbox(), Inbox()
+    submit(one, "one", b"1")
+    submit(other, "other", b"2")
+    DaskResultsHandler().process_results(str(tmp_path), [ended(one), ended(one), ended(other)])
+    assert files(tmp_path) == {"one": b"1", "other": b"2"}
+
+
+def test_futures_that_lead_to_no_gang_are_named(tmp_path: Path) -> None:
+    from concurrent.futures import Future
+
+    with pytest.raises(TypeError, match=r"what dispatch\.run returned"):
+        DaskResultsHandler().process_results(tmp_path, [Future()])
+
+
+def test_the_first_error_is_raised_when_all_is_written(tmp_path: Path) -> None:
+    inbox = Inbox()
+    submit(inbox, "../a", b"refused")
+    submit(inbox, "b", b"good")
+    with pytest.raises(LookupError, match="the gang's"):
+        DaskResultsHandler().process_results(tmp_path, [ended(Inbox()), ended(inbox, LookupError("the gang's"))])
+    assert files(tmp_path) == {"b": b"good"}
+
+
+def test_a_cancelled_future_counts_as_ended(tmp_path: Path) -> None:
+    from concurrent.futures import CancelledError
+
+    inbox = Inbox()
+    submit(inbox, "a", b"good")
+    future = GangFuture(inbox)
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        DaskResultsHandler().process_results(tmp_path, [future])
+    assert files(tmp_path) == {"a": b"good"}
+
+
+def test_what_cannot_be_written_now_is_kept_for_another_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, handler = Inbox(), DaskResultsHandler()
+    for number in range(5):
+        submit(inbox, str(number), b"x")
+
+    def full_after_two(self: ResultFolder, target: Path, pieces: Iterable[bytes]) -> None:
+        if target.name == "2":
+            raise OSError(28, "No space left on device")
+        write(self, target, pieces)
+
+    write = ResultFolder._write
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "_write", full_after_two)
+        with pytest.raises(OSError, match="No space left"):
+            handler.process_results(tmp_path, [ended(inbox)], raise_errors=False)
+    assert sorted(files(tmp_path)) == ["0", "1"]
+    submit(inbox, "2", b"newer")
+    handler.process_results(tmp_path, [ended(inbox)])
+    assert files(tmp_path) == {"0": b"x", "1": b"x", "2": b"newer", "3": b"x", "4": b"x"}
+
+
+# ---- Paths
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """A folder with links that lead out of it, and one that does not."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("untouched")
+    (tmp_path / "prefix" / "folder").mkdir(parents=True)
+    (tmp_path / "prefix" / "leads-out").symlink_to(tmp_path / "outside")
+    (tmp_path / "prefix" / "file-outside").symlink_to("../outside/secret")
+    (tmp_path / "prefix" / "nowhere").symlink_to("../outside/new")
+    (tmp_path / "prefix" / "inside").symlink_to("folder")
+    (tmp_path / "prefix" / "circle").symlink_to("circle")
+    (tmp_path / "prefix-too").mkdir()
+    (tmp_path / "prefix" / "sibling").symlink_to("../prefix-too")
+    (tmp_path / "prefix" / "file").write_text("a file")
+    return tmp_path / "prefix"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("", "empty"),
+        ("/etc/passwd", "absolute"),
+        ("../outside/secret", r"'\.\.'"),
+        ("folder/../../outside/secret", r"'\.\.'"),
+        ("folder/../x", r"'\.\.'"),
+        ("..", r"'\.\.'"),
+        (".", "leads to"),
+        ("folder/", "names a folder"),
+        ("folder", "directory"),
+        ("file/x", "Not a directory"),
+        ("leads-out/secret", "leads to .*outside/secret"),
+        ("leads-out/a/b", "leads to .*outside/a/b"),
+        ("file-outside", "leads to .*outside/secret"),
+        ("nowhere", "leads to .*outside/new"),
+        ("sibling/x", "leads to .*prefix-too/x"),
+        ("circle/x", "symbolic link"),
+        ("nul\0", "null"),
+        ("lone-\udc80\ud800", "surrogates"),
+        ("x" * 300, "too long"),
+    ],
+)
+def test_refused_paths_name_rank_path_and_prefix(
+    prefix: Path, path: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = files(prefix.parent)
+    inbox = Inbox()
+    submit(inbox, path, b"bad", rank=3)
+    submit(inbox, "good", b"good", rank=3)
+    with pytest.raises(ResultPathError, match=reason) as caught:
+        DaskResultsHandler().process_results(prefix, [ended(inbox)])
+    assert (caught.value.rank, caught.value.path, caught.value.prefix) == (3, path, str(prefix))
+    assert "rank 3" in str(caught.value)
+    assert repr(path) in str(caught.value)
+    assert str(prefix) in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert files(prefix.parent) == before | {"prefix/good": b"good"}
+    assert capfd.readouterr().err == f"{caught.value}\n"
+
+
+@pytest.mark.parametrize("path", ["inside/x", "folder/x", "./y", "a//b", "ü/…", "..x/x..", " ", "new/circle"])
+def test_paths_that_stay_inside_are_written(prefix: Path, path: str) -> None:
+    ResultFolder(prefix).write(0, path, [b"good"])
+    assert (prefix / path).read_bytes() == b"good"
+    assert not any("unfinished" in name for name in files(prefix))
+
+
+def test_a_prefix_may_be_a_link_itself(prefix: Path) -> None:
+    ResultFolder(prefix / "leads-out").write(0, "x", [b"good"])
+    assert (prefix.parent / "outside" / "x").read_bytes() == b"good"
+
+
+def test_without_raise_errors_each_refusal_is_a_line(prefix: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    inbox = Inbox()
+    submit(inbox, "../a", b"", rank=1)
+    submit(inbox, "/b", b"", rank=2)
+    DaskResultsHandler().process_results(prefix, [ended(inbox, LookupError())], raise_errors=False)
+    one, other = capfd.readouterr().err.splitlines()
+    assert "rank 1 submitted for the path '../a'" in one
+    assert "rank 2 submitted for the path '/b'" in other
+
+
+def test_a_file_appears_whole(tmp_path: Path) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"new"
+        assert (tmp_path / "a").read_bytes() == b"old"
+        yield b"er"
+
+    folder = ResultFolder(tmp_path)
+    folder.write(0, "a", [b"old"])
+    folder.write(0, "a", pieces())
+    assert files(tmp_path) == {"a": b"newer"}
+    with pytest.raises(ZeroDivisionError):
+        folder.write(0, "a", (bytes([1 // n]) for n in (1, 0)))
+    assert files(tmp_path) == {"a": b"newer"}
+
+
+# ---- Keys
+
+
+def test_each_handler_gets_its_own(tmp_path: Path) -> None:
+    inbox = Inbox()
+    one, other, default = DaskResultsHandler("one"), DaskResultsHandler("other"), DaskResultsHandler()
+    for key in ("one", "other", ""):
+        submit(inbox, key or "default", b"x", key=key)
+    for handler, name in ((other, "other"), (one, "one"), (default, "default")):
+        handler.process_results(tmp_path / name, [ended(inbox)])
+        assert files(tmp_path / name) == {name: b"x"}
+
+
+def test_a_key_that_no_handler_has_goes_to_whoever_processes_the_gang(tmp_path: Path) -> None:
+    inbox = Inbox()
+    handler, other = DaskResultsHandler(uuid.uuid4().hex), DaskResultsHandler("other")
+    submit(inbox, "made anew in the rank", b"x", key=uuid.uuid4().hex)
+    submit(inbox, "the other's", b"x", key="other")
+    handler.process_results(tmp_path, [ended(inbox)])
+    assert files(tmp_path) == {"made anew in the rank": b"x"}
+    del other
+    gc.collect()
+    handler.process_results(tmp_path, [ended(inbox)])
+    assert "the other's" in files(tmp_path)
+
+
+def test_handlers_travel_with_their_keys() -> None:
+    assert pickle.loads(pickle.dumps(DaskResultsHandler("one"))).pub_sub_key == "one"
+    assert DaskResultsHandler().pub_sub_key == ""
+    assert DaskResultsHandler(None).pub_sub_key == DaskResultsHandler("").pub_sub_key
+
+
+# ---- In a rank
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bytes]]:
+    """What this process submits as a rank."""
+    sent: list[tuple[str, str, bytes]] = []
+    rank = RankContext(submit=lambda *result: sent.append(result))
+    monkeypatch.setattr(context, "_current", (os.getpid(), rank))
+    return sent
+
+
+def test_text_goes_as_utf_8_and_bytes_as_they_are(submitted: list[tuple[str, str, bytes]]) -> None:
+    handler = DaskResultsHandler("key")
+    handler.submit_result("a", "ü")
+    handler.submit_result("b", b"\xff")
+    assert submitted == [("key", "a", "ü".encode()), ("key", "b", b"\xff")]
+
+
+def test_a_result_is_a_sign_of_life(submitted: list[tuple[str, str, bytes]]) -> None:
+    DaskResultsHandler().submit_result("a", "b")
+    assert context.current_rank().progress.num_moves == 1
+
+
+@pytest.mark.parametrize("data", [{"loss": 1.0}, None, 3, bytearray(b"x")])
+def test_other_data_is_refused_by_its_type(submitted: list[tuple[str, str, bytes]], data: object) -> None:
+    with pytest.raises(TypeError, match=f"not {type(data).__name__}; .*json.dumps"):
+        DaskResultsHandler().submit_result("a", data)  # type: ignore[arg-type]
+    assert not submitted
+
+
+def test_a_path_is_a_string(submitted: list[tuple[str, str, bytes]]) -> None:
+    with pytest.raises(TypeError, match="PosixPath"):
+        DaskResultsHandler().submit_result(Path("a"), "x")  # type: ignore[arg-type]
+
+
+def test_outside_a_gang_it_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"function that dispatch\.run or dispatch\.map calls"):
+        results.DaskResultsHandler().submit_result("a", "x")

@@ -1,0 +1,339 @@
+"""Results of gangs on real Dask clusters, as files: complete, in order, whatever happens to the ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from flytekitplugins.daskpytorch import DaskCluster, Gang, WorkerLostError, current_client, current_rank, dispatch
+from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
+from processes import Cluster, dask_cluster, nothing_left_behind, until
+
+pytestmark = pytest.mark.timeout(120)
+
+ONCE = Gang(max_restarts=0)
+MIB = 1 << 20
+
+handler = DaskResultsHandler(uuid.uuid4().hex)
+"""As the forerunner's users write it; the ranks make one of their own, with another key."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers, for all tests."""
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+# ---- What the ranks run
+
+
+def submit_epochs(num_epochs: int) -> int:
+    """Per epoch a line of JSON, and at last the weights; all ranks also write one file in common."""
+    import torch
+
+    rank = current_rank().rank
+    model = torch.nn.Linear(2, 1)
+    for epoch in range(num_epochs):
+        handler.submit_result(f"rank-{rank}/epoch-{epoch}.json", json.dumps({"epoch": epoch, "loss": 1 / (epoch + 1)}))
+        handler.submit_result(f"rank-{rank}/newest.json", json.dumps({"epoch": epoch}))
+    handler.submit_result(f"rank-{rank}/model.pkl", pickle.dumps(model.state_dict()))
+    return rank
+
+
+def submit_many(count: int) -> None:
+    """Many small ones, and after each the number so far."""
+    rank = current_rank().rank
+    for number in range(count):
+        handler.submit_result(f"rank-{rank}/{number}", str(number))
+    handler.submit_result(f"rank-{rank}/count", str(count))
+
+
+def submit_until_killed(notes: str) -> None:
+    """Write down each submission after it returned, and what is on its way."""
+    rank = current_rank().rank
+    with Path(notes, str(rank)).open("a") as note:
+        number = 0
+        while True:
+            handler.submit_result(f"rank-{rank}/{number}", f"{number}-" + "x" * (number % 7 * 100_000))
+            note.write(f"{number}\n")
+            note.flush()
+            number += 1
+
+
+def submit_big(size: int) -> None:
+    """One result of so many MiB."""
+    handler.submit_result("big.bin", bytes(range(256)) * (size * MIB // 256))
+
+
+def submit_in_two_generations(folder: str) -> None:
+    """Each generation submits its own, and one that is common; the first one dies while it submits something big."""
+    import torch.distributed as dist
+
+    rank = current_rank().rank
+    is_first = not Path(folder, f"began-{rank}").exists()
+    Path(folder, f"began-{rank}").touch()
+    name = "first" if is_first else "second"
+    dist.barrier()
+    handler.submit_result(f"{name}-{rank}", name)
+    handler.submit_result(f"common-{rank}", name)
+    if is_first and rank == 1:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            handler.submit_result(f"big-{rank}", b"y" * (64 * MIB))
+    dist.barrier()
+
+
+def submit_bad_paths(prefix: str) -> None:
+    """Also through a link that this very test has placed in the prefix."""
+    if current_rank().rank == 1:
+        Path(prefix, "link").symlink_to(Path(prefix).parent)
+        handler.submit_result("link/escaped", "bad")
+        handler.submit_result("../escaped", "bad")
+    handler.submit_result(f"good-{current_rank().rank}", "good")
+
+
+def submit_for_two() -> None:
+    """Two handlers in one gang."""
+    DaskResultsHandler("metrics").submit_result("metrics", "1")
+    DaskResultsHandler("models").submit_result("model", "2")
+
+
+def submit_and_fail() -> None:
+    """The last moment before a failure counts."""
+    handler.submit_result(f"last-words-{current_rank().rank}", "x" * (3 * MIB))
+    if current_rank().rank == 1:
+        raise LookupError("the batch is spoilt")
+    time.sleep(60)
+
+
+# ---- The tests
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_epochs_and_models_of_all_ranks(client: Client, tmp_path: Path) -> None:
+    import torch
+
+    futures = dispatch.run(client, submit_epochs, 3, gang=Gang(ranks_per_worker=2))
+    handler.process_results(str(tmp_path), futures)
+    assert futures.result(0) == [0, 1, 2, 3]
+    for rank in range(4):
+        folder = tmp_path / f"rank-{rank}"
+        assert sorted(path.name for path in folder.iterdir()) == sorted(
+            ["epoch-0.json", "epoch-1.json", "epoch-2.json", "newest.json", "model.pkl"]
+        )
+        assert json.loads((folder / "newest.json").read_text()) == {"epoch": 2}
+        weights = pickle.loads((folder / "model.pkl").read_bytes())
+        assert weights["weight"].shape == torch.Size([1, 2])
+
+
+def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, pickle, sys, uuid
+        import torch
+        import torch.distributed as dist
+        from dask.distributed import Client
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        from flytekitplugins.daskpytorch import dispatch, results
+
+        key = uuid.uuid4().hex
+        rh = results.DaskResultsHandler(key)
+
+        def train(num_epochs):
+            worker_rank = int(dist.get_rank())
+            model = DDP(torch.nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for epoch in range(num_epochs):
+                loss = model(torch.ones(2, 4)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                rh.submit_result(
+                    f"worker/{worker_rank}/data-{epoch}.json",
+                    json.dumps({"loss": loss.item(), "epoch": epoch, "worker": worker_rank}),
+                )
+                if worker_rank == 0:
+                    rh.submit_result(f"checkpoint-{epoch}.pkl", pickle.dumps(model.state_dict()))
+
+        if __name__ == "__main__":
+            client = Client(sys.argv[1])
+            futures = dispatch.run(client, train, num_epochs=2, backend="gloo")
+            rh.process_results(sys.argv[2], futures, raise_errors=False)
+            client.close()
+        """)
+    )
+    results = tmp_path / "results"
+    subprocess.run([sys.executable, script, cluster.address, results], check=True, timeout=100)
+    written = read(results)
+    assert sorted(written) == [
+        "checkpoint-0.pkl",
+        "checkpoint-1.pkl",
+        *(f"worker/{rank}/data-{epoch}.json" for rank in range(2) for epoch in range(2)),
+    ]
+    assert json.loads(written["worker/1/data-1.json"])["worker"] == 1
+    assert "module.weight" in pickle.load(io.BytesIO(written["checkpoint-1.pkl"]))
+
+
+@pytest.mark.parametrize("total", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_many_small_results_from_four_ranks(client: Client, tmp_path: Path, total: int) -> None:
+    futures = dispatch.run(client, submit_many, total // 4, gang=Gang(ranks_per_worker=2))
+    handler.process_results(tmp_path, futures)
+    assert futures.exception() is None
+    for rank in range(4):
+        folder = tmp_path / f"rank-{rank}"
+        assert (folder / "count").read_text() == str(total // 4)
+        assert len(list(folder.iterdir())) == total // 4 + 1
+        assert all((folder / str(number)).read_text() == str(number) for number in range(total // 4))
+
+
+def test_a_killed_rank_loses_nothing_that_it_had_submitted(client: Client, tmp_path: Path) -> None:
+    notes, results = tmp_path / "notes", tmp_path / "results"
+    notes.mkdir()
+    futures = dispatch.run(client, kill_oneself_while_submitting, str(notes), gang=ONCE)
+    with pytest.raises(WorkerLostError, match="SIGKILL"):
+        handler.process_results(results, futures)
+    num_submitted = len((notes / "1").read_text().splitlines())
+    assert num_submitted > 10
+    for number in range(num_submitted):
+        assert (results / f"rank-1/{number}").read_text() == f"{number}-" + "x" * (number % 7 * 100_000)
+    assert len(list((results / "rank-1").iterdir())) in (num_submitted, num_submitted + 1)  # killed before its note
+
+
+def kill_oneself_while_submitting(notes: str) -> None:
+    if current_rank().rank == 1:
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        submit_until_killed(notes)
+    time.sleep(60)
+
+
+def test_what_was_submitted_before_anybody_processed_it(client: Client, tmp_path: Path) -> None:
+    futures = dispatch.run(client, submit_epochs, 2)
+    futures.result(60)
+    handler.process_results(tmp_path, futures[:1])  # any of its futures leads to the gang
+    assert len(read(tmp_path)) == 2 * 4
+
+
+def test_several_gangs_into_one_folder(client: Client, tmp_path: Path) -> None:
+    one, other = dispatch.run(client, submit_epochs, 1), dispatch.run(client, submit_many, 10)
+    handler.process_results(tmp_path, [*one, *other])
+    assert sorted(path.name for path in (tmp_path / "rank-1").iterdir()) == sorted(
+        ["epoch-0.json", "newest.json", "model.pkl", "count", *map(str, range(10))]
+    )
+
+
+def test_files_come_while_the_gang_runs(client: Client, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    futures = dispatch.run(client, submit_and_wait, str(release))
+    writer = threading.Thread(target=handler.process_results, args=(tmp_path / "results", futures))
+    writer.start()
+    until(lambda: len(list((tmp_path / "results").glob("early-*"))) == 2, "the first files")
+    assert not futures.done()
+    release.touch()
+    writer.join(60)
+    assert not writer.is_alive()
+    assert sorted(read(tmp_path / "results")) == ["early-0", "early-1", "late-0", "late-1"]
+
+
+def submit_and_wait(release: str) -> None:
+    rank = current_rank().rank
+    handler.submit_result(f"early-{rank}", "x")
+    while not Path(release).exists():
+        time.sleep(0.02)
+    handler.submit_result(f"late-{rank}", "x")
+
+
+def test_big_results_pass_beside_other_work(client: Client, tmp_path: Path) -> None:
+    big = dispatch.run(client, submit_big, 40, gang=ONCE)
+    beside = dispatch.run(client, submit_epochs, 2, gang=ONCE)
+    handler.process_results(tmp_path, [*big, *beside])
+    assert client.submit(lambda: 41 + 1, pure=False).result(30) == 42
+    written = read(tmp_path)
+    assert written["big.bin"] == bytes(range(256)) * (40 * MIB // 256)
+    assert len(written) == 1 + 2 * 4
+
+
+def test_both_generations_of_a_gang_count(client: Client, tmp_path: Path) -> None:
+    futures = dispatch.run(client, submit_in_two_generations, str(tmp_path))
+    handler.process_results(tmp_path / "results", futures)
+    assert futures.exception() is None
+    written = read(tmp_path / "results")
+    assert {name: text for name, text in written.items() if not name.startswith("big")} == {
+        **{f"{name}-{rank}": name.encode() for rank in range(2) for name in ("first", "second")},
+        **{f"common-{rank}": b"second" for rank in range(2)},
+    }
+    assert all(len(data) == 64 * MIB for name, data in written.items() if name.startswith("big"))  # whole, or not there
+
+
+def test_refused_paths_name_their_rank(client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prefix = tmp_path / "prefix"
+    prefix.mkdir()
+    futures = dispatch.run(client, submit_bad_paths, str(prefix))
+    with pytest.raises(ResultPathError, match=r"rank 1 .*'link/escaped'.*leads to") as caught:
+        handler.process_results(prefix, futures)
+    assert caught.value.rank == 1
+    assert "'../escaped'" in capfd.readouterr().err
+    assert (prefix / "good-0").read_text() == (prefix / "good-1").read_text() == "good"
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_two_handlers_in_one_gang(client: Client, tmp_path: Path) -> None:
+    metrics, models = DaskResultsHandler("metrics"), DaskResultsHandler("models")
+    futures = dispatch.run(client, submit_for_two)
+    models.process_results(tmp_path / "models", futures)
+    metrics.process_results(tmp_path / "metrics", futures)
+    assert read(tmp_path / "models") == {"model": b"2"}
+    assert read(tmp_path / "metrics") == {"metrics": b"1"}
+
+
+def test_a_failed_gangs_error_comes_after_its_results(client: Client, tmp_path: Path) -> None:
+    futures = dispatch.run(client, submit_and_fail, gang=ONCE)
+    with pytest.raises(LookupError, match="the batch is spoilt"):
+        handler.process_results(tmp_path, futures)
+    assert len(read(tmp_path)["last-words-1"]) == 3 * MIB
+    handler.process_results(tmp_path, futures, raise_errors=False)
+
+
+def test_in_a_flyte_task_with_a_cluster_of_its_own(tmp_path: Path) -> None:
+    from flytekit import task
+
+    @task(task_config=DaskCluster())
+    def train(folder: str) -> int:
+        handler.process_results(folder, dispatch.run(current_client(), submit_epochs, 1))
+        return len(read(Path(folder)))
+
+    with nothing_left_behind():
+        assert train(folder=str(tmp_path / "results")) == 2 * 3
+
+
+def test_ranks_of_a_task_that_nobody_could_process_say_so() -> None:
+    from flytekit import task
+
+    from flytekitplugins.daskpytorch import SpawnDDP, forkserver
+
+    @task(task_config=SpawnDDP(nproc=1, gang=ONCE))
+    def train() -> int:
+        return submit_epochs(1)
+
+    with nothing_left_behind():
+        with pytest.raises(RuntimeError, match="SpawnDDP tasks return their results"):
+            train()
+        forkserver.shutdown()

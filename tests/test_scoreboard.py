@@ -1,0 +1,62 @@
+"""The display of many models, in a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flytekitplugins.daskpytorch import scoreboard
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.scoreboard import Scoreboard
+
+
+def record(step: int, rank: int = 0, **metrics: float) -> LogRecord:
+    return LogRecord(rank=rank, step=step, num_steps=8, time=0.0, metrics=metrics)
+
+
+def shown(*, terminal: bool = False) -> str:
+    """Three models: one ends well, one fails, and one is still there."""
+    text = io.StringIO()
+    board = Scoreboard(3, Console(file=text, force_terminal=terminal, width=160, highlight=False))
+    lines = [board.line(index, {"lr": 0.1 * index, "[tag]": "x" * 60}) for index in range(3)]
+    for line in lines:
+        line.formed(0.1)
+    for step in range(4):
+        lines[0].logged(record(step, epoch=1 + step // 2, loss=1.0))
+        lines[0].logged(record(step, rank=1, epoch=1, loss=77.0))
+    board._bars.refresh()  # as its thread does ten times a second
+    lines[0].wrote(1, ["[brackets] stay"])
+    lines[0].ended(None)
+    lines[1].noted("train: going on from step 4")
+    lines[1].ended(ValueError("no good\nreally"))
+    return text.getvalue()
+
+
+def test_plain_lines() -> None:
+    lines = shown().splitlines()
+    label = "{'lr': 0.0, '[tag]': 'xxxxxxxxxxxxxxxxxxxxxxxxx…"
+    assert lines[0] == f"model 0 {label}: epoch 1  step 0/8  loss 1"
+    assert lines[1] == f"model 0 {label}: epoch 2  step 2/8  loss 1"
+    assert lines[2:4] == ["[model 0, rank 1] [brackets] stay", "model 1, train: going on from step 4"]
+    assert lines[4].startswith("model 1 {'lr': 0.1")
+    assert lines[4].endswith("failed: ValueError: no good")
+    assert len(lines) == 5
+
+
+def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoreboard, "COUNT_INTERVAL", 0.0)
+    lines = shown().splitlines()
+    assert [line for line in lines if "ended" in line] == [
+        "1 of 3 models have ended",
+        "2 of 3 models have ended, 1 of them failed",
+    ]
+
+
+def test_a_terminal_has_a_line_for_each_model_that_trains() -> None:
+    text = shown(terminal=True)
+    assert "model 2 {'lr': 0.2, '[tag]'" in text
+    assert "step 3/8" in text
+    assert "failed: ValueError: no good" in text
+    assert "77" not in text
