@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, current_rank, dispatch, results
-from processes import Cluster, dask_cluster, nothing_left_behind, until
+from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -206,6 +206,24 @@ def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:
         until((tmp_path / "pair-started").exists, "the pair to start again")
         (tmp_path / "pair").touch()
         assert futures.result(60) == paths
+
+
+def test_a_new_worker_takes_over(tmp_path: Path) -> None:
+    """First what the lost one was training, then what waited."""
+    with nothing_left_behind(), dask_cluster(tmp_path, 1) as cluster, Client(cluster.address) as client:
+        paths = [str(tmp_path / name) for name in ("first", "second")]
+        futures = dispatch.map(client, wait, paths)
+        until((tmp_path / "first-started").exists, "the first model to start")
+        (tmp_path / "first-started").unlink()
+        cluster.kill_worker(0)
+        end_late = start_worker(cluster.address, 0, tmp_path)
+        try:
+            until((tmp_path / "first-started").exists, "the first model to start again")
+            for path in paths:
+                Path(path).touch()
+            assert futures.result(60) == paths
+        finally:
+            end_late()
 
 
 def _address_of(client: Client, name: str) -> str | None:

@@ -148,6 +148,14 @@ class ModelFutures(Sequence["Future[Any]"]):
     # ---- in the thread that starts the gangs
 
     def _serve(self) -> None:
+        try:
+            self._start_all()
+        except Exception as error:  # nobody shall wait for models that nobody starts
+            with self._changed:
+                self._give_up(self._waiting, error)
+        running.discard(self)
+
+    def _start_all(self) -> None:
         look_at = time.monotonic() + LOOK_INTERVAL
         while self._waiting:
             with self._changed:
@@ -156,21 +164,20 @@ class ModelFutures(Sequence["Future[Any]"]):
             if time.monotonic() >= look_at:
                 self._look()
                 look_at = time.monotonic() + LOOK_INTERVAL
-        running.discard(self)
 
     def _start_what_fits(self) -> None:
         for model in list(self._waiting) if self._preempted is None else ():
             if self._pool.num_free == 0:
                 return
             if (workers := self._pool.acquire(model, model.num_workers)) is not None:
-                self._waiting.remove(model)
                 self._start(model, workers)
+                self._waiting.remove(model)
 
     def _start(self, model: _Model, workers: Sequence[str]) -> None:
-        model.future.set_running_or_notify_cancel()
-        share = _Share(self._client, self, model, {worker: self._cluster.addresses[worker] for worker in workers})
+        share = _Share(self._client, self, model, self._addresses_of(workers))
         world_size = model.num_workers * model.request.ranks_per_worker
         supervisor = Supervisor(model.request, share, [model.watcher], inbox=model.future.inbox)
+        model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))
 
@@ -209,11 +216,19 @@ class ModelFutures(Sequence["Future[Any]"]):
 
     # ---- in other threads
 
-    def refill(self, model: _Model, present: Sequence[str]) -> list[str]:
-        """A gang's workers, after it was given free ones for those that it has lost."""
+    def refill(self, model: _Model) -> dict[str, str]:
+        """A gang's workers and their addresses, after it was given free ones for those that it has lost.
+
+        Raises:
+            OSError: The scheduler does not answer.
+        """
+        present = self._cluster.present()
         with self._changed:
             self._pool.update(present)
-            return self._pool.refill(model)
+            return self._addresses_of(self._pool.refill(model))
+
+    def _addresses_of(self, workers: Sequence[str]) -> dict[str, str]:
+        return {worker: self._cluster.addresses[worker] for worker in workers}
 
     def _end(self, model: _Model) -> None:
         gang, model.gang = model.gang, None
@@ -250,7 +265,9 @@ class _Share(DaskAgents):
 
     def present(self) -> list[str]:
         """The gang's workers, the replacements of those that have gone among them."""
-        return self._models.refill(self._model, super().present())
+        here = self._models.refill(self._model)
+        self._addresses |= here
+        return list(here)
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:
