@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, ship
+from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL
 from processes import until
 
 STEPS = 10
@@ -191,6 +193,11 @@ def _hold_the_interpreter() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, in C code that never gives the interpreter away
 
 
+def _die_of_signals_and_sleep() -> None:
+    faulthandler.unregister(DUMP_SIGNAL)
+    time.sleep(600)
+
+
 def _deadlock_in_a_loader() -> None:
     from torch.utils.data import DataLoader
 
@@ -226,6 +233,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "suspend": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "wait": lambda: time.sleep(600),  # for what the test does
     "loader": _deadlock_in_a_loader,
+    "die of signals and sleep": _die_of_signals_and_sleep,
     "skip": lambda: SKIP,
 }
 

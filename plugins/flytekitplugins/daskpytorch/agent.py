@@ -59,8 +59,10 @@ TRACKED_RESTART_GRACE = 1.0
 """... which the next generation will open again."""
 BEAT_INTERVAL = 1.0
 """Seconds between signs of life."""
-DUMP_TIME = 0.5
-"""Seconds for the ranks to write down their stacks."""
+ANSWER_TIME = 0.4
+"""Seconds for the ranks to write down their stacks by themselves ..."""
+DUMP_TIME = 0.3
+"""... and then for those that did not, to do so in a signal handler."""
 NUM_FILES_KEPT = 3
 """How many checkpoints stay on this node, so that a restart here need not fetch them."""
 TAIL_LINES = 40
@@ -126,6 +128,7 @@ class _Agent:
         self._open = True
         self._beat_at = 0.0
         self._dump_at: float | None = None
+        self._stacks_at: float | None = None
 
     def close(self) -> None:
         """Kill what is left of the ranks."""
@@ -226,6 +229,9 @@ class _Agent:
                 self._server.kill(rank.key, signal.SIGKILL)
         if self._dump_at is not None and now >= self._dump_at:
             self._dump_at = None
+            self._dump_silent()
+        if self._stacks_at is not None and now >= self._stacks_at:
+            self._stacks_at = None
             self._send_stacks()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_INTERVAL
@@ -233,7 +239,7 @@ class _Agent:
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
-        deadlines += [self._beat_at] if self._dump_at is None else [self._beat_at, self._dump_at]
+        deadlines += [due for due in (self._beat_at, self._dump_at, self._stacks_at) if due is not None]
         return max(0.01, min(deadlines) - time.monotonic())
 
     def _say_leaving(self) -> None:
@@ -243,23 +249,34 @@ class _Agent:
     # ---- stacks
 
     def _dump(self) -> None:
-        """Have the ranks write down what they do: a signal, since a rank that hangs may not even listen."""
+        """Have the ranks say how far they are, and write down what they do."""
         for rank in self._ranks.values():
             if rank.place is not None:
-                self._server.signal(rank.key, DUMP_SIGNAL)
-        self._dump_at = time.monotonic() + DUMP_TIME
+                self._tell(rank, "where")
+        self._dump_at = time.monotonic() + ANSWER_TIME
+
+    def _dump_silent(self) -> None:
+        """Signal the ranks that hang so that they do not even listen."""
+        silent = [rank for rank in self._ranks.values() if rank.place is not None and not self._stacks_of(rank.place)]
+        for rank in silent:
+            self._server.signal(rank.key, DUMP_SIGNAL)
+        self._stacks_at = time.monotonic() + (DUMP_TIME if silent else 0.0)
 
     def _send_stacks(self) -> None:
         texts = {}
         for rank in self._ranks.values():
             if rank.place is None:
                 continue
-            with contextlib.suppress(OSError):
-                texts[rank.place.rank] = stacks_path(self._scratch, rank.place).read_text(errors="replace")
-            text = texts.setdefault(rank.place.rank, "") or "(no stacks: the process does not run; is it suspended?)"
+            text = self._stacks_of(rank.place) or "(no stacks: the process does not run; is it suspended?)"
             texts[rank.place.rank] = text
             self._note_lines(rank, text.splitlines())
         self._driver.send(Stacks(texts))
+
+    def _stacks_of(self, place: Place) -> str:
+        try:
+            return stacks_path(self._scratch, place).read_text(errors="replace")
+        except OSError:
+            return ""
 
     # ---- checkpoints
 

@@ -513,7 +513,6 @@ class Supervisor:
         """Find out which rank holds up the others, and what all of them are doing."""
         self._stacks.clear()
         generation.num_collectives.clear()
-        self._roster.broadcast(messages.Tell("where"))
         self._roster.broadcast(messages.Dump())
         deadline = time.monotonic() + STACKS_WAIT
         while time.monotonic() < deadline and not generation.is_failing:

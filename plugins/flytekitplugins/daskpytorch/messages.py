@@ -139,7 +139,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Dump:
-    """Have every rank write down its stacks."""
+    """Have every rank say how many collectives it has entered, and write down its stacks."""
 
 
 @dataclass(frozen=True)

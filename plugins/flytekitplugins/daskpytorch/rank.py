@@ -38,7 +38,7 @@ STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
 
 DUMP_SIGNAL = signal.SIGQUIT
-"""Has a rank write down its stacks, as it has a Java machine; also good for `kill -QUIT` by hand."""
+"""Has a rank write down its main thread's stack, as it has a Java machine; also good for `kill -QUIT` by hand."""
 BACKENDS_GROUP = "torch.distributed.backends"
 """Under this name packages announce backends of torch.distributed."""
 STOP_FLUSH = 0.3
@@ -204,7 +204,14 @@ class _Link:
             case "release":
                 rank.stop_signal.release(value)
             case "where":
+                _write_stacks()
                 self.send("collectives", _num_collectives())
+
+
+def _write_stacks() -> None:
+    """Write down what all threads do, while this one holds the interpreter, so that they stand still."""
+    if _stacks_file is not None:
+        faulthandler.dump_traceback(_stacks_file, all_threads=True)
 
 
 def _num_collectives() -> int:
@@ -250,7 +257,8 @@ def _settle_in(order: RankOrder) -> None:
     faulthandler.enable()  # a rank that crashes in C code says where, in its log
     global _stacks_file
     _stacks_file = stacks_path(Path(order.scratch), order.place).open("w")
-    faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=True)
+    # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
+    faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
     torch.set_num_threads(order.place.num_threads)
 
 
