@@ -6,8 +6,9 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
                                                    client's ranks, which are fresh interpreters where it asked for that
-    fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, takes
-                                                   over the control socket, and so starts later ranks warmer
+    fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, makes
+                                                   itself cheap to fork, takes over the control socket, and so starts
+                                                   later ranks warmer; once its own are gone the first only waits for it
 All sockets are Unix SOCK_SEQPACKET pairs, so a message is one packet and nothing has a name or a port.
 """
 
@@ -33,6 +34,8 @@ import weakref
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
+
+from flytekitplugins.daskpytorch import hugepages
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "shutdown", "start_ahead"]
 
@@ -220,6 +223,8 @@ class _Server:
             if self._succeed_at is not None and time.monotonic() >= self._succeed_at:
                 self._succeed_at = None
                 self._start_successor()
+            if self._has_successor and not self._clients and self._relative is not None:
+                _wait_for(self._relative)
         for client in list(self._clients):
             self._drop(client)
 
@@ -373,6 +378,14 @@ class _Server:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
+def _wait_for(successor: socket.socket) -> NoReturn:
+    """Give the memory back: become a small program that ends with the successor, whose parent this process stays."""
+    successor.set_inheritable(True)
+    program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
+    name_for_ps = __name__
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program, str(successor.fileno()), name_for_ps])  # noqa: S606
+
+
 def _die_with(parent: int) -> None:
     """Have the kernel end this process with its parent, also once it runs another program."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -419,6 +432,7 @@ def _import_for_training() -> None:
 
     gc.collect()
     _settle()
+    hugepages.collapse_memory()
 
 
 def _settle() -> None:
