@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from flytekit import Resources
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch import (
+    DaskCluster,
+    DaskDDP,
+    EarlyStopping,
+    Gang,
+    Scheduler,
+    SpawnDDP,
+    Wandb,
+    WorkerGroup,
+)
 
 NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
 
@@ -65,6 +74,30 @@ def test_gang_accepts_what_it_allows() -> None:
 def test_gang_starts_again_and_does_not_watch_for_hangs_unless_told() -> None:
     assert (Gang().max_restarts, Gang().hang_timeout) == (3, None)
     assert (Gang(max_restarts=0).max_restarts, Gang(hang_timeout=30).hang_timeout) == (0, 30)
+
+
+def test_early_stopping_names_all_its_problems_in_one_error() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        EarlyStopping(metric="", mode="least", reduction_factor=1, grace_period=0)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "EarlyStopping(metric=''): must be a metric's name; "
+        "EarlyStopping(mode='least'): must be one of min, max; "
+        "EarlyStopping(reduction_factor=1): must be a whole number from 2 up; "
+        "EarlyStopping(grace_period=0): must be a whole number from 1 up"
+    )
+
+
+@pytest.mark.parametrize("field", ["reduction_factor", "grace_period"])
+@pytest.mark.parametrize("number", NOT_A_COUNT)
+def test_early_stopping_counts_in_whole_numbers(field: str, number: Any) -> None:
+    with pytest.raises(ValueError, match="must be a whole number") as caught:
+        EarlyStopping(metric="loss", **{field: number})
+    assert f"EarlyStopping({field}={number!r})" in str(caught.value)
+
+
+def test_early_stopping_by_default_keeps_the_lowest_quarter_after_one_epoch() -> None:
+    stop = EarlyStopping(metric="loss")
+    assert (stop.mode, stop.reduction_factor, stop.grace_period) == ("min", 4, 1)
 
 
 def test_wandb_names_all_its_problems_in_one_error() -> None:
@@ -142,7 +175,7 @@ def test_ranks_per_worker_as_asked_overrides_the_gpus() -> None:
     assert DaskDDP(workers=workers, gang=Gang(ranks_per_worker=2)).ranks_per_worker == 2
 
 
-@pytest.mark.parametrize("config", [DaskDDP(), DaskCluster(), Gang(), Wandb(project="p")])
+@pytest.mark.parametrize("config", [DaskDDP(), DaskCluster(), EarlyStopping(metric="m"), Gang(), Wandb(project="p")])
 def test_configs_are_frozen(config: Any) -> None:
     name = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -150,7 +183,8 @@ def test_configs_are_frozen(config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "value"), [(DaskDDP, Scheduler()), (DaskCluster, Scheduler()), (Gang, "gloo"), (Wandb, "p")]
+    ("config", "value"),
+    [(DaskDDP, Scheduler()), (DaskCluster, Scheduler()), (EarlyStopping, "loss"), (Gang, "gloo"), (Wandb, "p")],
 )
 def test_configs_take_keywords_only(config: Any, value: Any) -> None:
     with pytest.raises(TypeError, match="positional argument"):
@@ -164,4 +198,4 @@ def test_import_loads_neither_torch_nor_dask(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert module in loaded
-    assert loaded.isdisjoint({"torch", "distributed", "dask"})
+    assert loaded.isdisjoint({"torch", "distributed", "dask", "optuna"})

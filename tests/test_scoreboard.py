@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import scoreboard
+from flytekitplugins.daskpytorch import StoppedEarlyError, scoreboard
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.scoreboard import Scoreboard
 
@@ -51,6 +51,24 @@ def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line for line in lines if "ended" in line] == [
         "1 of 3 models have ended",
         "2 of 3 models have ended, 1 of them failed",
+    ]
+
+
+def test_who_was_stopped_early_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoreboard, "COUNT_INTERVAL", 0.0)
+    text = io.StringIO()
+    board = Scoreboard(4, Console(file=text, width=160, highlight=False))
+    stopped = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)
+    for index, error in enumerate((None, stopped, stopped, ValueError("no good"))):
+        board.line(index, {"lr": index}).ended(error)
+    assert text.getvalue().splitlines() == [
+        "1 of 4 models have ended",
+        "model 1 {'lr': 1} was stopped early, after epoch 3: loss 1.25",
+        "2 of 4 models have ended, 1 of them early",
+        "model 2 {'lr': 2} was stopped early, after epoch 3: loss 1.25",
+        "3 of 4 models have ended, 2 of them early",
+        "model 3 {'lr': 3} failed: ValueError: no good",
+        "4 of 4 models have ended, 2 of them early, 1 of them failed",
     ]
 
 

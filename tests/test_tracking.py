@@ -121,6 +121,81 @@ def test_config_of_a_run_has_inputs_and_gang() -> None:
     }
 
 
+# ---- Many runs
+
+
+@dataclass
+class Grid:
+    lr: float
+    layers: tuple[int, ...]
+
+
+def shape_of_one() -> Shape:
+    node = Node(worker="w", host="h", num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
+    return Shape(name="train", backend="gloo", nodes=[node], places=place_ranks([node], 1))
+
+
+def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a") -> list[RunSettings]:
+    shared = tracking.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
+    return [
+        tracking.model_settings(
+            shared, index=index, key=f"train-0123456789ab-{index + 1}", experiment=experiment, shape=shape_of_one()
+        )
+        for index, experiment in enumerate(experiments)
+    ]
+
+
+def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = runs_of(Wandb(project="names", config={"team": "a"}), [{"lr": 0.1}, Grid(lr=0.2, layers=(1, 2)), 3, (4, 5)])
+    assert [run.wandb.group for run in runs] == ["train-f3a"] * 4
+    assert [run.name for run in runs] == ["train-0", "train-1", "train-2", "train-3"]
+    assert [run.id for run in runs] == [f"f3a-train-train-0123456789ab-{number}" for number in (1, 2, 3, 4)]
+    gang = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
+    assert [run.config for run in runs] == [
+        {"lr": 0.1, "gang": gang, "team": "a"},
+        {"lr": 0.2, "layers": "(1, 2)", "gang": gang, "team": "a"},
+        {"experiment": 3, "gang": gang, "team": "a"},
+        {"experiment": "(4, 5)", "gang": gang, "team": "a"},
+    ]
+    assert capsys.readouterr().err.count("no API key found") == 1
+
+
+def test_ids_of_many_models_are_alike_in_every_attempt_and_differ_in_every_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
+        ids.append([run.id for run in runs_of(Wandb(project="names"), [1, 2])])
+    assert ids == [["f3a-n0-train-0123456789ab-1", "f3a-n0-train-0123456789ab-2"]] * 2
+
+
+@pytest.mark.parametrize("execution", [None, "local"])
+def test_local_sweeps_have_groups_and_ids_of_their_own(execution: str | None) -> None:
+    first, second = (runs_of(Wandb(project="names", name="mine"), [1], execution)[0] for _ in range(2))
+    assert first.wandb.group != second.wandb.group
+    assert first.id != second.id
+    assert (first.wandb.group or "").startswith("train-")
+    assert first.name == "mine-0"
+
+
+def test_a_group_that_is_given_wins_and_an_id_is_refused() -> None:
+    assert runs_of(Wandb(project="names", group="ours"), [1])[0].wandb.group == "ours"
+    with pytest.raises(ValueError, match=r"Wandb\(id='mine'\): must be left out for many models"):
+        runs_of(Wandb(project="names", id="mine"), [1])
+
+
+def test_long_names_leave_ids_short_and_different() -> None:
+    shared = tracking.sweep_settings(Wandb(project="names"), function="f" * 200, execution="e" * 30)
+    ids = {
+        tracking.model_settings(
+            shared, index=index, key=f"{'f' * 200}-0123456789ab-{index}", experiment=1, shape=shape_of_one()
+        ).id
+        for index in range(3)
+    }
+    assert len(ids) == 3
+    assert all(len(id_) <= 128 and id_.startswith("e" * 30) for id_ in ids)
+
+
 def test_console_link_has_project_host_and_type() -> None:
     link = tracking.console_link(Wandb(project="names", host="https://wandb.example"))
     assert link == {"project": "names", "host": "https://wandb.example", "link_type": tracking.LINK_TYPE}
@@ -263,6 +338,16 @@ def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_
     run = run_in(tmp_path)
     assert run["exit_code"] == 1
     assert [row["loss"] for row in run["history"]] == [3.0]
+
+
+@pytest.mark.timeout(90)
+def test_run_of_a_training_that_was_stopped_early_says_why(tmp_path: Path) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.log(record(0, loss=3.0))
+    tracker.finish(0, "others were better")
+    run = run_in(tmp_path)
+    assert run["exit_code"] == 0
+    assert run["summary"]["stopped_early"] == "others were better"
 
 
 @pytest.mark.timeout(90)

@@ -44,8 +44,8 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """What a test asks of a run: its id, project, name, tags, notes, configuration, history and exit code."""
-    run: dict[str, Any] = {"runs": 0, "config": {}, "history": [], "exit_code": None}
+    """What a test asks of a run: its id, project, name, tags, notes, configuration, history, summary and exit code."""
+    run: dict[str, Any] = {"runs": 0, "config": {}, "history": [], "summary": {}, "exit_code": None}
     for record in read_records(path):
         match record.WhichOneof("record_type"):
             case "run":
@@ -59,6 +59,8 @@ def read_run(path: Path) -> dict[str, Any]:
                 run["history"].append(
                     {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
                 )
+            case "summary":
+                run["summary"] |= {item.key: json.loads(item.value_json) for item in record.summary.update}
             case "exit":
                 run["exit_code"] = record.exit.exit_code
     run["config"].pop("_wandb", None)

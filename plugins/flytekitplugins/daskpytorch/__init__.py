@@ -10,8 +10,24 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import task as _register_task_types  # noqa: F401
-from flytekitplugins.daskpytorch.blame import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.blame import (
+    GangError,
+    GangHungError,
+    GangStartError,
+    PreemptedError,
+    StoppedEarlyError,
+    WorkerLostError,
+)
+from flytekitplugins.daskpytorch.config import (
+    DaskCluster,
+    DaskDDP,
+    EarlyStopping,
+    Gang,
+    Scheduler,
+    SpawnDDP,
+    Wandb,
+    WorkerGroup,
+)
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
 from flytekitplugins.daskpytorch.inputs import StrictInputs
 
@@ -21,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DaskCluster",
     "DaskDDP",
+    "EarlyStopping",
     "Gang",
     "GangError",
     "GangHungError",
@@ -29,6 +46,7 @@ __all__ = [
     "RankContext",
     "Scheduler",
     "SpawnDDP",
+    "StoppedEarlyError",
     "StrictInputs",
     "Wandb",
     "WorkerGroup",

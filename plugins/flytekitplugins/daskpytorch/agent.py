@@ -162,8 +162,8 @@ class _Agent:
         match order := self._driver.recv():
             case Start():
                 self._start(order)
-            case Stop(is_last):
-                self._stop(is_last=is_last)
+            case Stop(is_last, reason):
+                self._stop(is_last=is_last, reason=reason)
             case Tell(word, value):
                 for rank in self._ranks.values():
                     self._tell(rank, word, value)
@@ -213,13 +213,13 @@ class _Agent:
         self._ranks[key] = _Rank(key=key, channel=mine, output=output)
         return self._ranks[key]
 
-    def _stop(self, *, is_last: bool) -> None:
+    def _stop(self, *, is_last: bool, reason: str | None) -> None:
         tracked_grace = TRACKED_STOP_GRACE if is_last else TRACKED_RESTART_GRACE
         for rank in self._ranks.values():
             is_main = rank.place is not None and rank.place.rank == 0
             has_run_to_close = is_main and self._job is not None and self._job.tracking is not None
             rank.kill_at = time.monotonic() + (tracked_grace if has_run_to_close else STOP_GRACE)
-            self._tell(rank, "stop")
+            self._tell(rank, "stop", reason)
 
     def _keep_time(self) -> None:
         """Do what has become due."""

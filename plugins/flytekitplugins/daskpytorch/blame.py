@@ -6,6 +6,7 @@ Pure, so that the rules can be tested case by case; the driver applies them, ran
 from __future__ import annotations
 
 import builtins
+import functools
 import pickle
 import re
 import signal
@@ -23,6 +24,7 @@ __all__ = [
     "GangStartError",
     "PreemptedError",
     "RankExit",
+    "StoppedEarlyError",
     "WorkerLostError",
     "describe",
     "find_culprit",
@@ -94,6 +96,23 @@ class GangHungError(GangError):
 
 class GangStartError(GangError):
     """The gang could not be formed: workers or ranks did not come in time."""
+
+
+class StoppedEarlyError(Exception):
+    """A model of `dispatch.map` was not trained to its end, because others were better: nothing has failed."""
+
+    def __init__(self, message: str, *, epoch: int, metric: str, value: float) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+        """The last epoch that counted."""
+        self.metric = metric
+        """The name of what was compared."""
+        self.value = value
+        """Its value after that epoch."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = functools.partial(type(self), epoch=self.epoch, metric=self.metric, value=self.value)
+        return (rebuild, (self.args[0],))
 
 
 def _rebuild(cls: type[GangError], message: str, fields: dict[str, object]) -> GangError:

@@ -11,7 +11,17 @@ from flytekitplugins.dask import Scheduler, WorkerGroup
 if TYPE_CHECKING:
     from flytekit import Secret
 
-__all__ = ["DaskCluster", "DaskDDP", "Gang", "Scheduler", "SpawnDDP", "Wandb", "WorkerGroup", "is_local"]
+__all__ = [
+    "DaskCluster",
+    "DaskDDP",
+    "EarlyStopping",
+    "Gang",
+    "Scheduler",
+    "SpawnDDP",
+    "Wandb",
+    "WorkerGroup",
+    "is_local",
+]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -19,6 +29,7 @@ SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("online", "offline", "disabled")
 START_METHODS = ("forkserver", "spawn")
+MODES = ("min", "max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +81,41 @@ class Gang:
             self.hang_timeout,
             "None or seconds above 0",
         )
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Which of many models are stopped before their training's end: asynchronous successive halving (Li et al. 2018).
+
+    A model is compared at its rungs, after `grace_period`, `grace_period * reduction_factor`, `grace_period *
+    reduction_factor**2`, ... epochs, with the values that all models had there so far, and goes on if it is among the
+    best `1 / reduction_factor` of them; of fewer than twice `reduction_factor`, if it is the best. Nobody waits for
+    others, so the first at a rung always goes on.
+    """
+
+    metric: str
+    """What is compared. It is taken from those of rank 0's `log` records that have both `epoch`, which should count
+    from 1, and this name; the first of an epoch counts, so log it at the epoch's end. A model whose metric is not a
+    number (NaN) at a rung is stopped."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+    reduction_factor: int = 4
+    """One in so many goes on."""
+    grace_period: int = 1
+    """Epochs that every model gets."""
+
+    def __post_init__(self) -> None:
+        problems = _Problems("EarlyStopping")
+        problems.unless(isinstance(self.metric, str) and bool(self.metric), "metric", self.metric, "a metric's name")
+        problems.unless(self.mode in MODES, "mode", self.mode, f"one of {', '.join(MODES)}")
+        problems.unless(
+            _is_count(self.reduction_factor) and self.reduction_factor > 1,
+            "reduction_factor",
+            self.reduction_factor,
+            "a whole number from 2 up",
+        )
+        problems.unless(_is_count(self.grace_period), "grace_period", self.grace_period, "a whole number from 1 up")
         problems.raise_any()
 
 

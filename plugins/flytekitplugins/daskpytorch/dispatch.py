@@ -26,7 +26,7 @@ from distributed.utils import get_ip
 
 from flytekitplugins.daskpytorch import agent, flyte, ship
 from flytekitplugins.daskpytorch.blame import GangStartError
-from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
 from flytekitplugins.daskpytorch.inbox import GangFuture
 from flytekitplugins.daskpytorch.messages import AgentOrder
@@ -96,6 +96,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     *,
     workers: int | Callable[[Any], int] = 1,
     gang: Gang | None = None,
+    stop_early: EarlyStopping | None = None,
+    wandb: Wandb | None = None,
 ) -> ModelFutures:
     """Train one model per experiment, as many at once as the client's workers can carry, each as its own gang.
 
@@ -108,15 +110,24 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         experiments: What the models differ in; anything that pickles.
         workers: How many workers each experiment takes, or a function of the experiment that says so.
         gang: How to form each gang.
+        stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A
+            stopped model's future raises `StoppedEarlyError`, and `result` of the whole has None in its place. None:
+            train all to their ends.
+        wandb: Record each model in a Weights & Biases run of its own, whose configuration is the experiment. All are
+            in one group: `wandb.group`, or the function's name with the execution's, or with a random one in local
+            runs. Each is called `wandb.name`, or like the function, with the experiment's index. Runs of finished
+            and of stopped models have exit code 0, those of failed ones 1. Offline runs are written where their rank
+            0 is. In a Flyte task a `wandb.secret` must be among the task's `secret_requests`.
 
     Returns:
-        One future per experiment, in their order, with rank 0's return value; the whole has `result`, `exception`,
-        `cancel` and `as_completed` too. A failed experiment fails alone.
+        One future per experiment, in their order, with rank 0's return value and, as `records`, what rank 0 has logged
+        so far; the whole has `result`, `exception`, `cancel` and `as_completed` too. A failed experiment fails alone.
 
     Raises:
-        ValueError: A number of workers is not a whole number from 1 up.
+        ValueError: A number of workers is not a whole number from 1 up, or `wandb` has an id.
         GangStartError: The cluster has fewer workers than some experiment takes.
         TypeError: The function or an experiment cannot be pickled.
+        ImportError: `stop_early` needs Optuna, which is not installed.
     """
     from flytekitplugins.daskpytorch import many
 
@@ -126,6 +137,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         list(experiments),
         workers=workers,
         settings=gang or Gang(),
+        stop_early=stop_early,
+        wandb=wandb,
     )
 
 
@@ -140,18 +153,20 @@ def request_for(
 ) -> Request:
     """One gang's call of a function, ready to go."""
     call = ship.pack_call(function, args, kwargs)
+    key = _key_of(function, call)
     return Request(
         name=getattr(function, "__qualname__", "the function"),
         call=call,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
-        mirror=flyte.checkpoint_paths(_mirror_name(function, call)),
+        mirror=flyte.checkpoint_paths(key),
         code=code,
+        key=key,
     )
 
 
-def _mirror_name(function: Callable[..., Any], call: bytes) -> str:
+def _key_of(function: Callable[..., Any], call: bytes) -> str:
     """Names a gang among others of its task, alike in every attempt: its function, its arguments, which of such."""
     name = f"{getattr(function, '__name__', 'gang')}-{hashlib.sha256(call).hexdigest()[:12]}"
     name = re.sub(r"[^\w-]", "-", name)

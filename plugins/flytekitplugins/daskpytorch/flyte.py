@@ -32,6 +32,7 @@ __all__ = [
     "checkpoint_paths",
     "decks",
     "entered",
+    "execution_name",
     "literals",
 ]
 
@@ -100,6 +101,12 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSe
         inputs=inputs.to_flyte_idl().SerializeToString(),
         task_name=task_name,
     )
+
+
+def execution_name() -> str | None:
+    """The current execution's name; `local` in local runs."""
+    params = FlyteContextManager.current_context().user_space_params
+    return params.execution_id.name if params and params.execution_id else None
 
 
 def checkpoint_paths(name: str) -> MirrorPaths | None:

@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch import messages, placement, ship
 from flytekitplugins.daskpytorch.blame import (
     Failure,
     PreemptedError,
+    StoppedEarlyError,
     WorkerLostError,
     describe,
     verdict,
@@ -89,6 +90,8 @@ class Request:
     """Where the checkpoints of other attempts are; None outside a Flyte backend."""
     code: Code | None = None
     """The project's sources, where they are packed already."""
+    key: str = ""
+    """Names it among the gangs of its task, alike in every attempt; empty where there is only one."""
 
 
 class Supervisor:
@@ -134,6 +137,7 @@ class Supervisor:
             WorkerLostError: A worker or a rank's process was taken away.
             PreemptedError: `preempt` was called, or a worker was told to end.
             GangCancelledError: `cancel` was called.
+            StoppedEarlyError: An observer raised it, and the ranks had not returned by then.
         """
         error: Exception | None = None
         running.add(self)
@@ -146,7 +150,7 @@ class Supervisor:
                 self._listen(stack)
                 try:
                     return self._run()
-                except GangCancelledError:
+                except (GangCancelledError, StoppedEarlyError):
                     raise
                 except Exception:
                     self._vault.flush(MIRROR_GRACE)  # for the next attempt, if Flyte makes one
@@ -275,6 +279,10 @@ class Supervisor:
         except GangCancelledError:
             self._stop(generation, is_last=True)
             raise
+        except StoppedEarlyError as error:
+            self._stop(generation, is_last=True, reason=str(error))
+            if not generation.has_delivered:  # else it ended by itself meanwhile
+                raise
 
     def _patience(self, generation: Generation) -> float:
         """How long nothing need be done unless something happens."""
@@ -385,11 +393,11 @@ class Supervisor:
             generation.lose(peer.node.worker, self._broken.get(peer.node.worker))
         self._courier.forget(peer)
 
-    def _stop(self, generation: Generation, *, is_last: bool | None = None) -> None:
+    def _stop(self, generation: Generation, *, is_last: bool | None = None, reason: str | None = None) -> None:
         """End every rank, and wait until all are gone; late failures still count for the blame."""
         if is_last is None:
             is_last = self._is_last(generation)
-        self._roster.broadcast(messages.Stop(is_last=is_last))
+        self._roster.broadcast(messages.Stop(is_last=is_last, reason=reason))
         deadline = time.monotonic() + MAX_STOP_WAIT
         while not generation.is_over and time.monotonic() < deadline:
             self._handle(self._next_event(deadline - time.monotonic()), generation)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch import ship
-from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.config import Gang
+from flytekitplugins.daskpytorch import flyte, ship, tracking
+from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, request_for
 from flytekitplugins.daskpytorch.gang import Request, Supervisor, running
+from flytekitplugins.daskpytorch.halving import Halving
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.packing import Pool
 from flytekitplugins.daskpytorch.scoreboard import Scoreboard
+from flytekitplugins.daskpytorch.tracking import RunSettings
 
 __all__ = ["ModelFuture", "ModelFutures", "train_all"]
 
@@ -34,34 +38,80 @@ def train_all(
     *,
     workers: int | Callable[[Any], int],
     settings: Gang,
+    stop_early: EarlyStopping | None,
+    wandb: Wandb | None,
 ) -> ModelFutures:
     """See `dispatch.map`."""
+    halving = Halving(stop_early, len(experiments)) if stop_early is not None else None
     sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
     cluster = DaskAgents(client)
     _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
+    runs = _runs(pytorch_function, wandb) if wandb is not None else None
     code, board = ship.pack_code(), Scoreboard(len(experiments))
-    models = [
-        _Model(
-            index=index,
-            num_workers=size,
-            watcher=board.line(index, experiment),
-            request=request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code),
-        )
-        for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True))
-    ]
-    return ModelFutures(client, cluster, models, settings.start_timeout)
+    models = []
+    for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
+        request = request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
+        if runs is not None:
+            request = _tracked(request, runs, index, experiment)
+        line = board.line(index, experiment)
+        models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
+    return ModelFutures(client, cluster, models, settings.start_timeout, halving)
+
+
+def _runs(function: Callable[..., Any], wandb: Wandb) -> RunSettings:
+    """What the models' Weights & Biases runs share; decided here, where Flyte's context is known."""
+    name = getattr(function, "__qualname__", "the function")
+    return tracking.sweep_settings(wandb, function=name, execution=flyte.execution_name())
+
+
+def _tracked(request: Request, runs: RunSettings, index: int, experiment: Any) -> Request:
+    return replace(
+        request,
+        tracking=lambda shape: tracking.model_settings(
+            runs, index=index, key=request.key, experiment=experiment, shape=shape
+        ),
+    )
 
 
 class ModelFuture(GangFuture):
-    """The future of one model: rank 0's return value."""
+    """The future of one model: rank 0's return value.
 
-    def __init__(self, cancel: Callable[[], bool]) -> None:
+    Where the model was stopped early, `result` raises `StoppedEarlyError` and `exception` returns it.
+    """
+
+    def __init__(self, index: int, experiment: Any, log: _Log, cancel: Callable[[], bool]) -> None:
         super().__init__(Inbox())
+        self.index = index
+        """The experiment's place among all."""
+        self.experiment = experiment
+        """What the model was trained with."""
+        self._log = log
         self._cancel = cancel
+
+    @property
+    def records(self) -> list[LogRecord]:
+        """What rank 0 has logged so far: its numbers and strings; after a restart, without what will come again."""
+        return list(self._log.records)
 
     def cancel(self) -> bool:
         """Do not train the model, or end its training; False where that was over before."""
         return self._cancel()
+
+
+class _Log(Observer):
+    """Keeps what one model's rank 0 logs."""
+
+    def __init__(self) -> None:
+        self.records: list[LogRecord] = []
+
+    def logged(self, record: LogRecord) -> None:
+        """Keep rank 0's values."""
+        if record.rank == 0:
+            self.records.append(record)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Drop what will be logged again."""
+        self.records = [record for record in self.records if step is not None and record.step <= step]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,21 +119,32 @@ class _Model:
     """One model that is to be trained."""
 
     index: int
+    experiment: Any
     num_workers: int
     request: Request
-    watcher: Observer
+    line: Observer
+    """Of the scoreboard."""
+    log: _Log = field(default_factory=_Log)
     future: ModelFuture = field(init=False)
     gang: GangFutures | None = None
     """While it is being trained."""
 
 
-class ModelFutures(Sequence["Future[Any]"]):
+class ModelFutures(Sequence[ModelFuture]):
     """One future per experiment, in their order. Each is settled when its model's training ends."""
 
-    def __init__(self, client: Client, cluster: DaskAgents, models: Sequence[_Model], start_timeout: float) -> None:
+    def __init__(
+        self,
+        client: Client,
+        cluster: DaskAgents,
+        models: Sequence[_Model],
+        start_timeout: float,
+        halving: Halving | None = None,
+    ) -> None:
         self._client = client
         self._cluster = cluster
         self._start_timeout = start_timeout
+        self._halving = halving
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._pool = Pool(free=set(cluster.workers))
@@ -92,18 +153,19 @@ class ModelFutures(Sequence["Future[Any]"]):
         self._enough_at = time.monotonic()
         """When the cluster last had enough workers for each of the waiting models."""
         for model in models:
-            model.future = ModelFuture(lambda model=model: self._cancel(model))  # type: ignore[misc]
+            cancel = functools.partial(self._cancel, model)
+            model.future = ModelFuture(model.index, model.experiment, model.log, cancel)
         self._futures = [model.future for model in models]
         running.add(self)
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
 
     @overload
-    def __getitem__(self, index: int) -> Future[Any]: ...
+    def __getitem__(self, index: int) -> ModelFuture: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Future[Any]]: ...
+    def __getitem__(self, index: slice) -> Sequence[ModelFuture]: ...
 
-    def __getitem__(self, index: int | slice) -> Future[Any] | Sequence[Future[Any]]:
+    def __getitem__(self, index: int | slice) -> ModelFuture | Sequence[ModelFuture]:
         return self._futures[index]
 
     def __len__(self) -> int:
@@ -112,21 +174,24 @@ class ModelFutures(Sequence["Future[Any]"]):
     def result(self, timeout: float | None = None) -> list[Any]:
         """Every model's result, in the order of the experiments; waits for all of them.
 
+        A model that was stopped early has None in its place.
+
         Raises:
             TimeoutError: Not all have ended within `timeout` seconds; they go on.
             Exception: The first failed experiment's, once all have ended.
         """
         self._wait(timeout)
-        return [future.result() for future in self._futures]
+        return [None if _was_stopped_early(future) else future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that `result` would raise, or None."""
+        """The error that `result` would raise, or None. That a model was stopped early is none."""
         self._wait(timeout)
-        return next((error for future in self._futures if (error := _error_of(future)) is not None), None)
+        failed = (future for future in self._futures if not _was_stopped_early(future))
+        return next((error for future in failed if (error := _error_of(future)) is not None), None)
 
-    def as_completed(self, timeout: float | None = None) -> Iterator[Future[Any]]:
+    def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
         """The futures, each as soon as its model's training has ended."""
-        return as_completed(self._futures, timeout)
+        return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
 
     def done(self) -> bool:
         """Whether all have ended."""
@@ -176,7 +241,10 @@ class ModelFutures(Sequence["Future[Any]"]):
     def _start(self, model: _Model, workers: Sequence[str]) -> None:
         share = _Share(self._client, self, model, self._addresses_of(workers))
         world_size = model.num_workers * model.request.ranks_per_worker
-        supervisor = Supervisor(model.request, share, [model.watcher], inbox=model.future.inbox)
+        observers = [model.line, model.log]
+        if self._halving is not None:
+            observers.append(self._halving.judge(model.index, model.line.noted))
+        supervisor = Supervisor(model.request, share, observers, inbox=model.future.inbox)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))
@@ -212,7 +280,7 @@ class ModelFutures(Sequence["Future[Any]"]):
             self._waiting.remove(model)
             model.future.set_running_or_notify_cancel()
             model.future.set_exception(error)
-            model.watcher.ended(error)
+            model.line.ended(error)
 
     # ---- in other threads
 
@@ -240,7 +308,8 @@ class ModelFutures(Sequence["Future[Any]"]):
         if (error := gang[0].exception()) is None:
             model.future.set_result(gang[0].result())
         else:
-            error.add_note(f"in experiment {model.index} of {len(self)}")
+            if not isinstance(error, StoppedEarlyError):  # which says it itself
+                error.add_note(f"in experiment {model.index} of {len(self)}")
             model.future.set_exception(error)
 
     def _cancel(self, model: _Model) -> bool:
@@ -249,7 +318,7 @@ class ModelFutures(Sequence["Future[Any]"]):
                 self._waiting.remove(model)
                 Future.cancel(model.future)
                 model.future.set_running_or_notify_cancel()
-                model.watcher.ended(CancelledError("cancelled"))
+                model.line.ended(CancelledError("cancelled"))
                 return True
             gang = model.gang
         return gang.cancel() if gang is not None else model.future.cancelled()
@@ -284,6 +353,10 @@ def _check_sizes(sizes: Sequence[Any], num_workers: int, scheduler: str) -> None
             f"experiment {sizes.index(max(sizes))} takes {max(sizes)} workers; the cluster at {scheduler} has "
             f"{num_workers}. Start workers, or wait for them with client.wait_for_workers(n)."
         )
+
+
+def _was_stopped_early(future: Future[Any]) -> bool:
+    return isinstance(_error_of(future), StoppedEarlyError)
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:

@@ -123,10 +123,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """End all ranks: something failed."""
+    """End all ranks: something failed, or the training is not to go on."""
 
     is_last: bool
     """No other generation follows: rank 0 may take its time to close the Weights & Biases run."""
+    reason: str | None = None
+    """Why a training that did not fail is not to go on; goes into that run."""
 
 
 @dataclass(frozen=True)

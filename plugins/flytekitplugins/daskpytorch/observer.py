@@ -27,7 +27,10 @@ class Shape:
 
 
 class Observer:
-    """Hears of what happens in a gang, on the supervisor's thread. Every method may be left as it is."""
+    """Hears of what happens in a gang, on the supervisor's thread. Every method may be left as it is.
+
+    `logged` may raise a `StoppedEarlyError`, once; it ends the gang.
+    """
 
     def placed(self, shape: Shape) -> None:
         """The agents are there and the ranks are being started."""

@@ -162,10 +162,12 @@ class _Link:
         self._submit_lock = threading.Lock()
         self.ended = threading.Event()
         """Set when every rank of the gang has finished."""
+        self._has_delivered = False
 
     def send(self, kind: str, value: object = None) -> None:
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
         data = cloudpickle.dumps((kind, value))
+        self._has_delivered |= kind == "result"
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
 
@@ -192,7 +194,8 @@ class _Link:
             os._exit(STOPPED)
         rank.checkpoint.flush(STOP_FLUSH)
         if tracker is not None:
-            tracker.finish(1)
+            reason: str | None = order[1]
+            tracker.finish(1 if reason is None else 0, None if self._has_delivered else reason)
         os._exit(STOPPED)
 
     def _follow(self, rank: RankContext, word: str, value: Any) -> None:

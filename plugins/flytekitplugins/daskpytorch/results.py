@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
+from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
 from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
@@ -167,7 +168,8 @@ def _inboxes(futures: Iterable[Future[Any]]) -> list[Inbox]:
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
-    return CancelledError() if future.cancelled() else future.exception()
+    error = CancelledError() if future.cancelled() else future.exception()
+    return None if isinstance(error, StoppedEarlyError) else error  # which is no failure
 
 
 def _raise_first(errors: Iterable[BaseException | None]) -> None:

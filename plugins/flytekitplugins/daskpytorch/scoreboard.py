@@ -12,6 +12,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.progress import LEADING, PLAIN_INTERVAL, describe_record
@@ -31,6 +32,7 @@ class Scoreboard:
         self._console = console or Console(file=sys.stderr, highlight=False)
         self._num_models = num_models
         self._num_ended = 0
+        self._num_early = 0
         self._num_failed = 0
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
@@ -68,18 +70,21 @@ class Scoreboard:
         """Take a model's line away."""
         self._bars.remove_task(task)
 
-    def count(self, *, has_failed: bool) -> None:
-        """Note that a model has ended."""
+    def count(self, error: Exception | None) -> None:
+        """Note that a model has ended: well, early or with an error."""
+        is_early = isinstance(error, StoppedEarlyError)
         with self._lock:
             self._num_ended += 1
-            self._num_failed += has_failed
+            self._num_early += is_early
+            self._num_failed += error is not None and not is_early
             is_last = self._num_ended == self._num_models
-            if is_last:
+            if is_last and self.is_live:  # elsewhere it writes an empty line
                 self._bars.stop()
             if is_last or time.monotonic() - self._counted_at >= COUNT_INTERVAL:
                 self._counted_at = time.monotonic()
+                early = f", {self._num_early} of them early" if self._num_early else ""
                 failed = f", {self._num_failed} of them failed" if self._num_failed else ""
-                self.print(f"{self._num_ended} of {self._num_models} models have ended{failed}")
+                self.print(f"{self._num_ended} of {self._num_models} models have ended{early}{failed}")
 
     def print(self, text: str) -> None:
         """Write a line that stays."""
@@ -125,9 +130,12 @@ class _Line(Observer):
         """Take the line away."""
         if self._task is not None:
             self._board.remove(self._task)
-        if error is not None:
+        if isinstance(error, StoppedEarlyError):
+            how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
+            self._board.print(f"{self._name} {self._experiment} {how}")
+        elif error is not None:
             self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {_first_line(error)}")
-        self._board.count(has_failed=error is not None)
+        self._board.count(error)
 
 
 def _shortened(text: str) -> str:

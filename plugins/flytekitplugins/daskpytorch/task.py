@@ -156,8 +156,9 @@ class _InRanks(_Resumable):
         )
 
     def _tracking(self, wandb: Wandb, inputs: dict[str, Any]) -> Callable[[Shape], tracking.RunSettings]:
-        params = FlyteContextManager.current_context().user_space_params
-        execution = params.execution_id.name if params and params.execution_id else None
+        from flytekitplugins.daskpytorch import flyte
+
+        execution = flyte.execution_name()
         return lambda shape: tracking.settings(
             wandb, task=self.name, execution=execution, config=tracking.run_config(inputs, shape)
         )

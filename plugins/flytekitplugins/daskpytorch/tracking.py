@@ -22,7 +22,17 @@ from flytekitplugins.daskpytorch.observer import Shape
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RunSettings", "Tracker", "api_key", "console_link", "run_config", "run_id", "settings"]
+__all__ = [
+    "RunSettings",
+    "Tracker",
+    "api_key",
+    "console_link",
+    "model_settings",
+    "run_config",
+    "run_id",
+    "settings",
+    "sweep_settings",
+]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -32,6 +42,10 @@ INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Seconds for the server to answer when the run is opened; after that the run is recorded offline."""
 MAX_CONFIG_ITEMS = 20
 """Longer lists among a task's inputs go to the run's configuration as their lengths."""
+MAX_ID_PART = 60
+"""Characters of each of the two parts of a model's run id, which may have 128."""
+STOPPED_EARLY = "stopped_early"
+"""In the summary of such a run: why."""
 NUM_BINS = 64
 """Of a histogram, as wandb has them."""
 MAX_WAITING = 10_000
@@ -109,6 +123,46 @@ def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[
     )
 
 
+def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> RunSettings:
+    """What the runs of many models share, as `settings` decides it once for all, and the group that they are in.
+
+    Raises:
+        ValueError: `wandb` has an id, which only one run can have.
+    """
+    if wandb.id is not None:
+        raise ValueError(
+            f"Wandb(id={wandb.id!r}): must be left out for many models, since each has a run of its own; "
+            "Wandb(group=...) names what holds them together"
+        )
+    is_named = execution and execution != "local"
+    group = wandb.group or f"{function.rpartition('.')[2]}-{execution if is_named else os.urandom(4).hex()}"
+    return settings(dataclasses.replace(wandb, group=group), task=function, execution=execution, config={})
+
+
+def model_settings(shared: RunSettings, *, index: int, key: str, experiment: Any, shape: Shape) -> RunSettings:
+    """One model's own run.
+
+    Args:
+        shared: From `sweep_settings`.
+        index: The model's place among the experiments.
+        key: Names it among all of its task, alike in every attempt.
+        experiment: Becomes the configuration: a dictionary's items, a dataclass's fields, or `experiment`.
+        shape: Its gang's.
+    """
+    if isinstance(experiment, Mapping):
+        inputs = {str(name): value for name, value in experiment.items()}
+    elif dataclasses.is_dataclass(experiment) or isinstance(experiment, (str, int, float)):
+        inputs = {"experiment": experiment}
+    else:
+        inputs = {"experiment": repr(experiment)}
+    return dataclasses.replace(
+        shared,
+        id=f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}",
+        name=f"{shared.name}-{index}",
+        config={**run_config(inputs, shape), **shared.wandb.config},
+    )
+
+
 def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """The run's configuration: a task's inputs, and the gang's shape."""
     gang = {
@@ -176,12 +230,21 @@ def _shown(value: Any) -> Any:
     return wandb.Histogram(np_histogram=(value.counts, value.edges))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """Closes the queue, and the run."""
+
+    exit_code: int
+    reason: str | None
+    """Why a training that did not fail ends early."""
+
+
 class Tracker:
     """Rank 0's run. Calls return at once; a thread opens the run and feeds it; no failure reaches the training."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._waiting: queue.Queue[LogRecord | int] = queue.Queue()
+        self._waiting: queue.Queue[LogRecord | _End] = queue.Queue()
         self._histograms: dict[str, _Histogram] = {}
         """Of gradients, since the last record."""
         self._num_dropped = 0
@@ -220,23 +283,28 @@ class Tracker:
 
         register_optimizer_step_pre_hook(look)
 
-    def finish(self, exit_code: int, timeout: float = 60.0) -> None:
-        """Close the run with this exit code, waiting at most `timeout` seconds for what is queued."""
+    def finish(self, exit_code: int, stopped_early: str | None = None, timeout: float = 60.0) -> None:
+        """Close the run with this exit code, waiting at most `timeout` seconds for what is queued.
+
+        Where the training was stopped early, say why, for the run's summary.
+        """
         if self._finishing.acquire(blocking=False):  # the first to call decides; a stop order may come meanwhile
-            self._waiting.put(exit_code)
+            self._waiting.put(_End(exit_code=exit_code, reason=stopped_early))
         self._thread.join(timeout)
 
     def _feed(self) -> None:
-        item: LogRecord | int | None = None
+        item: LogRecord | _End | None = None
         try:
             run = self._open()
-            while not isinstance(item := self._waiting.get(), int):
+            while not isinstance(item := self._waiting.get(), _End):
                 self._record(run, item)
-            run.finish(exit_code=item)
-            _wait_until_written(item)
+            if item.reason is not None:
+                run.summary[STOPPED_EARLY] = item.reason
+            run.finish(exit_code=item.exit_code)
+            _wait_until_written(item.exit_code)
         except Exception as error:
             print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=sys.stderr)
-            while not isinstance(item, int):
+            while not isinstance(item, _End):
                 item = self._waiting.get()
         if self._num_dropped:
             print(f"Weights & Biases: too slow; {self._num_dropped} records were dropped.", file=sys.stderr)

@@ -1,0 +1,292 @@
+"""Which models are stopped early: rungs, modes, what is missing, and threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError, dispatch
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.halving import Halving
+from flytekitplugins.daskpytorch.observer import Observer
+
+LOSS = EarlyStopping(metric="loss", reduction_factor=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_warned_of() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def record(rank: int = 0, step: int = 0, num_steps: int | None = None, **metrics: Any) -> LogRecord:
+    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=0.0, metrics=metrics)
+
+
+class Models:
+    """Judges of some models, and what was said."""
+
+    def __init__(self, settings: EarlyStopping = LOSS, num_models: int = 4) -> None:
+        self.said: list[str] = []
+        halving = Halving(settings, num_models)
+        self.judges = [halving.judge(index, self.said.append) for index in range(num_models)]
+
+    def log(self, model: int, **metrics: Any) -> bool:
+        """Whether the model goes on after such a record."""
+        return error_of(self.judges[model], record(**metrics)) is None
+
+
+def error_of(judge: Observer, logged: LogRecord) -> StoppedEarlyError | None:
+    try:
+        judge.logged(logged)
+    except StoppedEarlyError as error:
+        return error
+    return None
+
+
+Orders = dict[int, list[int]]
+
+
+def epochs_trained(models: Models, values: list[float], num_epochs: int, orders: Orders | None = None) -> list[int]:
+    """How far each model comes, if each logs the same value after every epoch, in the order given for that epoch."""
+    trained = [num_epochs] * len(values)
+    for epoch in range(1, num_epochs + 1):
+        for model in (orders or {}).get(epoch, range(len(values))):
+            if trained[model] == num_epochs and not models.log(model, epoch=epoch, loss=values[model]):
+                trained[model] = epoch
+    return trained
+
+
+# ---- Who is stopped
+
+
+HALVED: Orders = {1: [2, 3, 1, 0], 2: [1, 2, 0], 4: [0, 1]}
+"""With a factor of 2 the worst of four stops after 1 epoch, the next after 2, the next after 4."""
+
+
+def test_the_worse_ones_stop_at_the_rungs() -> None:
+    assert epochs_trained(Models(), [1.0, 2.0, 3.0, 4.0], 10, HALVED) == [10, 4, 2, 1]
+
+
+def test_high_values_are_good_where_it_is_said() -> None:
+    models = Models(EarlyStopping(metric="loss", mode="max", reduction_factor=2))
+    assert epochs_trained(models, [-1.0, -2.0, -3.0, -4.0], 10, HALVED) == [10, 4, 2, 1]
+
+
+def test_the_first_at_a_rung_goes_on_however_bad_and_so_do_those_that_are_better() -> None:
+    assert epochs_trained(Models(), [4.0, 3.0, 2.0, 1.0], 10) == [10] * 4
+
+
+def test_of_many_one_in_so_many_goes_on() -> None:
+    models = Models(EarlyStopping(metric="loss", reduction_factor=3), num_models=6)
+    assert epochs_trained(models, [1.0, 2.0, 3.0, 4.0, 5.0, 1.5], 2) == [2, 1, 1, 1, 1, 2]  # the second best of six
+
+
+def test_rungs_are_grace_period_times_powers_of_the_factor() -> None:
+    models = Models(EarlyStopping(metric="loss", grace_period=2, reduction_factor=3), num_models=6)
+    orders = {6: [3, 0, 5], 18: [5, 3]}
+    assert epochs_trained(models, [1.0, 2.0, 3.0, 0.5, 1.5, 0.4], 40, orders) == [6, 2, 2, 18, 2, 40]
+
+
+def test_a_model_that_logs_some_epochs_only_is_judged_at_all_rungs_that_it_has_passed() -> None:
+    models = Models()
+    assert models.log(0, epoch=4, loss=1.0)
+    assert not models.log(1, epoch=5, loss=2.0)
+    assert models.log(2, epoch=8, loss=0.5)
+
+
+def test_equals_go_on() -> None:
+    assert epochs_trained(Models(), [1.0] * 4, 4) == [4] * 4
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_no_number_is_worst(mode: Any) -> None:
+    models = Models(EarlyStopping(metric="loss", mode=mode, reduction_factor=2))
+    error = error_of(models.judges[0], record(epoch=1, loss=math.nan))
+    assert error is not None
+    assert math.isnan(error.value)
+    assert "its loss was nan, which is not a number" in str(error)
+    assert models.log(1, epoch=1, loss=1.0)
+
+
+def test_no_number_between_rungs_harms_nobody() -> None:
+    models = Models()
+    assert models.log(0, epoch=2, loss=1.0)
+    assert models.log(0, epoch=3, loss=math.nan)
+    assert models.log(0, epoch=4, loss=1.0)
+
+
+def test_other_ranks_do_not_count() -> None:
+    models = Models()
+    models.log(0, epoch=1, loss=1.0)
+    assert models.log(1, rank=1, epoch=1, loss=9.0)
+    assert not models.log(1, rank=0, epoch=1, loss=9.0)
+
+
+def test_an_epoch_that_comes_again_after_a_restart_is_not_judged_again() -> None:
+    models = Models()
+    assert models.log(0, epoch=1, loss=5.0)
+    assert models.log(0, epoch=2, loss=5.0)
+    assert models.log(1, epoch=1, loss=1.0)
+    for epoch in (1, 2):
+        assert models.log(0, epoch=epoch, loss=9.0)
+    assert models.log(1, epoch=2, loss=4.0)  # better than 5, though not than 9
+    assert models.log(0, epoch=3, loss=9.0)
+    assert models.log(0, epoch=4, loss=9.0)  # the first there
+
+
+def test_a_stopped_model_may_still_say_something() -> None:
+    models = Models()
+    models.log(0, epoch=1, loss=1.0)
+    assert not models.log(1, epoch=1, loss=2.0)
+    assert models.log(1, epoch=2, loss=2.0)
+    assert models.log(0, epoch=2, loss=1.5)
+
+
+def test_who_has_done_the_last_step_is_compared_but_not_stopped() -> None:
+    models = Models()
+    assert models.log(0, epoch=4, loss=1.0)
+    assert models.log(1, epoch=4, loss=2.0, step=39, num_steps=40)
+    assert not models.log(2, epoch=4, loss=2.0, step=38, num_steps=40)
+
+
+@pytest.mark.parametrize("epoch", [math.nan, math.inf, -1, "one", None])
+def test_what_is_no_epoch_is_passed_over(epoch: Any) -> None:
+    models = Models()
+    models.log(0, epoch=1, loss=1.0)
+    assert models.log(1, epoch=epoch, loss=2.0)
+
+
+def test_half_an_epoch_is_not_a_whole_one() -> None:
+    models = Models()
+    models.log(0, epoch=1, loss=1.0)
+    assert models.log(1, epoch=0.5, loss=2.0)
+    assert not models.log(1, epoch=1.0, loss=2.0)
+
+
+def test_the_error_says_who_when_at_what_and_why_and_survives_a_journey() -> None:
+    models = Models(EarlyStopping(metric="loss"))
+    models.log(0, epoch=1, loss=0.25)
+    error = error_of(models.judges[2], record(epoch=1, loss=0.5))
+    assert str(error) == (
+        "experiment 2 of 4 was stopped early, after epoch 1: its loss was 0.5, "
+        "which is not among the best 1/4 (min) of what models had there"
+    )
+    back = pickle.loads(pickle.dumps(error))
+    assert (back.epoch, back.metric, back.value, str(back)) == (1, "loss", 0.5, str(error))
+
+
+def test_ended_models_still_count() -> None:
+    models = Models()
+    models.log(0, epoch=1, loss=1.0)
+    models.judges[0].ended(None)
+    error = error_of(models.judges[1], record(epoch=1, loss=2.0))
+    models.judges[1].ended(error)
+    models.judges[2].ended(ValueError("failed before it said anything"))
+    error_of(models.judges[3], record(epoch=1, loss=math.nan))
+    models.judges[3].ended(None)
+    assert error is not None
+    assert models.said == []
+
+
+@pytest.mark.timeout(60)
+def test_many_threads_at_once() -> None:
+    models = Models(EarlyStopping(metric="loss", reduction_factor=3), num_models=12)
+    trained = [0] * 12
+
+    def train(model: int) -> None:
+        for epoch in range(1, 82):
+            trained[model] = epoch
+            if not models.log(model, epoch=epoch, loss=float(model)):
+                return
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in reversed(range(12))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert trained[0] == 81
+    assert set(trained) <= {1, 3, 9, 27, 81}
+
+
+# ---- What is said
+
+
+def test_a_metric_that_does_not_come_is_said_once() -> None:
+    models = Models(EarlyStopping(metric="accuracy"))
+    for epoch in (1, 1, 2, 3):
+        for model in range(2):
+            models.log(model, epoch=epoch, loss=1.0, samples_per_second=3.0)
+    [said] = models.said
+    assert said.startswith("early stopping: no record so far had both 'epoch' and 'accuracy'")
+    assert said.endswith("logged were: epoch, loss, samples_per_second")
+
+
+def test_nothing_is_said_before_the_epochs_that_every_model_gets_are_over() -> None:
+    models = Models(EarlyStopping(metric="accuracy", grace_period=5))
+    for epoch in range(1, 6):
+        models.log(0, epoch=epoch, loss=1.0)
+    assert models.said == []
+    models.log(0, epoch=6, loss=1.0)
+    assert len(models.said) == 1
+
+
+def test_nothing_is_said_where_the_metric_comes_at_the_end_of_an_epoch() -> None:
+    models = Models()
+    for epoch in (1, 2, 3):
+        models.log(0, epoch=epoch, samples_per_second=3.0)
+        models.log(0, epoch=epoch, loss=1.0)
+    models.judges[0].ended(None)
+    assert models.said == []
+
+
+def test_a_metric_without_its_epoch_is_said_at_the_end() -> None:
+    models = Models()
+    models.log(0, loss=1.0)
+    models.judges[1].ended(ValueError("it failed"))
+    assert models.said == []
+    models.judges[0].ended(None)
+    assert models.said[0].endswith("logged were: loss")
+
+
+def test_optuna_says_nothing_and_keeps_its_settings(caplog: pytest.LogCaptureFixture) -> None:
+    import optuna
+
+    optuna.logging.enable_propagation()
+    optuna.logging.disable_default_handler()
+    verbosity = optuna.logging.get_verbosity()
+    try:
+        with caplog.at_level(logging.DEBUG):
+            test_the_worse_ones_stop_at_the_rungs()
+            assert optuna.logging.get_verbosity() == verbosity
+    finally:
+        optuna.logging.disable_propagation()
+        optuna.logging.enable_default_handler()
+    assert caplog.records == []
+
+
+# ---- Without it
+
+
+def test_without_optuna_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r'pip install "flytekitplugins-daskpytorch\[sweep\]"'):
+        dispatch.map(None, len, [1], stop_early=LOSS)  # type: ignore[arg-type] # no client is asked for anything
+
+
+@pytest.mark.timeout(60)
+def test_optuna_is_imported_only_when_it_is_asked_for() -> None:
+    script = "import sys, flytekitplugins.daskpytorch.many; print('optuna' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
