@@ -1,0 +1,249 @@
+"""A sweep on one real cluster: hopeless models are stopped early, records are live, every model has its run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from flytekitplugins.daskpytorch import (
+    EarlyStopping,
+    Gang,
+    StoppedEarlyError,
+    Wandb,
+    current_rank,
+    dispatch,
+    results,
+)
+from flytekitplugins.daskpytorch.halving import Halving
+from processes import Cluster, dask_cluster, nothing_left_behind, until
+from wandb_file import read_run
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_EPOCHS = 12
+HALVE = EarlyStopping(metric="loss", reduction_factor=2)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers, which all tests leave alive."""
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 2) as running:
+        yield running
+
+
+# ---- What the ranks run
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One model, whose loss after each epoch is known."""
+
+    level: float
+    folder: str
+    kill_in: int = 0
+    """The epoch in which its rank is killed, once."""
+
+    def loss(self, epoch: int) -> float:
+        return self.level + 1 / epoch
+
+
+def descend(experiment: Experiment) -> float:
+    """Leaves a trace of each epoch; waits in between, so that others have their say."""
+    rank, folder = current_rank(), Path(experiment.folder)
+    first = (rank.checkpoint.load() or 0) + 1
+    for epoch in range(first, NUM_EPOCHS + 1):
+        (folder / f"{experiment.level:g}-{epoch}").touch()
+        killed = folder / f"{experiment.level:g}-killed"
+        if epoch == experiment.kill_in and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        rank.log({"epoch": epoch, "loss": experiment.loss(epoch), "pid": os.getpid()}, step=epoch)
+        time.sleep(0.15)
+        if epoch == 2 and experiment.kill_in:
+            rank.checkpoint.save(epoch, epoch)
+            rank.checkpoint.flush()
+    return experiment.loss(NUM_EPOCHS)
+
+
+def log_until(path: str) -> str:
+    """One record; then one more for each file, until there is the last."""
+    rank = current_rank()
+    rank.log({"epoch": 0, "loss": 1.0, "note": "begun", "odd": object()}, step=0)
+    for step in (1, 2):
+        while not Path(f"{path}-{step}").exists():
+            time.sleep(0.01)
+        rank.log({"epoch": step, "loss": 1.0 / step}, step=step)
+    return path
+
+
+def follow(plan: dict[str, Any]) -> float:
+    """Some epochs, the first after there is one file, the second after there is another; then success or failure."""
+    for epoch in range(1, plan["epochs"] + 1):
+        waits_for = plan.get(f"epoch-{epoch}-after")
+        while waits_for and not Path(waits_for).exists():
+            time.sleep(0.01)
+        current_rank().log({"epoch": epoch, "loss": plan["level"] / epoch}, step=epoch)
+    if plan["fails"]:
+        raise LookupError("no good")
+    return float(plan["level"])
+
+
+# ---- What is done with them
+
+
+def epochs_of(folder: Path, level: float) -> int:
+    return len([path for path in folder.glob(f"{level:g}-*") if path.name.rpartition("-")[2].isdigit()])
+
+
+def test_the_best_is_trained_to_its_end_and_the_hopeless_are_not(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    levels = [3.0, 1.0, 5.0, 2.0, 6.0, 0.5, 7.0, 8.0]
+    experiments = [Experiment(level=level, folder=str(tmp_path)) for level in levels]
+    models = dispatch.map(client, descend, experiments, stop_early=HALVE)
+    found = models.result(90)
+
+    best = experiments[5]
+    assert found[5] == best.loss(NUM_EPOCHS)
+    assert epochs_of(tmp_path, best.level) == NUM_EPOCHS
+    stopped = [model for model in models if isinstance(model.exception(), StoppedEarlyError)]
+    assert [models[index].exception().epoch for index in (6, 7)] == [1, 1]  # type: ignore[union-attr] # the last, and the worst of at least six
+    for model in stopped:
+        error = model.exception()
+        assert isinstance(error, StoppedEarlyError)
+        assert found[model.index] is None
+        assert error.epoch in (1, 2, 4, 8)
+        assert (error.metric, error.value) == ("loss", model.experiment.loss(error.epoch))
+        assert error.epoch <= epochs_of(tmp_path, model.experiment.level) < NUM_EPOCHS
+        assert [record.numbers["epoch"] for record in model.records] == list(range(1, len(model.records) + 1))
+        with pytest.raises(StoppedEarlyError, match=f"experiment {model.index} of 8 was stopped early, after epoch"):
+            model.result()
+    assert models.exception() is None
+    assert not models.cancel()
+    results.DaskResultsHandler().process_results(tmp_path / "files", models)  # which raises errors
+    text = capfd.readouterr().err
+    assert f"8 of 8 models have ended, {len(stopped)} of them early\n" in text
+    assert text.count("was stopped early, after epoch") == len(stopped)
+    assert "failed" not in text
+
+
+def test_records_grow_while_a_model_trains_and_a_metric_that_is_not_among_them_is_named(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "model")
+    models = dispatch.map(client, log_until, [path], stop_early=EarlyStopping(metric="accuracy"))
+    (model,) = models
+    assert (model.index, model.experiment) == (0, path)
+    for step in (0, 1, 2):
+        until(lambda step=step: len(model.records) == step + 1, "the next record")  # type: ignore[misc]
+        assert not model.done() or step == 2
+        Path(f"{path}-{step + 1}").touch()
+    assert models.result(30) == [path]
+    assert [record.step for record in model.records] == [0, 1, 2]
+    assert model.records[0].metrics == {"epoch": 0, "loss": 1.0, "note": "begun"}
+    model.records.clear()  # a copy
+    assert len(model.records) == 3
+    text = capfd.readouterr().err
+    assert text.count("no record so far had both 'epoch' and 'accuracy'") == 1
+    assert "logged were: epoch, loss, note" in text
+
+
+def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client: Client, tmp_path: Path) -> None:
+    restarted = Experiment(level=1.0, folder=str(tmp_path), kill_in=5)
+    models = dispatch.map(client, descend, [restarted], stop_early=HALVE)
+    assert models.result(60) == [restarted.loss(NUM_EPOCHS)]
+    assert (tmp_path / "1-killed").exists()
+    records = models[0].records
+    assert [record.step for record in records] == list(range(1, NUM_EPOCHS + 1))
+    assert len({record.numbers["pid"] for record in records}) == 2
+
+
+def plan(level: float, epochs: int = 1, *, fails: bool = False, **after: Path) -> dict[str, Any]:
+    return {"level": level, "epochs": epochs, "fails": fails} | {
+        f"epoch-{name[-1]}-after": str(path) for name, path in after.items()
+    }
+
+
+def test_stopped_and_cancelled_are_two_things(client: Client, tmp_path: Path) -> None:
+    go, never = tmp_path / "go", tmp_path / "never"
+    models = dispatch.map(
+        client, follow, [plan(1.0, 2, after_2=never), plan(9.0, 2, after_1=go, after_2=never)], stop_early=HALVE
+    )
+    until(lambda: models[0].records, "the better one to be the first")
+    go.touch()
+    assert isinstance(models[1].exception(30), StoppedEarlyError)
+    assert models[0].cancel()
+    with pytest.raises(CancelledError):
+        models[0].result(30)
+    with pytest.raises(CancelledError):
+        models.result(30)
+    assert isinstance(models.exception(), CancelledError)
+    assert not models[1].cancel()
+
+
+def test_who_ends_while_it_is_being_stopped_has_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide_slowly(*_: object) -> bool:
+        time.sleep(1.0)  # on the gang's own thread: its rank returns meanwhile
+        return True
+
+    monkeypatch.setattr(Halving, "falls_behind", decide_slowly)
+    models = dispatch.map(client, follow, [plan(1.0), plan(2.0)], stop_early=HALVE)
+    assert models.result(60) == [1.0, 2.0]
+    assert dispatch.map(client, follow, [plan(3.0)] * 2).result(60) == [3.0, 3.0]  # the workers are free again
+
+
+def test_who_returns_at_once_is_either_stopped_or_not(client: Client) -> None:
+    models = dispatch.map(client, follow, [plan(float(level)) for level in range(4)], stop_early=HALVE)
+    found = models.result(60)
+    stopped = {model.index for model in models if isinstance(model.exception(), StoppedEarlyError)}
+    assert found == [None if index in stopped else float(index) for index in range(4)]
+    assert models.exception() is None
+
+
+def test_every_model_has_a_run_in_one_group(client: Client, tmp_path: Path) -> None:
+    """One is trained to its end, one fails, and one is stopped early, since its loss is the greatest."""
+    experiments = [plan(0.5, 3), plan(-1.0, fails=True), plan(9.0, 2, after_2=tmp_path / "never")]
+    models = dispatch.map(
+        client,
+        follow,
+        experiments,
+        gang=Gang(max_restarts=0),
+        stop_early=HALVE,
+        wandb=Wandb(project="sweeps", mode="offline", dir=str(tmp_path), tags=("tests",), config={"team": "a"}),
+    )
+    assert models[0].result(90) == 0.5
+    assert isinstance(models[1].exception(90), LookupError)
+    assert isinstance(models[2].exception(90), StoppedEarlyError)
+
+    runs = {run["name"]: run for run in map(read_run, tmp_path.glob("wandb/offline-run-*/run-*.wandb"))}
+    assert sorted(runs) == ["follow-0", "follow-1", "follow-2"]
+    ended, failed, stopped = (runs[f"follow-{index}"] for index in range(3))
+    assert len({run["id"] for run in runs.values()}) == 3
+    assert {run["group"] for run in runs.values()} == {ended["group"]}
+    assert ended["group"].startswith("follow-")
+    for index, run in enumerate((ended, failed, stopped)):
+        gang = run["config"].pop("gang")
+        assert (gang["world_size"], gang["backend"]) == (1, "gloo")
+        assert run["config"] == {**experiments[index], "team": "a"}
+        assert (run["project"], run["tags"]) == ("sweeps", ["tests"])
+        assert [(row["epoch"], row["loss"]) for row in run["history"]] == [
+            (record.numbers["epoch"], record.numbers["loss"]) for record in models[index].records
+        ]
+    assert [len(run["history"]) for run in (ended, failed, stopped)] == [3, 1, 1]
+    assert [run["exit_code"] for run in (ended, failed, stopped)] == [0, 1, 0]
+    assert stopped["summary"]["stopped_early"] == str(models[2].exception())
+    assert "stopped_early" not in ended["summary"]
+
+
+def test_an_id_for_all_runs_is_refused(client: Client) -> None:
+    with pytest.raises(ValueError, match="each has a run of its own"):
+        dispatch.map(client, len, ["a"], wandb=Wandb(project="sweeps", id="one"))
