@@ -76,6 +76,16 @@ def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
 
 
+def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "stop_early=" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
+    assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01"], done.stdout + done.stderr
+    assert float(found[0][1]) == pytest.approx(3 - 3 * 0.7**8)  # the best is trained to its end
+    assert found[0][2] == "8"
+
+
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "process_results" in block)
     (tmp_path / "script.py").write_text(script)
