@@ -152,8 +152,8 @@ class _Judge(Observer):
         if self._halving.may_say():
             names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
             self._say(
-                f"early stopping: no record so far had both 'epoch' and {self._settings.metric!r}, so no model can be "
-                f"stopped; logged were: {names}"
+                f"early stopping: no record so far had both 'epoch' and {self._settings.metric!r} as numbers, so no model can "
+                f"be stopped; logged were: {names}"
             )
 
 
