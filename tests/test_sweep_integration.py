@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.halving import Halving
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 from wandb_file import read_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 NUM_EPOCHS = 12
 HALVE = EarlyStopping(metric="loss", reduction_factor=2)
@@ -110,7 +110,7 @@ def test_the_best_is_trained_to_its_end_and_the_hopeless_are_not(
     levels = [3.0, 1.0, 5.0, 2.0, 6.0, 0.5, 7.0, 8.0]
     experiments = [Experiment(level=level, folder=str(tmp_path)) for level in levels]
     models = dispatch.map(client, descend, experiments, stop_early=HALVE)
-    found = models.result(90)
+    found = models.result(150)  # the first gang waits until its workers have imported torch
 
     best = experiments[5]
     assert found[5] == best.loss(NUM_EPOCHS)

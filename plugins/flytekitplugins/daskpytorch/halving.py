@@ -151,9 +151,9 @@ class _Judge(Observer):
     def _complain(self) -> None:
         if self._halving.may_say():
             names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
+            wanted = f"both 'epoch' and {self._settings.metric!r} as numbers"
             self._say(
-                f"early stopping: no record so far had both 'epoch' and {self._settings.metric!r} as numbers, so no model can "
-                f"be stopped; logged were: {names}"
+                f"early stopping: no record so far had {wanted}, so no model can be stopped; logged were: {names}"
             )
 
 
