@@ -269,6 +269,9 @@ def test_absence_is_noted_without_recruiting(roster: Roster, cluster: Cluster) -
 
 def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster) -> None:
     roster = make(cluster)
+    roster.recruit(2)
+    assert cluster.num_looks == 0  # those that were there a moment ago have been asked
+    time.sleep(roster_module.RECRUIT_INTERVAL)
     for _ in range(5):
         roster.recruit(2)
     assert cluster.num_looks == 1

@@ -49,7 +49,7 @@ from flytekitplugins.daskpytorch.placement import Place
 from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
 from flytekitplugins.daskpytorch.transfer import send_file, take_file
 
-__all__ = ["run"]
+__all__ = ["dial", "run"]
 
 STOP_GRACE = 0.5
 """Seconds a rank gets to leave by itself once it is told to stop."""
@@ -87,7 +87,7 @@ def run(order: AgentOrder, leaving: int | None = None, start_method: str = "fork
         contextlib.closing(_Agent(order, Path(scratch), leaving, start_method)) as agent,
     ):
         agent.fork_ahead(order.num_ranks)
-        connection = _dial(order)
+        connection = dial(order)
         at_last.callback(connection.close)  # its end tells the driver that nothing is left here
         try:
             agent.serve(connection)
@@ -295,14 +295,14 @@ class _Agent:
                 _cached(path).rename(path)
                 return
             _cached(path).unlink(missing_ok=True)
-            with contextlib.closing(_dial(self._order)) as connection:
+            with contextlib.closing(dial(self._order)) as connection:
                 connection.send(Download(file))
                 take_file(connection, file, self._scratch)
         except Exception as error:
             failure_path(path).write_text(f"{type(error).__name__}: {error}")
 
     def _upload(self, file: CheckpointFile) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(_dial(self._order)) as connection:  # the driver notices
+        with contextlib.suppress(OSError), contextlib.closing(dial(self._order)) as connection:  # the driver notices
             connection.send(Upload(file))
             send_file(connection, self._scratch / file.name)
         kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
@@ -382,8 +382,12 @@ def _cached(path: Path) -> Path:
     return path.with_suffix(".cached")
 
 
-def _dial(order: AgentOrder) -> Connection:
-    """Connect to the driver."""
+def dial(order: AgentOrder) -> Connection:
+    """Connect to the driver.
+
+    Raises:
+        ConnectionError: It cannot be reached from here.
+    """
     host, port = order.driver
     try:
         sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)

@@ -24,7 +24,7 @@ from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, flyte, ship
+from flytekitplugins.daskpytorch import agent, flyte, resident, ship
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.inbox import GangFuture
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
+from flytekitplugins.daskpytorch.roster import OnFailure
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.many import ModelFutures
@@ -249,22 +250,23 @@ class GangFutures(Sequence["Future[Any]"]):
 class DaskAgents:
     """Starts a gang's agents on the workers of a Dask cluster, one each, pinned.
 
-    On all of them, the first `num_workers`, or those `among` (as `addresses` has them).
+    On all of them or the first `num_workers`; to `stay` for many gangs, or each for one.
     """
 
-    def __init__(self, client: Client, num_workers: int | None = None, among: Mapping[str, str] | None = None) -> None:
+    def __init__(self, client: Client, num_workers: int | None = None, *, stay: bool = False) -> None:
         if client.asynchronous:
             raise TypeError("dispatch needs a synchronous client: Client(..., asynchronous=False)")
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        self._addresses = dict(among) if among is not None else self._look()
+        self._stay = stay
+        self._addresses = self._look()
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
-    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """Submit the agents."""
         for order in orders:
             address = self._addresses[order.worker]
@@ -277,6 +279,7 @@ class DaskAgents:
                 *order.driver,
                 order.num_ranks,
                 order.token,
+                stay=self._stay,
                 workers=[address],
                 allow_other_workers=False,
                 priority=AGENT_PRIORITY,
@@ -315,14 +318,15 @@ class DaskAgents:
         self._futures.clear()
 
 
-def _serve(address: str, worker: str, host: str, port: int, num_ranks: int, token: bytes) -> None:
+def _serve(address: str, worker: str, host: str, port: int, num_ranks: int, token: bytes, *, stay: bool) -> None:
     """Be the agent on one worker: a Dask task."""
     here = get_worker()
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving:
-        agent.run(AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token), leaving)
+        order = AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token)
+        (resident.stay if stay else agent.run)(order, leaving)
 
 
 @contextlib.contextmanager
@@ -364,7 +368,7 @@ def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
     asyncio.run_coroutine_threadsafe(coroutine(*args), worker.loop.asyncio_loop).result(FAREWELL_TIMEOUT)
 
 
-def _report_failure(done: DaskFuture, worker: str, on_failure: Callable[[str, Exception], None]) -> None:
+def _report_failure(done: DaskFuture, worker: str, on_failure: OnFailure) -> None:
     if done.status == "error":
         error = done.exception()
         on_failure(worker, error if isinstance(error, Exception) else RuntimeError(str(error)))

@@ -1,4 +1,4 @@
-"""The driver's ear: accepts the agents of one gang and turns what they say into events."""
+"""The driver's ear: accepts agents and turns what they say into events."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ Event = tuple[str, Any, Any]
 """What happened, to whom (a connection or a worker), and the message or error."""
 
 
+FileServer = Callable[[Connection, Upload | Download], None]
+"""Sends or receives a checkpoint over a connection."""
+
+
 class Listener:
-    """Accepts this gang's agents and turns what they say into events; files go to the vault, results to the inbox."""
+    """Accepts agents and turns what they say into events; a gang's files go to the vault, its results to the inbox."""
 
     def __init__(
         self,
         host: str,
         token: bytes,
         events: queue.SimpleQueue[Event],
-        serve_file: Callable[[Connection, Upload | Download], None],
-        keep_piece: Callable[[Reported], object],
+        serve_file: FileServer | None = None,
+        keep_piece: Callable[[Reported], object] | None = None,
     ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._token = token
@@ -64,20 +68,20 @@ class Listener:
                 return
             while True:
                 message = connection.recv()
-                if isinstance(message, (Upload, Download)):
-                    self._transfer(connection, message)
+                if isinstance(message, (Upload, Download)) and self._serve_file is not None:
+                    self._transfer(connection, message, self._serve_file)
                     return
-                if isinstance(message, Reported) and is_piece(message.report):
+                if isinstance(message, Reported) and is_piece(message.report) and self._keep_piece is not None:
                     message = self._keep_piece(message)
                 self._events.put(("message", connection, message))
         except (EOFError, OSError):
             self._events.put(("gone", connection, None))
 
-    def _transfer(self, connection: Connection, request: Upload | Download) -> None:
+    def _transfer(self, connection: Connection, request: Upload | Download, serve: FileServer) -> None:
         error: Exception | None = None
         with contextlib.closing(connection):
             try:
-                self._serve_file(connection, request)
+                serve(connection, request)
             except Exception as caught:  # whatever it is, the checkpoint is not here
                 error = caught
         if isinstance(request, Upload):

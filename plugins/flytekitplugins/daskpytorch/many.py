@@ -20,8 +20,11 @@ from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, reques
 from flytekitplugins.daskpytorch.gang import Request, Supervisor, running
 from flytekitplugins.daskpytorch.halving import Halving
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
+from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.packing import Pool
+from flytekitplugins.daskpytorch.residents import Residents
+from flytekitplugins.daskpytorch.roster import OnFailure
 from flytekitplugins.daskpytorch.scoreboard import Scoreboard
 from flytekitplugins.daskpytorch.tracking import RunSettings
 
@@ -44,7 +47,7 @@ def train_all(
     """See `dispatch.map`."""
     halving = Halving(stop_early, len(experiments)) if stop_early is not None else None
     sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
-    cluster = DaskAgents(client)
+    cluster = DaskAgents(client, stay=True)
     _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
     runs = _runs(pytorch_function, wandb) if wandb is not None else None
     code, board = ship.pack_code(), Scoreboard(len(experiments))
@@ -55,7 +58,7 @@ def train_all(
             request = _tracked(request, runs, index, experiment)
         line = board.line(index, experiment)
         models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
-    return ModelFutures(client, cluster, models, settings.start_timeout, halving)
+    return ModelFutures(cluster, Residents(cluster), models, settings.start_timeout, halving)
 
 
 def _runs(function: Callable[..., Any], wandb: Wandb) -> RunSettings:
@@ -135,14 +138,14 @@ class ModelFutures(Sequence[ModelFuture]):
 
     def __init__(
         self,
-        client: Client,
         cluster: DaskAgents,
+        residents: Residents,
         models: Sequence[_Model],
         start_timeout: float,
         halving: Halving | None = None,
     ) -> None:
-        self._client = client
         self._cluster = cluster
+        self._residents = residents
         self._start_timeout = start_timeout
         self._halving = halving
         self._changed = threading.Condition()
@@ -218,7 +221,10 @@ class ModelFutures(Sequence[ModelFuture]):
         except Exception as error:  # nobody shall wait for models that nobody starts
             with self._changed:
                 self._give_up(self._waiting, error)
-        running.discard(self)
+        finally:
+            running.discard(self)
+            with self._changed:
+                self._dismiss_if_over()
 
     def _start_all(self) -> None:
         look_at = time.monotonic() + LOOK_INTERVAL
@@ -239,7 +245,7 @@ class ModelFutures(Sequence[ModelFuture]):
                 self._waiting.remove(model)
 
     def _start(self, model: _Model, workers: Sequence[str]) -> None:
-        share = _Share(self._client, self, model, self._addresses_of(workers))
+        share = _Share(self, model, workers)
         world_size = model.num_workers * model.request.ranks_per_worker
         observers = [model.line, model.log]
         if self._halving is not None:
@@ -281,11 +287,22 @@ class ModelFutures(Sequence[ModelFuture]):
             model.future.set_running_or_notify_cancel()
             model.future.set_exception(error)
             model.line.ended(error)
+        self._dismiss_if_over()
 
     # ---- in other threads
 
-    def refill(self, model: _Model) -> dict[str, str]:
-        """A gang's workers and their addresses, after it was given free ones for those that it has lost.
+    @property
+    def cluster(self) -> DaskAgents:
+        """All the workers."""
+        return self._cluster
+
+    @property
+    def residents(self) -> Residents:
+        """Those that have stayed."""
+        return self._residents
+
+    def refill(self, model: _Model) -> list[str]:
+        """A gang's workers, after it was given free ones for those that it has lost.
 
         Raises:
             OSError: The scheduler does not answer.
@@ -293,15 +310,17 @@ class ModelFutures(Sequence[ModelFuture]):
         present = self._cluster.present()
         with self._changed:
             self._pool.update(present)
-            return self._addresses_of(self._pool.refill(model))
+            return self._pool.refill(model)
 
-    def _addresses_of(self, workers: Sequence[str]) -> dict[str, str]:
-        return {worker: self._cluster.addresses[worker] for worker in workers}
+    def _dismiss_if_over(self) -> None:
+        if not self._waiting and not self._pool.is_in_use:
+            self._residents.close()
 
     def _end(self, model: _Model) -> None:
         gang, model.gang = model.gang, None
         with self._changed:
             self._pool.release(model)
+            self._dismiss_if_over()
             self._changed.notify_all()
         if gang is None:
             return
@@ -319,24 +338,36 @@ class ModelFutures(Sequence[ModelFuture]):
                 Future.cancel(model.future)
                 model.future.set_running_or_notify_cancel()
                 model.line.ended(CancelledError("cancelled"))
+                self._dismiss_if_over()
                 return True
             gang = model.gang
         return gang.cancel() if gang is not None else model.future.cancelled()
 
 
-class _Share(DaskAgents):
+class _Share:
     """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
 
-    def __init__(self, client: Client, models: ModelFutures, model: _Model, addresses: dict[str, str]) -> None:
-        super().__init__(client, among=addresses)
+    def __init__(self, models: ModelFutures, model: _Model, workers: Sequence[str]) -> None:
         self._models = models
         self._model = model
+        self.workers = workers
+        self.num_wanted = len(workers)
+        self.host = models.cluster.host
 
-    def present(self) -> list[str]:
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Have agents started by the workers that have stayed."""
+        self._models.residents.launch(orders, on_failure)
+
+    def present(self) -> Sequence[str]:
         """The gang's workers, the replacements of those that have gone among them."""
-        here = self._models.refill(self._model)
-        self._addresses |= here
-        return list(here)
+        return self._models.refill(self._model)
+
+    def is_connected(self) -> bool:
+        """Whether the scheduler is there."""
+        return self._models.cluster.is_connected()
+
+    def close(self) -> None:
+        """The workers stay for other gangs."""
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.placement import Node, Place
@@ -12,12 +12,14 @@ from flytekitplugins.daskpytorch.ship import Code
 
 __all__ = [
     "AgentOrder",
+    "Arrived",
     "Beat",
     "Broken",
     "Close",
     "Download",
     "Dump",
     "Exited",
+    "Failed",
     "Fetch",
     "Hello",
     "Leaving",
@@ -154,6 +156,24 @@ class Fetch:
 @dataclass(frozen=True)
 class Close:
     """The gang is over."""
+
+
+# ---- From a worker that stays for many gangs, and gets an AgentOrder for each
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The worker waits for orders."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The agent of the gang with this token ended in an error that its driver may not have heard of."""
+
+    token: bytes = field(repr=False)
+    text: str
 
 
 # ---- Over connections of their own, in pieces that follow

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from flytekitplugins.daskpytorch.blame import GangError, GangStartError
+from flytekitplugins.daskpytorch.blame import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.messages import AgentOrder, Close, Hello
 from flytekitplugins.daskpytorch.placement import Node, worker_order
 
-__all__ = ["AgentLauncher", "Peer", "Roster"]
+__all__ = ["AgentLauncher", "OnFailure", "Peer", "Roster", "hang_up"]
 
 MAX_SILENCE = 15.0
 """Seconds without a word from an agent, which speaks every second, after which its worker counts as lost."""
@@ -23,6 +23,10 @@ RECRUIT_INTERVAL = 0.5
 """Seconds between looks at the workers of the cluster."""
 SCHEDULER_PATIENCE = 5.0
 """Seconds for the scheduler to answer again before it counts as lost; a dropped connection comes back sooner."""
+
+
+OnFailure = Callable[[str, Exception], None]
+"""Called with a worker and an error: its agent could not be started, or ended in an error."""
 
 
 class AgentLauncher(Protocol):
@@ -35,8 +39,8 @@ class AgentLauncher(Protocol):
     host: str
     """The address at which the workers can reach this process."""
 
-    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
-        """Start agents; `on_failure(worker, error)` is called for one that ended in an error."""
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Start agents."""
 
     def present(self) -> Sequence[str]:
         """All workers that are there now, these and others.
@@ -78,7 +82,7 @@ class Roster:
     """Ranks per worker."""
     address: tuple[str, int]
     """Where the driver listens."""
-    on_failure: Callable[[str, Exception], None]
+    on_failure: OnFailure
     token: bytes = field(repr=False)
     """Proves to the driver who dials in."""
     peers: dict[str, Peer] = field(default_factory=dict)
@@ -92,7 +96,7 @@ class Roster:
     _shunned: set[str] = field(default_factory=set)
     """Workers that fell silent; the scheduler may still believe in them."""
     _looked_at: float = field(default_factory=time.monotonic)
-    _recruit_at: float = 0.0
+    _recruit_at: float = field(default_factory=lambda: time.monotonic() + RECRUIT_INTERVAL)
     _unanswered_since: float | None = None
 
     def launch(self, workers: Iterable[str]) -> None:
@@ -124,9 +128,13 @@ class Roster:
 
     def refuse(self, worker: str, error: Exception) -> None:
         """An agent could not be started, or ended in an error before it had said hello."""
-        if worker in self.expected:
-            self.expected.discard(worker)
-            self.refused[worker] = error
+        if worker not in self.expected:
+            return
+        if isinstance(error, WorkerLostError):  # it may come back
+            self._give_up([worker])
+            return
+        self.expected.discard(worker)
+        self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
         """An agent has gone; whose it was."""

@@ -196,7 +196,7 @@ def unpack_code(code: Code, folder: Path) -> Path:
     target = folder / code.digest[:16]
     if not target.exists():
         target.mkdir()
-        with tarfile.open(fileobj=io.BytesIO(code.archive)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(code.archive), mode="r:") as archive:
             archive.extractall(target, filter="data")
     return target
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flytekitplugins.daskpytorch import agent
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.node import gpus_here
+from flytekitplugins.daskpytorch.roster import OnFailure
 
 __all__ = ["OwnNode", "num_ranks_here"]
 
@@ -23,14 +24,14 @@ class OwnNode:
         self.workers: Sequence[str] = [socket.gethostname()]
         self._start_method = start_method
 
-    def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """Start the agent."""
         for order in orders:
             threading.Thread(
                 target=self._serve, args=(order, on_failure), name="daskpytorch-agent", daemon=True
             ).start()
 
-    def _serve(self, order: AgentOrder, on_failure: Callable[[str, Exception], None]) -> None:
+    def _serve(self, order: AgentOrder, on_failure: OnFailure) -> None:
         try:
             agent.run(order, start_method=self._start_method)
         except Exception as error:
