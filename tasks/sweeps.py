@@ -1,0 +1,318 @@
+"""Sweeps over hyper-parameters of the name model: the grid, what came of each experiment, and what to make of it.
+
+`train` runs in the ranks; all else runs in the driver and knows neither Flyte nor Dask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+
+import torch
+
+from flytekitplugins.daskpytorch import PreemptedError
+from tasks import char_lstm
+from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
+
+__all__ = [
+    "Experiment",
+    "Outcome",
+    "ScalingRow",
+    "SweepRow",
+    "TimeToLoss",
+    "best",
+    "check_target",
+    "collect",
+    "grid",
+    "scaling_rows",
+    "sweep_rows",
+    "time_to_loss",
+    "train",
+    "without_partner",
+]
+
+MAX_ERROR_LENGTH = 300
+"""Characters of an error that a line shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What one model of a sweep has of its own."""
+
+    batch_size: int
+    """Windows per step and rank."""
+    lr: float
+    """Adam's step size."""
+    ranks: int = 1
+    """Processes that train it together, each on a worker of its own."""
+
+    @property
+    def global_batch(self) -> int:
+        """Windows per step of all ranks together."""
+        return self.ranks * self.batch_size
+
+    @property
+    def label(self) -> str:
+        """For people, such as `batch size 4,096, learning rate 0.001`; a single rank goes without saying."""
+        ranks = f"{self.ranks} ranks x " if self.ranks > 1 else ""
+        return f"{ranks}batch size {self.batch_size:,}, learning rate {self.lr:g}"
+
+    def hyperparameters(self, common: Hyperparameters) -> Hyperparameters:
+        """Those that all experiments share, with this one's batch size and learning rate."""
+        return replace(common, batch_size=self.batch_size, learning_rate=self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of an experiment: a trained model or an error."""
+
+    experiment: Experiment
+    result: TrainingResult | None = None
+    error: Exception | None = None
+
+    @property
+    def trained(self) -> TrainingResult:
+        """The trained model.
+
+        Raises:
+            ValueError: The experiment failed.
+        """
+        if self.result is None:
+            raise ValueError(f"{self.experiment.label} failed and has no model: {self.failure}") from self.error
+        return self.result
+
+    @property
+    def epochs(self) -> list[EpochMetrics]:
+        """None where the experiment failed."""
+        return self.result.epochs if self.result else []
+
+    @property
+    def losses(self) -> list[float]:
+        """The held-out loss after each epoch, in nats per character."""
+        return [epoch.held_out_loss for epoch in self.epochs]
+
+    @property
+    def elapsed(self) -> list[float]:
+        """Seconds of training from its start to the end of each epoch, as `SweepRow.elapsed_time_sec` says."""
+        return list(accumulate(epoch.epoch_seconds for epoch in self.epochs))
+
+    @property
+    def failure(self) -> str:
+        """Type and first line of the error; empty where there is none."""
+        if self.error is None:
+            return ""
+        first, *_ = str(self.error).splitlines() or [""]
+        return f"{type(self.error).__name__}: {first}"[:MAX_ERROR_LENGTH]
+
+
+@dataclass
+class SweepRow:
+    """One epoch of one experiment."""
+
+    batch_size: int
+    """Windows per step."""
+    lr: float
+    """Adam's step size."""
+    epoch: int
+    """1 … epochs."""
+    loss: float
+    """Cross-entropy of the next character on held-out names at the end of the epoch, in nats per character."""
+    elapsed_time_sec: float
+    """Seconds from the start of the training to the end of the epoch, on rank 0's clock, without the evaluations
+    and what an interruption lost."""
+
+
+@dataclass
+class ScalingRow:
+    """One epoch of one experiment, of any number of ranks; the units are those of `SweepRow`."""
+
+    ranks: int
+    """Processes that trained together, each on a worker of its own."""
+    batch_size: int
+    """Windows per step and rank."""
+    global_batch: int
+    """Windows per step of all ranks together."""
+    lr: float
+    epoch: int
+    loss: float
+    elapsed_time_sec: float
+
+
+@dataclass
+class TimeToLoss:
+    """How long an experiment took to the loss that was asked for."""
+
+    ranks: int
+    batch_size: int
+    """Windows per step and rank."""
+    global_batch: int
+    lr: float
+    seconds: float | None
+    """Of training, to the end of the first epoch whose held-out loss is the target or lower; None: never."""
+
+
+# ---- Before the training
+
+
+def grid(batch_sizes: Sequence[int], learning_rates: Sequence[float], ranks: Sequence[int] = (1,)) -> list[Experiment]:
+    """Every number of ranks with every batch size with every learning rate, in this order.
+
+    Args:
+        batch_sizes: Windows per step and rank.
+        learning_rates: Adam's step sizes.
+        ranks: How many processes train a model together.
+
+    Raises:
+        ValueError: A list is empty, has a value twice or one that cannot be; the message names every such list.
+    """
+    checks = {
+        "batch_sizes": (batch_sizes, _is_count, "whole numbers from 1 up"),
+        "learning_rates": (learning_rates, _is_positive, "finite numbers above 0"),
+        "ranks": (ranks, _is_count, "whole numbers from 1 up"),
+    }
+    problems = [
+        f"{name}={list(values)}: must be one or more different {allowed}"
+        for name, (values, is_allowed, allowed) in checks.items()
+        if not values or len(set(values)) < len(values) or not all(map(is_allowed, values))
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return [Experiment(ranks=n, batch_size=size, lr=lr) for n, size, lr in product(ranks, batch_sizes, learning_rates)]
+
+
+def check_target(target_loss: float | None) -> None:
+    """Refuse a loss that no model can reach.
+
+    Raises:
+        ValueError: It is neither None nor a finite number above 0.
+    """
+    if target_loss is not None and not _is_positive(target_loss):
+        raise ValueError(
+            f"target_loss={target_loss}: must be a finite number of nats per character above 0; leave it out for the "
+            "loss of a bigram model"
+        )
+
+
+# ---- In the ranks
+
+
+def train(
+    experiment: Experiment, *, training: list[str], held_out: list[str], hp: Hyperparameters, num_threads: int
+) -> TrainingResult:
+    """Train one model of a sweep; every rank of its gang calls this.
+
+    Args:
+        experiment: What this model has of its own.
+        training: The names to train on.
+        held_out: The names to judge it on.
+        hp: What all models share.
+        num_threads: Cores for each rank. Other models are trained beside this one, of which its ranks know nothing.
+    """
+    torch.set_num_threads(num_threads)
+    return char_lstm.train(char_lstm.windows(training), char_lstm.windows(held_out), experiment.hyperparameters(hp))
+
+
+# ---- After it
+
+
+def collect(experiments: Sequence[Experiment], models: Sequence[Future[TrainingResult]]) -> list[Outcome]:
+    """Wait for all models, and say which have failed and why.
+
+    Raises:
+        PreemptedError: The task is being taken away; its next attempt goes on with all experiments.
+        Exception: All experiments have failed; this is the first one's error.
+    """
+    outcomes = [_outcome(experiment, model) for experiment, model in zip(experiments, models, strict=True)]
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    for outcome in failed:
+        print(f"failed: {outcome.experiment.label}: {outcome.failure}")
+    errors = [outcome.error for outcome in failed if outcome.error is not None]
+    if preempted := next((error for error in errors if isinstance(error, PreemptedError)), None):
+        raise preempted
+    if len(errors) == len(outcomes):
+        raise errors[0]
+    return outcomes
+
+
+def best(outcomes: Sequence[Outcome]) -> Outcome:
+    """The lowest held-out loss at the end; the first of equals. A loss that is no number is worse than any."""
+    return min((outcome for outcome in outcomes if outcome.result), key=lambda outcome: _rank_of(outcome.losses[-1]))
+
+
+def sweep_rows(outcomes: Sequence[Outcome]) -> list[SweepRow]:
+    """A row for each epoch of each experiment that has not failed, in the order of the grid."""
+    return [
+        SweepRow(batch_size=one.batch_size, lr=one.lr, epoch=epoch.epoch, loss=epoch.held_out_loss, elapsed_time_sec=s)
+        for one, epoch, s in _epochs(outcomes)
+    ]
+
+
+def scaling_rows(outcomes: Sequence[Outcome]) -> list[ScalingRow]:
+    """A row for each epoch of each experiment that has not failed, in the order of the grid."""
+    return [
+        ScalingRow(
+            ranks=one.ranks,
+            batch_size=one.batch_size,
+            global_batch=one.global_batch,
+            lr=one.lr,
+            epoch=epoch.epoch,
+            loss=epoch.held_out_loss,
+            elapsed_time_sec=seconds,
+        )
+        for one, epoch, seconds in _epochs(outcomes)
+    ]
+
+
+def time_to_loss(outcomes: Sequence[Outcome], target: float) -> list[TimeToLoss]:
+    """When each experiment first ended an epoch with the target loss (nats per character) or a lower one.
+
+    Nothing is interpolated: between two ends of epochs nobody has measured.
+    """
+    return [
+        TimeToLoss(
+            ranks=outcome.experiment.ranks,
+            batch_size=outcome.experiment.batch_size,
+            global_batch=outcome.experiment.global_batch,
+            lr=outcome.experiment.lr,
+            seconds=next((s for loss, s in zip(outcome.losses, outcome.elapsed, strict=True) if loss <= target), None),
+        )
+        for outcome in outcomes
+    ]
+
+
+def without_partner(times: Sequence[TimeToLoss]) -> list[TimeToLoss]:
+    """Those whose global batch and learning rate no other has: there is nothing to compare them with."""
+    counts = Counter((time.global_batch, time.lr) for time in times)
+    return [time for time in times if counts[time.global_batch, time.lr] == 1]
+
+
+def _outcome(experiment: Experiment, model: Future[TrainingResult]) -> Outcome:
+    try:
+        return Outcome(experiment=experiment, result=model.result())
+    except Exception as error:  # whatever a training may raise; it is shown, and the others are kept
+        return Outcome(experiment=experiment, error=error)
+
+
+def _epochs(outcomes: Sequence[Outcome]) -> list[tuple[Experiment, EpochMetrics, float]]:
+    """Each epoch of each experiment, with the seconds of training up to its end."""
+    return [
+        (outcome.experiment, epoch, seconds)
+        for outcome in outcomes
+        for epoch, seconds in zip(outcome.epochs, outcome.elapsed, strict=True)
+    ]
+
+
+def _rank_of(loss: float) -> float:
+    return math.inf if math.isnan(loss) else loss
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

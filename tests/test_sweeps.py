@@ -1,0 +1,172 @@
+"""Grids, what comes of their experiments, and what is made of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from flytekitplugins.daskpytorch import PreemptedError
+from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
+from tasks.sweeps import (
+    Experiment,
+    Outcome,
+    ScalingRow,
+    SweepRow,
+    TimeToLoss,
+    best,
+    check_target,
+    collect,
+    grid,
+    scaling_rows,
+    sweep_rows,
+    time_to_loss,
+    without_partner,
+)
+
+
+def result(*losses: float, seconds: float = 1.0) -> TrainingResult:
+    return TrainingResult(
+        state_dict={"weight": torch.zeros(1)},
+        epochs=[
+            EpochMetrics(
+                epoch=epoch,
+                loss=0.0,
+                held_out_loss=loss,
+                held_out_accuracy=0.0,
+                samples_seen=1,
+                samples_per_second=1.0,
+                epoch_seconds=seconds,
+            )
+            for epoch, loss in enumerate(losses, 1)
+        ],
+    )
+
+
+def outcome(*losses: float, ranks: int = 1, batch_size: int = 8, lr: float = 0.1, seconds: float = 1.0) -> Outcome:
+    one = Experiment(batch_size=batch_size, lr=lr, ranks=ranks)
+    if not losses:
+        return Outcome(experiment=one, error=RuntimeError("no memory\nand a long log"))
+    return Outcome(experiment=one, result=result(*losses, seconds=seconds))
+
+
+def future(value: TrainingResult | Exception) -> Future[TrainingResult]:
+    made: Future[TrainingResult] = Future()
+    if isinstance(value, Exception):
+        made.set_exception(value)
+    else:
+        made.set_result(value)
+    return made
+
+
+def test_the_grid_is_the_product_in_order() -> None:
+    assert grid([8, 4], [0.1, 0.2]) == [
+        Experiment(batch_size=8, lr=0.1),
+        Experiment(batch_size=8, lr=0.2),
+        Experiment(batch_size=4, lr=0.1),
+        Experiment(batch_size=4, lr=0.2),
+    ]
+
+
+def test_the_full_grid_of_ranks_has_equal_global_batches() -> None:
+    full = grid([1024, 4096, 16384], [0.001, 0.004, 0.016], [1, 4, 16])
+    assert len(full) == 27
+    shapes = {size: {one.ranks for one in full if one.global_batch == size} for size in (1024, 4096, 16384, 65536)}
+    assert shapes == {1024: {1}, 4096: {1, 4}, 16384: {1, 4, 16}, 65536: {4, 16}}
+
+
+@pytest.mark.parametrize(
+    ("batch_sizes", "learning_rates", "ranks", "said"),
+    [
+        ([], [0.1], [1], r"^batch_sizes=\[\]: must be one or more different whole numbers from 1 up$"),
+        ([8, 8], [0.1], [1], r"batch_sizes=\[8, 8\]"),
+        ([0], [0.1], [1], r"batch_sizes=\[0\]"),
+        ([8], [], [1], r"^learning_rates=\[\]: must be one or more different finite numbers above 0$"),
+        ([8], [0.1, 0.1], [1], r"learning_rates=\[0.1, 0.1\]"),
+        ([8], [-0.1], [1], r"learning_rates=\[-0.1\]"),
+        ([8], [float("nan")], [1], r"learning_rates=\[nan\]"),
+        ([8], [float("inf")], [1], r"learning_rates=\[inf\]"),
+        ([8], [0.1], [0, 2], r"^ranks=\[0, 2\]: must be"),
+        ([-8], [0], [1, 1], r"batch_sizes=\[-8\]: .*; learning_rates=\[0\]: .*; ranks=\[1, 1\]: "),
+    ],
+)
+def test_a_grid_that_makes_no_sense(
+    batch_sizes: list[int], learning_rates: list[float], ranks: list[int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        grid(batch_sizes, learning_rates, ranks)
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
+def test_a_target_that_makes_no_sense(target: float) -> None:
+    check_target(None)
+    check_target(2.5)
+    with pytest.raises(ValueError, match=r"target_loss=.*: must be a finite number of nats per character above 0"):
+        check_target(target)
+
+
+def test_the_grid_replaces_what_all_share() -> None:
+    common = Hyperparameters(epochs=3, dropout=0.3)
+    found = Experiment(batch_size=7, lr=0.25, ranks=2).hyperparameters(common)
+    assert found == Hyperparameters(epochs=3, dropout=0.3, batch_size=7, learning_rate=0.25)
+
+
+def test_rows() -> None:
+    outcomes = [outcome(3.0, 2.0, ranks=2, seconds=1.5), outcome(lr=0.2), outcome(2.5, lr=0.3)]
+    assert sweep_rows(outcomes) == [
+        SweepRow(batch_size=8, lr=0.1, epoch=1, loss=3.0, elapsed_time_sec=1.5),
+        SweepRow(batch_size=8, lr=0.1, epoch=2, loss=2.0, elapsed_time_sec=3.0),
+        SweepRow(batch_size=8, lr=0.3, epoch=1, loss=2.5, elapsed_time_sec=1.0),
+    ]
+    assert scaling_rows(outcomes)[1] == ScalingRow(
+        ranks=2, batch_size=8, global_batch=16, lr=0.1, epoch=2, loss=2.0, elapsed_time_sec=3.0
+    )
+
+
+def test_the_best_has_the_lowest_loss_at_the_end() -> None:
+    outcomes = [
+        outcome(),
+        outcome(float("nan"), lr=0.2),
+        outcome(1.0, 2.5, lr=0.3),
+        outcome(3.0, 2.0, lr=0.4),
+        outcome(9.0, 2.0, lr=0.5),
+    ]
+    assert best(outcomes).experiment.lr == 0.4
+    assert best(outcomes[:2]).experiment.lr == 0.2
+
+
+def test_the_time_to_a_loss_is_that_of_the_first_epoch_at_or_below_it() -> None:
+    outcomes = [outcome(3.0, 2.0, 2.2, ranks=2, batch_size=4, seconds=2.0), outcome(2.0), outcome(2.5), outcome()]
+    times = time_to_loss(outcomes, 2.0)
+    assert times[0] == TimeToLoss(ranks=2, batch_size=4, global_batch=8, lr=0.1, seconds=4.0)
+    assert [time.seconds for time in times] == [4.0, 1.0, None, None]
+
+
+def test_who_has_no_partner() -> None:
+    times = time_to_loss(
+        [outcome(1.0, ranks=one.ranks, batch_size=one.batch_size) for one in grid([8, 16], [1], [1, 2])], 1
+    )
+    assert [(time.ranks, time.batch_size) for time in without_partner(times)] == [(1, 8), (2, 16)]
+    other_rate = [outcome(1.0, batch_size=16), outcome(1.0, ranks=2, lr=0.2)]
+    assert len(without_partner(time_to_loss(other_rate, 1.0))) == 2
+
+
+def test_a_failed_experiment_is_kept_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    experiments = grid([8], [0.1, 0.2])
+    outcomes = collect(experiments, [future(LookupError("nothing there\nlog")), future(result(2.0))])
+    assert capsys.readouterr().out == "failed: batch size 8, learning rate 0.1: LookupError: nothing there\n"
+    assert [outcome.losses for outcome in outcomes] == [[], [2.0]]
+    assert outcomes[1].trained.epochs[0].held_out_loss == 2.0
+    with pytest.raises(ValueError, match=r"batch size 8, learning rate 0\.1 failed and has no model"):
+        outcomes[0].trained  # noqa: B018 - the access is what is tested
+
+
+def test_if_all_fail_the_first_error_is_raised() -> None:
+    with pytest.raises(LookupError, match="first"):
+        collect(grid([8], [0.1, 0.2]), [future(LookupError("first")), future(OSError("second"))])
+
+
+def test_a_preempted_task_does_not_end_with_half_a_sweep() -> None:
+    with pytest.raises(PreemptedError):
+        collect(grid([8], [0.1, 0.2]), [future(result(2.0)), future(PreemptedError("gone", cause="gone"))])
