@@ -144,14 +144,14 @@ def experiments_table(outcomes: Sequence[Outcome]) -> str:
         *("ranks", "batch size per rank", "learning rate", "epochs"),
         *("final loss (nats)", "best loss (nats)", "time (s)", "remark"),
     )
-    return table(header, [_table_row(outcome) for outcome in (*ended, *failed)])
+    return "<h3>Experiments</h3>" + table(header, [_table_row(outcome) for outcome in (*ended, *failed)])
 
 
 def times_table(times: Sequence[TimeToLoss]) -> str:
     """An HTML table of the times, equal global batches and learning rates next to each other."""
     ordered = sorted(times, key=lambda time: (time.global_batch, time.lr, time.ranks))
     header = ("global batch", "learning rate", "ranks", "batch size per rank", "time to loss (s)")
-    return table(
+    return "<h3>Times</h3>" + table(
         header,
         [
             (f"{t.global_batch:,}", f"{t.lr:g}", t.ranks, f"{t.batch_size:,}", _seconds(t.seconds, "never"))
@@ -175,8 +175,7 @@ def _panels(
         _draw_panel(axes, index, outcomes, curves, baseline)
         # The last panel of a column has the numbers, also where the last row is not full.
         axes.tick_params(labelbottom=index + num_columns >= len(outcomes))
-    if x_label != EPOCH:
-        grid[0, 0].set_xlim(left=0)
+    _limit_x(grid[0, 0], max((x[-1] for x in curves if x), default=1), is_epoch=x_label == EPOCH)
     figure.suptitle(title)
     figure.supxlabel(x_label, fontsize="medium")
     figure.supylabel(LOSS, fontsize="medium")
@@ -213,9 +212,15 @@ def _figure(size: tuple[float, float]) -> Figure:
 
 
 def _num_columns(outcomes: Sequence[Outcome]) -> int:
-    """One for each learning rate, so that a row has one batch size; else as many as fit."""
+    """One for each learning rate, or else for each batch size, so that a row shares the rest; or as many as fit."""
     num_rates = len({outcome.experiment.lr for outcome in outcomes})
-    return num_rates if 2 <= num_rates <= MAX_COLUMNS else min(MAX_COLUMNS, len(outcomes))
+    num_sizes = len({outcome.experiment.batch_size for outcome in outcomes})
+    return next((n for n in (num_rates, num_sizes) if 2 <= n <= MAX_COLUMNS), min(MAX_COLUMNS, len(outcomes)))
+
+
+def _limit_x(axes: Axes, last: float, *, is_epoch: bool) -> None:
+    """Leave room for the first and the last point; whole epochs, and times from 0."""
+    axes.set_xlim(*((0.6, last + 0.4) if is_epoch else (0, 1.05 * last)))
 
 
 def _color_of(one: Outcome, outcomes: Sequence[Outcome]) -> int:
@@ -249,7 +254,7 @@ def _style_times(axes: Axes, times: Sequence[TimeToLoss], reached: Sequence[Time
     if seconds and max(seconds) > WIDE_RANGE * min(seconds):
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(seconds, default=1))
     axes.set(xlabel="ranks (one per worker)", ylabel="training time to this loss (s)")
     axes.grid(visible=True, alpha=0.3)
 

@@ -32,7 +32,7 @@ def rows_of(html: str) -> list[list[str]]:
     return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (4, 3), (3, 1), (1, 7)])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 3), (1, 5)])
 def test_a_panel_for_each_experiment(shape: tuple[int, int]) -> None:
     outcomes = swept(*shape)
     for chart in (loss_by_epoch(outcomes, BIGRAM), loss_by_time(outcomes, BIGRAM)):

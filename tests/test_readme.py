@@ -110,7 +110,7 @@ def test_the_commands_run() -> None:
         line
         for block in blocks("bash")
         for line in block.splitlines()
-        if line.startswith("pyflyte run workflows/pet_names.py")
+        if line.startswith("pyflyte run workflows/pet_names.py pet_names ")
     ]
     assert local
     for line in local:

@@ -88,7 +88,7 @@ SWEEP_LEARNING_RATES = [0.003, 0.01]
 SCALING_RANKS = [1, 2]
 SCALING_BATCH_SIZES = [128, 256]
 """Per rank: 1 x 256 and 2 x 128 have the same global batch."""
-SCALING_LEARNING_RATES = [0.01]
+SCALING_LEARNING_RATES = [0.015]
 
 
 class TrainingOutputs(NamedTuple):
@@ -383,10 +383,12 @@ def pet_names_scaling(
     ranks: list[int] = SCALING_RANKS,
     batch_sizes: list[int] = SCALING_BATCH_SIZES,
     learning_rates: list[float] = SCALING_LEARNING_RATES,
-    hp: Hyperparameters = Hyperparameters(epochs=4),
+    hp: Hyperparameters = Hyperparameters(epochs=3),
     target_loss: float | None = None,
 ) -> PetNamesScaling:
     """Measure the time to the same held-out loss with more or fewer ranks.
+
+    Models are trained side by side where there are workers for it; give each worker cores of its own.
 
     Args:
         data: As for pet_names.

@@ -1,0 +1,271 @@
+"""Sweeps and scaling of pet names through the real `pyflyte` script, and their Decks in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import Client
+from PIL import Image
+
+from browser import Shown, open_deck
+from conftest import REPOSITORY
+from flytekitplugins.daskpytorch import Gang, dispatch
+from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind
+from tasks import sweeps
+from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
+from tasks.names import load_names, split_by_name
+from tasks.sweeps import Experiment, ScalingRow, SweepRow, TimeToLoss
+from workflows.pet_names import NUM_SCALING_WORKERS, prepare_scaling, prepare_sweep
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass
+class Run:
+    """One run of a workflow, with what it left in its folder."""
+
+    done: subprocess.CompletedProcess[str]
+    folder: Path
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """What the script printed, as values; files are paths."""
+        found = re.search(r"^PetNames\w+\((.*)\)$", self.done.stdout, re.MULTILINE)
+        assert found, self.done.stdout + self.done.stderr
+        quoted = re.sub(r"(?<![\w'])(/[^\s,\])]+)", r"'\1'", found[1])
+        types = (SweepRow, ScalingRow, TimeToLoss, Hyperparameters)
+        return eval(f"dict({quoted})", {kind.__name__: kind for kind in types})  # type: ignore[no-any-return]
+
+    def shown(self, tab: str) -> list[Shown]:
+        """The pictures of a tab of the Deck; in a local run the Decks of all tasks come together in the last one's."""
+        decks = self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html")
+        return open_deck(max(decks, key=os.path.getmtime), tab, self.folder)
+
+
+def run(folder: Path, command: str) -> Run:
+    """Run a command of the README or the like, from the root of the repository."""
+    program, *arguments = shlex.split(command)
+    (folder / "tmp").mkdir()
+    with nothing_left_behind() as mark:
+        environment = {"DASKPYTORCH_TEST_MARK": mark, "WANDB_MODE": "disabled", "TMPDIR": str(folder / "tmp")}
+        done = subprocess.run(
+            [str(SCRIPTS / program), *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    return Run(done=done, folder=folder)
+
+
+def readme_command(workflow: str) -> str:
+    (command,) = re.findall(
+        rf"^pyflyte run workflows/pet_names\.py {workflow} .*", (REPOSITORY / "README.md").read_text(), re.MULTILINE
+    )
+    return str(command)
+
+
+def held_out_windows() -> torch.Tensor:
+    hp = Hyperparameters()
+    return windows(split_by_name(load_names().names, hp.held_out, hp.seed)[1])
+
+
+def bigrams_loss() -> float:
+    hp = Hyperparameters()
+    return bigram_loss(*(windows(part) for part in split_by_name(load_names().names, hp.held_out, hp.seed)))
+
+
+def check_picture(shown: Shown) -> None:
+    """The browser has loaded a chart and draws it."""
+    assert shown.natural_width > 600
+    pixels = shown.pixels.reshape(-1, 3).astype(int)
+    assert (pixels < 128).any(axis=1).mean() > 0.003  # text and axes
+    assert (np.ptp(pixels, axis=1) > 60).sum() > 20  # curves
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The README's sweep: two batch sizes, two epochs."""
+    return run(tmp_path_factory.mktemp("sweep"), readme_command("pet_names_sweep"))
+
+
+@pytest.fixture(scope="module")
+def scaling(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The README's: one rank and two, two batch sizes, one epoch."""
+    return run(tmp_path_factory.mktemp("scaling"), readme_command("pet_names_scaling"))
+
+
+def test_a_sweep_leaves_its_table_and_the_best_model(sweep: Run) -> None:
+    outputs = sweep.outputs
+    rows: list[SweepRow] = outputs["rows"]
+    assert [(row.batch_size, row.lr, row.epoch) for row in rows] == [
+        *((1024, 0.01, 1), (1024, 0.01, 2)),
+        *((4096, 0.01, 1), (4096, 0.01, 2)),
+    ]
+    for first, second in (rows[:2], rows[2:]):
+        assert second.loss < first.loss
+        assert 0 < first.elapsed_time_sec < second.elapsed_time_sec
+
+    best = min((row for row in rows if row.epoch == 2), key=lambda row: row.loss)
+    assert outputs["hp"] == Hyperparameters(epochs=2, batch_size=best.batch_size, learning_rate=best.lr)
+    state = torch.load(outputs["model_state"], weights_only=True)
+    assert evaluate(CharLSTM.from_state_dict(state), held_out_windows()).loss == pytest.approx(best.loss, abs=1e-6)
+    assert f"best of 2: batch size {best.batch_size:,}, learning rate 0.01, {best.loss:.4f} nats" in sweep.done.stdout
+
+
+def test_the_best_model_goes_on_to_the_next_nodes(sweep: Run) -> None:
+    assert len(sweep.outputs["names"]) == 20
+    last = min(row.loss for row in sweep.outputs["rows"])
+    assert f"held-out loss {last:.4f} nats per character, " in sweep.done.stdout
+
+
+def test_a_sweep_leaves_its_charts(sweep: Run) -> None:
+    assert [Path(path).name for path in sweep.outputs["pictures"]] == ["loss_by_epoch.png", "loss_by_time.png"]
+    for path in sweep.outputs["pictures"]:
+        assert Image.open(path).format == "PNG"
+
+
+def test_the_sweeps_deck_shows_its_charts(sweep: Run) -> None:
+    pictures = sweep.shown("Sweep")
+    assert [picture.alt for picture in pictures] == [
+        "Held-out loss against epoch",
+        "Held-out loss against elapsed time",
+    ]
+    for picture in pictures:
+        check_picture(picture)
+
+
+def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
+    rows: list[ScalingRow] = scaling.outputs["rows"]
+    assert [(row.ranks, row.batch_size, row.global_batch, row.epoch) for row in rows] == [
+        *((1, 2048, 2048, 1), (1, 4096, 4096, 1)),
+        *((2, 2048, 4096, 1), (2, 4096, 8192, 1)),
+    ]
+    # Only a gang of two takes the same steps as one rank with twice the batch, but for their dropout.
+    assert rows[2].loss == pytest.approx(rows[1].loss, abs=0.05)
+    assert abs(rows[2].loss - rows[0].loss) > abs(rows[2].loss - rows[1].loss)
+
+
+def test_scaling_takes_the_time_to_the_target(scaling: Run) -> None:
+    outputs = scaling.outputs
+    assert outputs["target_loss"] == 3.5
+    for row, time in zip(outputs["rows"], outputs["times"], strict=True):
+        assert (time.ranks, time.batch_size, time.lr) == (row.ranks, row.batch_size, row.lr)
+        assert time.seconds == (row.elapsed_time_sec if row.loss <= 3.5 else None)
+    num_reached = sum(time.seconds is not None for time in outputs["times"])
+    assert num_reached > 0
+    assert f"{num_reached} of 4 came to 3.5000 nats per character" in scaling.done.stdout
+
+
+def test_the_scalings_deck_shows_its_charts(scaling: Run) -> None:
+    times, *panels = scaling.shown("Scaling")
+    assert times.alt == "Time to a held-out loss of 3.5000 nats per character"
+    assert len(panels) == 2
+    for picture in (times, *panels):
+        check_picture(picture)
+
+
+# ---- What is refused, and what fails
+
+
+SWEEP = {"data": "", "hp": Hyperparameters(), "batch_sizes": [8], "learning_rates": [0.1], "num_names": 1}
+SCALING = {k: v for k, v in SWEEP.items() if k != "num_names"} | {"ranks": [1], "target_loss": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch_sizes": []}, r"batch_sizes=\[\]: must be one or more different whole numbers"),
+        ({"learning_rates": [0.1, 0.1]}, r"learning_rates=\[0\.1, 0\.1\]: must be"),
+        ({"num_names": -1}, "num_names=-1: must be"),
+        ({"data": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_a_bad_sweep_is_refused_before_a_cluster_starts(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        prepare_sweep(**SWEEP | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"ranks": [1, NUM_SCALING_WORKERS + 1]},
+            r"ranks=\[1, \d+\]: \d+ ranks need as many workers, and there are \d+; set PET_NAMES_SCALING_WORKERS=",
+        ),
+        ({"ranks": [0]}, r"ranks=\[0\]: must be"),
+        ({"target_loss": 0.0}, r"target_loss=0\.0: must be a finite number of nats"),
+        ({"data": "two.json", "ranks": [2]}, "training samples .* are fewer than the 2 ranks"),
+    ],
+)
+def test_a_bad_scaling_is_refused_before_a_cluster_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweeps.char_lstm, "windows", lambda names: torch.zeros(len(names), 9))
+    Path("two.json").write_text('["a", "b"]')
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        prepare_scaling(**SCALING | given)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 1) as running:
+        yield running
+
+
+def test_a_training_that_fails_in_its_rank_fails_alone(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    """And workers that have no copy of the project are sent the training and its names."""
+    experiments = [Experiment(batch_size=0, lr=0.1), Experiment(batch_size=8, lr=0.1)]
+    hp = Hyperparameters(epochs=1)
+    train_one = partial(sweeps.train, training=["bella", "max"], held_out=["luna"], hp=hp, num_threads=1)
+    outcomes = sweeps.collect(experiments, dispatch.map(client, train_one, experiments, gang=Gang(max_restarts=0)))
+    assert outcomes[0].failure == "ValueError: Hyperparameters(batch_size=0): must be a whole number from 1 up"
+    assert f"failed: batch size 0, learning rate 0.1: {outcomes[0].failure}\n" in capsys.readouterr().out
+    assert len(outcomes[1].losses) == 1
+    assert len(sweeps.sweep_rows(outcomes)) == 1
+
+
+def test_the_environment_says_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"PET_NAMES_WORKERS": "3", "PET_NAMES_SWEEP_WORKERS": "4", "PET_NAMES_SCALING_WORKERS": "16"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    found = runpy.run_path(str(REPOSITORY / "workflows" / "pet_names.py"), run_name="pet_names_on_many_workers")
+    tasks = [found[name] for name in ("train", "sweep", "scale")]
+    assert [task.task_config.num_workers for task in tasks] == [3, 4, 16]
+    for task in (*tasks, found["prepare"], found["prepare_sweep"], found["prepare_scaling"]):
+        assert settings.items() <= task.environment.items()  # the pods read it again
+
+
+# ---- The defaults
+
+
+@pytest.mark.slow
+def test_the_default_sweep_beats_a_bigram_model(tmp_path: Path) -> None:
+    done = run(tmp_path, "pyflyte run workflows/pet_names.py pet_names_sweep")
+    final = {(row.batch_size, row.lr): row.loss for row in done.outputs["rows"]}
+    assert len(final) == 4
+    assert min(final.values()) < bigrams_loss() - 0.1
+    assert len(done.shown("Sweep")) == 2
+
+
+@pytest.mark.slow
+def test_the_default_scaling_comes_to_the_bigram_models_loss(tmp_path: Path) -> None:
+    done = run(tmp_path, "pyflyte run workflows/pet_names.py pet_names_scaling")
+    assert done.outputs["target_loss"] == pytest.approx(bigrams_loss())
+    assert all(time.seconds is not None for time in done.outputs["times"])
+    assert len(done.shown("Scaling")) == 3
