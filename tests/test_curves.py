@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from made_outcomes import outcome, result
 from tasks.curves import Chart, experiments_table, loss_by_epoch, loss_by_time, time_chart, times_table
 from tasks.sweeps import Experiment, Outcome, TimeToLoss, grid, time_to_loss
-from test_sweeps import outcome, result
 
 BIGRAM = 2.6844
 

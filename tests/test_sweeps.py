@@ -5,13 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-import torch
 
 from flytekitplugins.daskpytorch import PreemptedError
-from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
+from made_outcomes import outcome, result
+from tasks.char_lstm import Hyperparameters, TrainingResult
 from tasks.sweeps import (
     Experiment,
-    Outcome,
     ScalingRow,
     SweepRow,
     TimeToLoss,
@@ -24,31 +23,6 @@ from tasks.sweeps import (
     time_to_loss,
     without_partner,
 )
-
-
-def result(*losses: float, seconds: float = 1.0) -> TrainingResult:
-    return TrainingResult(
-        state_dict={"weight": torch.zeros(1)},
-        epochs=[
-            EpochMetrics(
-                epoch=epoch,
-                loss=0.0,
-                held_out_loss=loss,
-                held_out_accuracy=0.0,
-                samples_seen=1,
-                samples_per_second=1.0,
-                epoch_seconds=seconds,
-            )
-            for epoch, loss in enumerate(losses, 1)
-        ],
-    )
-
-
-def outcome(*losses: float, ranks: int = 1, batch_size: int = 8, lr: float = 0.1, seconds: float = 1.0) -> Outcome:
-    one = Experiment(batch_size=batch_size, lr=lr, ranks=ranks)
-    if not losses:
-        return Outcome(experiment=one, error=RuntimeError("no memory\nand a long log"))
-    return Outcome(experiment=one, result=result(*losses, seconds=seconds))
 
 
 def future(value: TrainingResult | Exception) -> Future[TrainingResult]:

@@ -359,7 +359,7 @@ def pet_names_sweep(
         batch_sizes: Windows per step, as a JSON list of whole numbers.
         learning_rates: Adam's step sizes, as a JSON list.
         hp: What all models share, as a JSON object of Hyperparameters' fields; its batch_size and learning_rate are
-            replaced by those of the grid.
+            replaced by those of the grid. A field that is left out of the JSON has its usual default, such as 6 epochs.
         num_names: How many names the best model is to invent.
     """
     names = prepare_sweep(data=data, hp=hp, batch_sizes=batch_sizes, learning_rates=learning_rates, num_names=num_names)
