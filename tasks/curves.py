@@ -138,7 +138,7 @@ def time_chart(times: Sequence[TimeToLoss], target: float) -> Chart:
 
 def experiments_table(outcomes: Sequence[Outcome]) -> str:
     """An HTML table of the experiments, the lowest final loss first and failed ones last."""
-    ended = sorted((outcome for outcome in outcomes if outcome.result), key=lambda outcome: outcome.losses[-1])
+    ended = sorted((outcome for outcome in outcomes if outcome.result), key=lambda outcome: outcome.standing)
     failed = [outcome for outcome in outcomes if not outcome.result]
     header = (
         *("ranks", "batch size per rank", "learning rate", "epochs"),

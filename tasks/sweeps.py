@@ -96,6 +96,11 @@ class Outcome:
         return [epoch.held_out_loss for epoch in self.epochs]
 
     @property
+    def standing(self) -> float:
+        """The loss at the end, by which experiments are ranked; one that is no number is worse than any."""
+        return math.inf if math.isnan(self.losses[-1]) else self.losses[-1]
+
+    @property
     def elapsed(self) -> list[float]:
         """Seconds of training from its start to the end of each epoch, as `SweepRow.elapsed_time_sec` says."""
         return list(accumulate(epoch.epoch_seconds for epoch in self.epochs))
@@ -239,8 +244,8 @@ def collect(experiments: Sequence[Experiment], models: Sequence[Future[TrainingR
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """The lowest held-out loss at the end; the first of equals. A loss that is no number is worse than any."""
-    return min((outcome for outcome in outcomes if outcome.result), key=lambda outcome: _rank_of(outcome.losses[-1]))
+    """The lowest held-out loss at the end; the first of equals."""
+    return min((outcome for outcome in outcomes if outcome.result), key=lambda outcome: outcome.standing)
 
 
 def sweep_rows(outcomes: Sequence[Outcome]) -> list[SweepRow]:
@@ -304,10 +309,6 @@ def _epochs(outcomes: Sequence[Outcome]) -> list[tuple[Experiment, EpochMetrics,
         for outcome in outcomes
         for epoch, seconds in zip(outcome.epochs, outcome.elapsed, strict=True)
     ]
-
-
-def _rank_of(loss: float) -> float:
-    return math.inf if math.isnan(loss) else loss
 
 
 def _is_count(value: object) -> bool:
