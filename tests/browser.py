@@ -17,11 +17,10 @@ from PIL import Image
 REPORT = """
 <pre id="report"></pre>
 <script>
-window.addEventListener("load", async () => {
+window.addEventListener("load", () => {  // all pictures have been loaded, or have failed
   const tabs = [...document.querySelectorAll("#flyte-frame-tabs li")];
   tabs.find(tab => tab.textContent.trim() === TAB).click();
   const images = [...document.querySelectorAll("#flyte-frame-container > .active img")];
-  await Promise.allSettled(images.map(image => image.decode()));
   document.getElementById("report").textContent = JSON.stringify(images.map(image => {
     const box = image.getBoundingClientRect();
     return {alt: image.alt, natural_width: image.naturalWidth, box: [box.left, box.top, box.right, box.bottom]};
@@ -50,7 +49,7 @@ def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000) -> list
     dom = _chromium(folder, "--dump-dom", page.as_uri(), height=height)
     _chromium(folder, f"--screenshot={screenshot}", page.as_uri(), height=height)
     screen = np.asarray(Image.open(screenshot).convert("RGB"))
-    found = re.search(r'<pre id="report">(.+?)</pre>', dom, re.DOTALL)
+    found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
     assert found, dom[-2000:]
     return [_shown(image, screen) for image in json.loads(html.unescape(found[1]))]
 
