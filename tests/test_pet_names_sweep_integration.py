@@ -66,7 +66,7 @@ def run(folder: Path, command: str) -> Run:
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=170,
             check=False,
         )
     return Run(done=done, folder=folder)
