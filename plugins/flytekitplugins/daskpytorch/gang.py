@@ -13,11 +13,11 @@ import queue
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flytekitplugins.daskpytorch import messages, placement, ship
 from flytekitplugins.daskpytorch.blame import (
@@ -47,6 +47,9 @@ from flytekitplugins.daskpytorch.ship import Code
 from flytekitplugins.daskpytorch.tracking import RunSettings
 from flytekitplugins.daskpytorch.vault import Vault
 from flytekitplugins.daskpytorch.watchdog import Witness, report_hang
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["GangCancelledError", "Request", "Supervisor", "preempt_all"]
 
@@ -181,10 +184,12 @@ class Supervisor:
         code = self._request.code or ship.pack_code()  # while the agents are on their way
         if (checkpoint := self._vault.restore()) is not None:
             self._note(f"going on from the previous attempt's checkpoint of step {checkpoint.step}")
-        with _rendezvous_store(self._launcher.host) as store:
+        with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
+            if self._num_wanted * self._request.ranks_per_worker > 1:
+                rendezvous.address()  # torch's imports take seconds, and run beside those of the workers
             for number in itertools.count():
                 self._gather(is_first=number == 0)
-                generation = self._start(number, code, store, checkpoint)
+                generation = self._start(number, code, rendezvous, checkpoint)
                 self._watch(generation)
                 if not generation.bad_exits and not generation.stopped_early:
                     return [generation.results[rank] for rank in range(generation.world_size)]
@@ -238,7 +243,7 @@ class Supervisor:
             f"fewer, or raise start_timeout. Failures so far:\n{failures}"
         )
 
-    def _start(self, number: int, code: Code, store: tuple[str, int], checkpoint: CheckpointFile | None) -> Generation:
+    def _start(self, number: int, code: Code, rendezvous: _Rendezvous, checkpoint: CheckpointFile | None) -> Generation:
         """Place the ranks on the workers that are here, and have them started."""
         self._roster.dismiss_leaving()
         nodes = self._roster.nodes()[: self._num_wanted]
@@ -255,7 +260,7 @@ class Supervisor:
             call=self._request.call,
             pass_local_rank=self._request.pass_local_rank,
             backend=backend,
-            store=store,
+            store=rendezvous.address() if shape.world_size > 1 or backend == "nccl" else None,
             timeout=self._settings.start_timeout,
             checkpoint=checkpoint,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
@@ -593,14 +598,28 @@ def preempt_all(reason: str) -> bool:
     return bool(present)
 
 
-@contextlib.contextmanager
-def _rendezvous_store(host: str) -> Iterator[tuple[str, int]]:
-    """A store on a port that the system picks, in this process, which outlives every rank."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+class _Rendezvous:
+    """A store on a port that the system picks, in this process, which outlives every rank; opened when it is needed.
 
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    yield host, store.port
-    del store
+    Torch asks for the name of every address that it connects to, so each connection costs a query of the domain name
+    system, and five seconds where that does not answer: a rank that is alone does without.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._store: TCPStore | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Its host and port."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if self._store is None:
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        return self._host, self._store.port
+
+    def close(self) -> None:
+        """End it."""
+        self._store = None
 
 
 def _agent_failure(text: str) -> Failure:

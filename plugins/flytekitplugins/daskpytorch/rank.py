@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ from flytekitplugins.daskpytorch.flyte import FlyteSettings, TaskOutput
 from flytekitplugins.daskpytorch.placement import Place
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from flytekitplugins.daskpytorch.tracking import RunSettings
 
 __all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "installed_backends", "main", "stacks_path"]
@@ -58,8 +61,8 @@ class Job:
     pass_local_rank: bool
     """Call the function with `local_rank=`."""
     backend: str
-    store: tuple[str, int]
-    """Host and port of the rendezvous store."""
+    store: tuple[str, int] | None
+    """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
     timeout: float
     """Seconds for all ranks to meet."""
     checkpoint: CheckpointFile | None
@@ -89,7 +92,7 @@ class RankOrder:
 
 def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
     """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
-    host, port = job.store
+    host, port = job.store or _own_store()
     env = dict(base)
     env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `forkserver`
     if job.flyte is not None:
@@ -102,7 +105,8 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
         "GROUP_RANK": str(place.group_rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// must join the driver's store, not open one in rank 0
+        # With it env:// joins the driver's store; without, rank 0 opens one.
+        "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
         "OMP_NUM_THREADS": str(place.num_threads),
         "CUDA_VISIBLE_DEVICES": place.gpu or "",
     }
@@ -110,6 +114,12 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
         # gloo listens where the host's name resolves to, which on many machines is a loopback address.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env
+
+
+def _own_store() -> tuple[str, int]:
+    """Where the only rank of a gang may open a store for itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return "127.0.0.1", server.getsockname()[1]
 
 
 def stacks_path(scratch: Path, place: Place) -> Path:
@@ -268,22 +278,29 @@ def _settle_in(order: RankOrder) -> None:
 def _join_gang(order: RankOrder) -> None:
     import torch
     from torch import distributed
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    host, port = order.job.store
-    timeout = timedelta(seconds=order.job.timeout)
-    store = TCPStore(host, port, is_master=False, timeout=timeout)
     device = torch.device("cuda", 0) if order.job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
     with _known_backends():
         distributed.init_process_group(
             order.job.backend,
-            store=PrefixStore(f"{order.job.gang}/{order.job.generation}", store),
+            store=_store(order.job),
             rank=order.place.rank,
             world_size=order.place.world_size,
             device_id=device,
         )
+
+
+def _store(job: Job) -> Store:
+    """Where the ranks of a generation find each other."""
+    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if job.store is None:
+        return HashStore()
+    host, port = job.store
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
+    return PrefixStore(f"{job.gang}/{job.generation}", store)
 
 
 @functools.cache
