@@ -27,6 +27,7 @@ from tasks import sweeps
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
 from tasks.names import load_names, split_by_name
 from tasks.sweeps import Experiment, ScalingRow, SweepRow, TimeToLoss
+from wandb_file import read_run
 from workflows.pet_names import NUM_SCALING_WORKERS, prepare_scaling, prepare_sweep
 
 pytestmark = pytest.mark.timeout(180)
@@ -59,7 +60,12 @@ def run(folder: Path, command: str) -> Run:
     program, *arguments = shlex.split(command)
     (folder / "tmp").mkdir()
     with nothing_left_behind() as mark:
-        environment = {"DASKPYTORCH_TEST_MARK": mark, "WANDB_MODE": "disabled", "TMPDIR": str(folder / "tmp")}
+        environment = {
+            "DASKPYTORCH_TEST_MARK": mark,
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(folder),
+            "TMPDIR": str(folder / "tmp"),
+        }
         done = subprocess.run(
             [str(SCRIPTS / program), *arguments],
             cwd=REPOSITORY,
@@ -131,6 +137,20 @@ def test_the_best_model_goes_on_to_the_next_nodes(sweep: Run) -> None:
     assert len(sweep.outputs["names"]) == 20
     last = min(row.loss for row in sweep.outputs["rows"])
     assert f"held-out loss {last:.4f} nats per character, " in sweep.done.stdout
+
+
+def test_each_model_of_a_sweep_has_a_run_of_its_own_in_one_group(sweep: Run) -> None:
+    runs = sorted((read_run(path) for path in sweep.folder.rglob("*.wandb")), key=lambda run: run["name"])
+    assert [run["name"] for run in runs] == ["sweep-0", "sweep-1"]
+    assert {run["project"] for run in runs} == {"pet-names"}
+    assert len({run["id"] for run in runs}) == 2
+    assert len({run["group"] for run in runs}) == 1
+    for run, batch_size in zip(runs, dict.fromkeys(row.batch_size for row in sweep.outputs["rows"]), strict=True):
+        assert (run["config"]["batch_size"], run["config"]["lr"], run["config"]["epochs"]) == (batch_size, 0.01, 2)
+        losses = [row.loss for row in sweep.outputs["rows"] if row.batch_size == batch_size]
+        curve = [entry["held_out_loss"] for entry in run["history"] if "held_out_loss" in entry]
+        assert curve == pytest.approx(losses)
+        assert run["exit_code"] == 0
 
 
 def test_a_sweep_leaves_its_charts(sweep: Run) -> None:

@@ -47,7 +47,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -231,7 +231,7 @@ def train(names: NamesFile, hp: Hyperparameters) -> TrainingOutputs:
 def sweep(names: NamesFile, hp: Hyperparameters, batch_sizes: list[int], learning_rates: list[float]) -> SweepOutputs:
     """Train one model per worker until the grid is done; the best one's outputs are the task's."""
     training, held_out = split_by_name(_read(names), hp.held_out, hp.seed)
-    outcomes = _train_all(training, held_out, hp, sweeps.grid(batch_sizes, learning_rates))
+    outcomes = _train_all("sweep", training, held_out, hp, sweeps.grid(batch_sizes, learning_rates))
     best, bigram_loss = sweeps.best(outcomes), _bigram_loss(training, held_out)
     print(f"best of {len(outcomes)}: {best.experiment.label}, {best.losses[-1]:.4f} nats per character")
     charts = [curves.loss_by_epoch(outcomes, bigram_loss), curves.loss_by_time(outcomes, bigram_loss)]
@@ -265,7 +265,7 @@ def scale(
 ) -> PetNamesScaling:
     """Train each model with its number of ranks, a worker for each, and see when it comes to the target."""
     training, held_out = split_by_name(_read(names), hp.held_out, hp.seed)
-    outcomes = _train_all(training, held_out, hp, _scaling_grid(ranks, batch_sizes, learning_rates))
+    outcomes = _train_all("scaling", training, held_out, hp, _scaling_grid(ranks, batch_sizes, learning_rates))
     bigram_loss = _bigram_loss(training, held_out)
     target = bigram_loss if target_loss is None else target_loss
     times = sweeps.time_to_loss(outcomes, target)
@@ -455,7 +455,7 @@ def _load_names(data: str, hp: Hyperparameters, *, num_ranks: int, remedy: str =
 
 
 def _train_all(
-    training: list[str], held_out: list[str], hp: Hyperparameters, experiments: Sequence[Experiment]
+    name: str, training: list[str], held_out: list[str], hp: Hyperparameters, experiments: Sequence[Experiment]
 ) -> list[Outcome]:
     """Train a model for each experiment on the task's cluster, with one worker per rank."""
     from flytekitplugins.daskpytorch import dispatch  # late: it imports Dask, which no rank needs
@@ -463,8 +463,16 @@ def _train_all(
     client = current_client()
     num_threads = min(client.nthreads().values())  # a worker's share of its machine, where other models train, too
     train_one = partial(sweeps.train, training=training, held_out=held_out, hp=hp, num_threads=num_threads)
-    models = dispatch.map(client, train_one, experiments, workers=lambda experiment: experiment.ranks)
+    models = dispatch.map(
+        client, train_one, experiments, workers=lambda experiment: experiment.ranks, wandb=_runs(name, hp)
+    )
     return sweeps.collect(experiments, models)
+
+
+def _runs(name: str, hp: Hyperparameters) -> Wandb:
+    """A Weights & Biases run for each model, with what all share in its configuration, too."""
+    shared = {key: value for key, value in asdict(hp).items() if key not in ("batch_size", "learning_rate")}
+    return Wandb(project="pet-names", name=name, config=shared)
 
 
 def _bigram_loss(training: list[str], held_out: list[str]) -> float:

@@ -114,9 +114,9 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A
             stopped model's future raises `StoppedEarlyError`, and `result` of the whole has None in its place. None:
             train all to their ends.
-        wandb: Record each model in a Weights & Biases run of its own, whose configuration is the experiment. All are
-            in one group: `wandb.group`, or the function's name with the execution's, or with a random one in local
-            runs. Each is called `wandb.name`, or like the function, with the experiment's index. Runs of finished
+        wandb: Record each model in a Weights & Biases run of its own, whose configuration is the experiment. Each is
+            called `wandb.name`, or like the function, with the experiment's index. All are in one group:
+            `wandb.group`, or that name with the execution's, or with a random one in local runs. Runs of finished
             and of stopped models have exit code 0, those of failed ones 1. Offline runs are written where their rank
             0 is. In a Flyte task a `wandb.secret` must be among the task's `secret_requests`.
 
@@ -156,7 +156,7 @@ def request_for(
     call = ship.pack_call(function, args, kwargs)
     key = _key_of(function, call)
     return Request(
-        name=getattr(function, "__qualname__", "the function"),
+        name=ship.name_of(function),
         call=call,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
@@ -169,7 +169,7 @@ def request_for(
 
 def _key_of(function: Callable[..., Any], call: bytes) -> str:
     """Names a gang among others of its task, alike in every attempt: its function, its arguments, which of such."""
-    name = f"{getattr(function, '__name__', 'gang')}-{hashlib.sha256(call).hexdigest()[:12]}"
+    name = f"{ship.name_of(function).rpartition('.')[2]}-{hashlib.sha256(call).hexdigest()[:12]}"
     name = re.sub(r"[^\w-]", "-", name)
     with _lock:
         _num_calls[name] += 1

@@ -63,7 +63,7 @@ def train_all(
 
 def _runs(function: Callable[..., Any], wandb: Wandb) -> RunSettings:
     """What the models' Weights & Biases runs share; decided here, where Flyte's context is known."""
-    name = getattr(function, "__qualname__", "the function")
+    name = ship.name_of(function)
     return tracking.sweep_settings(wandb, function=name, execution=flyte.execution_name())
 
 

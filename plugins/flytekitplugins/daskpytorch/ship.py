@@ -17,6 +17,7 @@ import sysconfig
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Call", "Code", "pack_call", "pack_code", "unpack_call", "unpack_code"]
+__all__ = ["Call", "Code", "name_of", "pack_call", "pack_code", "unpack_call", "unpack_code"]
 
 MAX_RESOURCE_BYTES = 1 << 20
 """Files of a package that are not code travel up to this size; data belongs in storage."""
@@ -83,7 +84,7 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         parts["the function itself"] = by_name or function
         culprits = [name for name, value in parts.items() if not _can_pickle(value)]
         raise TypeError(
-            f"{_name_of(function)} cannot be sent to the ranks, because {', '.join(culprits) or 'a part of it'} cannot "
+            f"{name_of(function)} cannot be sent to the ranks, because {', '.join(culprits) or 'a part of it'} cannot "
             f"be pickled: {error}. Pass plain data, and open files, locks and connections inside the function."
         ) from error
 
@@ -184,8 +185,11 @@ def _can_pickle(value: object) -> bool:
     return True
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", None) or repr(function))
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called; a partial, like the function inside it."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
 # ---- Unpacking, beside the ranks and in them ------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Run
             "Wandb(group=...) names what holds them together"
         )
     is_named = execution and execution != "local"
-    group = wandb.group or f"{function.rpartition('.')[2]}-{execution if is_named else os.urandom(4).hex()}"
+    name = wandb.name or function.rpartition(".")[2]
+    group = wandb.group or f"{name}-{execution if is_named else os.urandom(4).hex()}"
     return settings(dataclasses.replace(wandb, group=group), task=function, execution=execution, config={})
 
 
