@@ -430,6 +430,7 @@ def test_ranks_do_not_inherit_the_nannys_settings_of_the_allocator(client: Clien
     assert dispatch.run(client, memory_settings).result(60) == [(None, False)] * 2
 
 
+@pytest.mark.slow
 def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Path) -> None:
     from flytekitplugins.daskpytorch import cluster as clusters
 

@@ -66,6 +66,7 @@ def test_the_workflow_is_the_same_wherever_it_is_run_from(tmp_path: Path) -> Non
     assert evaluate(CharLSTM.from_state_dict(state), windows(held_out)).loss == pytest.approx(losses[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_data_from_s3(tmp_path: Path, s3: Mapping[str, str]) -> None:
     import boto3
 

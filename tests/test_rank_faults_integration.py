@@ -27,9 +27,13 @@ MAX_SECONDS = 15.0
 """From a fault to the next generation, or to the error: far below any time-out of gloo or NCCL, even on a busy host."""
 
 
-@pytest.fixture(scope="module", params=["DaskDDP", "SpawnDDP"])
+EVERYWHERE = ["DaskDDP", "SpawnDDP"]
+both = pytest.mark.parametrize("where", EVERYWHERE, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=["DaskDDP", pytest.param("SpawnDDP", marks=pytest.mark.slow)])
 def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client | int]:
-    """Two workers on two hosts, or two ranks on this one."""
+    """Two workers on two hosts, or two ranks on this one; the agents and all that follows are the same."""
     with nothing_left_behind():
         if request.param == "SpawnDDP":
             yield 2
@@ -108,6 +112,7 @@ def test_a_rank_that_hangs_is_found(
         os.kill(watched.broken_pid(), 0)
 
 
+@both
 def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(where: Client | int, launch: ft.Launch) -> None:  # 13
     watched = launch(where, "sleep", gang=Gang(hang_timeout=2.0, max_restarts=0))
     with pytest.raises(GangHungError) as caught:
@@ -124,12 +129,14 @@ def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(where: Client | int, lau
     assert "fault_training.py" in caught.value.log_tail
 
 
+@both
 def test_a_straggler_is_left_alone(where: Client | int, launch: ft.Launch) -> None:  # 19
     watched = launch(where, pace=0.6, gang=Gang(hang_timeout=1.6))
     check_recovered(watched, [0])
     assert not watched.restarted_at
 
 
+@both
 def test_a_rank_that_raises_before_it_joins(
     where: Client | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 2

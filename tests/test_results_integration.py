@@ -16,10 +16,19 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import DaskCluster, Gang, WorkerLostError, current_client, current_rank, dispatch
+from flytekitplugins.daskpytorch import (
+    DaskCluster,
+    Gang,
+    WorkerLostError,
+    current_client,
+    current_rank,
+    dispatch,
+    forkserver,
+)
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 
@@ -191,6 +200,66 @@ def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
     ]
     assert json.loads(written["worker/1/data-1.json"])["worker"] == 1
     assert "module.weight" in pickle.load(io.BytesIO(written["checkpoint-1.pkl"]))
+
+
+def train_share(per_rank: int, lr: float, epochs: int) -> float:
+    """As the forerunner's users write an experiment over numbers of workers; rank r has the r-th part of the data."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    worker_rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    x = torch.linspace(-1, 1, per_rank * world_size, dtype=torch.float64)[worker_rank::world_size, None]
+    loss = torch.zeros(1)
+    for epoch in range(epochs):
+        optimizer.zero_grad()
+        loss = (model(x) - 2 * x - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        handler.submit_result(
+            f"{worker_rank}/epoch_{epoch}.json", json.dumps({"loss": loss.item(), "samples": len(x), "epoch": epoch})
+        )
+    if worker_rank == 0:
+        handler.submit_result("model.pkl", pickle.dumps(model.state_dict()))
+    return loss.item()
+
+
+@pytest.fixture
+def warm_server() -> Iterator[None]:
+    """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
+    forkserver.start_ahead()
+    until(lambda: len(psutil.Process().children(recursive=True)) > 1, "the successor")
+    server = next(child for child in psutil.Process().children() if child.children())
+    until(lambda: server.memory_info().rss < 40 * MIB, "it to take over")
+    yield
+    forkserver.shutdown()
+
+
+def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None) -> None:
+    import torch
+
+    weights, losses = [], []
+    for n_workers in (1, 4, 16):  # with equal global batches all take the same steps
+        with (
+            LocalCluster(n_workers=n_workers, threads_per_worker=1, processes=False, dashboard_address=None) as workers,
+            Client(workers) as client,
+        ):
+            futures = dispatch.run(client, train_share, 64 // n_workers, lr=0.1, epochs=3, backend="gloo")
+            handler.process_results(str(tmp_path / f"{n_workers}_workers"), futures, raise_errors=False)
+            written = read(tmp_path / f"{n_workers}_workers")
+            assert len(written) == 3 * n_workers + 1
+            shares = [json.loads(written[f"{rank}/epoch_2.json"]) for rank in range(n_workers)]
+            assert sum(share["samples"] for share in shares) == 64
+            assert [share["loss"] for share in shares] == [future.result() for future in futures]
+            losses.append(sum(share["loss"] for share in shares) / n_workers)
+            weights.append(pickle.loads(written["model.pkl"]))
+    for other, loss in zip(weights[1:], losses[1:], strict=True):
+        assert loss == pytest.approx(losses[0], rel=1e-12)
+        for name, tensor in other.items():
+            assert torch.allclose(tensor, weights[0][name], rtol=1e-12)
 
 
 @pytest.mark.parametrize("total", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
