@@ -169,6 +169,7 @@ def test_the_sweeps_deck_shows_its_charts(sweep: Run) -> None:
         check_picture(picture)
 
 
+@pytest.mark.slow
 def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
     rows: list[ScalingRow] = scaling.outputs["rows"]
     assert [(row.ranks, row.batch_size, row.global_batch, row.epoch) for row in rows] == [
@@ -180,6 +181,7 @@ def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
     assert abs(rows[2].loss - rows[0].loss) > abs(rows[2].loss - rows[1].loss)
 
 
+@pytest.mark.slow
 def test_scaling_takes_the_time_to_the_target(scaling: Run) -> None:
     outputs = scaling.outputs
     assert outputs["target_loss"] == 3.5
@@ -191,6 +193,7 @@ def test_scaling_takes_the_time_to_the_target(scaling: Run) -> None:
     assert f"{num_reached} of 4 came to 3.5000 nats per character" in scaling.done.stdout
 
 
+@pytest.mark.slow
 def test_the_scalings_deck_shows_its_charts(scaling: Run) -> None:
     times, *panels = scaling.shown("Scaling")
     assert times.alt == "Time to a held-out loss of 3.5000 nats per character"

@@ -231,9 +231,8 @@ def train_share(per_rank: int, lr: float, epochs: int) -> float:
 def warm_server() -> Iterator[None]:
     """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
     forkserver.start_ahead()
-    until(lambda: len(psutil.Process().children(recursive=True)) > 1, "the successor")
-    server = next(child for child in psutil.Process().children() if child.children())
-    until(lambda: server.memory_info().rss < 40 * MIB, "it to take over")
+    [server] = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
+    until(lambda: server.children() and server.memory_info().rss < 40 * MIB, "its successor to take over")
     yield
     forkserver.shutdown()
 

@@ -174,7 +174,8 @@ def test_local_sweeps_have_groups_and_ids_of_their_own(execution: str | None) ->
     first, second = (runs_of(Wandb(project="names", name="mine"), [1], execution)[0] for _ in range(2))
     assert first.wandb.group != second.wandb.group
     assert first.id != second.id
-    assert (first.wandb.group or "").startswith("train-")
+    assert (first.wandb.group or "").startswith("mine-")
+    assert (runs_of(Wandb(project="names"), [1], execution)[0].wandb.group or "").startswith("train-")
     assert first.name == "mine-0"
 
 
