@@ -69,6 +69,7 @@ def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
     check_gone(watched.broken_pid())
 
 
+@pytest.mark.slow
 def test_a_pod_that_does_not_come_back_is_an_error_that_counts(
     cluster: Cluster, client: Client, launch: ft.Launch
 ) -> None:  # 21, 30
@@ -316,6 +317,7 @@ def network(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, launch: ft.Launch) -> None:  # 35
     name, here, there = network
     with (

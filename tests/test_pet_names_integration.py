@@ -49,6 +49,7 @@ def outputs(done: subprocess.CompletedProcess[str]) -> tuple[list[float], Path, 
     return json.loads(found[1]), Path(found[2]), names
 
 
+@pytest.mark.slow
 def test_the_workflow_is_the_same_wherever_it_is_run_from(tmp_path: Path) -> None:
     flags = ("--hp", json.dumps(TINY), "--num_names", "6")
     here = outputs(pet_names(*flags, cwd=REPOSITORY, script="workflows/pet_names.py", env={"WANDB_MODE": "disabled"}))

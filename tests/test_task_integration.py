@@ -279,6 +279,7 @@ def test_flytes_verdict_on_a_failure(
     assert "rank 1 of 2 failed on tcp://" in attempt.error.message
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_a_system_error(project: Path, tmp_path: Path) -> None:
     import threading
 
@@ -313,6 +314,7 @@ def test_a_scheduler_that_does_not_answer_is_named(project: Path, tmp_path: Path
     assert "no Dask scheduler answered at tcp://127.0.0.1:9" in attempt.error.message
 
 
+@pytest.mark.slow
 def test_the_driver_waits_for_a_cluster_that_starts_after_it(project: Path, tmp_path: Path) -> None:
     import threading
 
