@@ -237,6 +237,8 @@ def warm_server() -> Iterator[None]:
     forkserver.shutdown()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None) -> None:
     import torch
 
