@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch, gang
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
@@ -330,7 +330,7 @@ def test_ranks_die_with_a_killed_driver(cluster: Cluster, tmp_path: Path) -> Non
         textwrap.dedent(f"""
         import os, time
         from pathlib import Path
-        from distributed import Client
+        from distributed import Client, LocalCluster
         from flytekitplugins.daskpytorch import current_rank, dispatch
 
         def train():
@@ -390,6 +390,18 @@ def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
     with nothing_left_behind() as mark, clusters.opened(num_workers=2, start_timeout=60) as client:
         assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
         assert marked(mark)
+
+
+def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
+    free = threading.Event()
+    with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local:
+        worker = local.workers[0]
+        worker.loop.add_callback(free.wait, 60)
+        with dispatch._farewell(worker):
+            pass
+        assert not free.is_set()
+        free.set()
+    assert not worker.plugins  # and the worker could close
 
 
 def what_the_fork_server_has_imported() -> tuple[bool, int]:

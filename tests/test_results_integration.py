@@ -237,7 +237,6 @@ def warm_server() -> Iterator[None]:
     forkserver.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None) -> None:
     import torch
@@ -245,7 +244,9 @@ def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None
     weights, losses = [], []
     for n_workers in (1, 4, 16):  # with equal global batches all take the same steps
         with (
-            LocalCluster(n_workers=n_workers, threads_per_worker=1, processes=False, dashboard_address=None) as workers,
+            LocalCluster(
+                n_workers=n_workers, threads_per_worker=1, processes=False, memory_limit=0, dashboard_address=None
+            ) as workers,
             Client(workers) as client,
         ):
             futures = dispatch.run(client, train_share, 64 // n_workers, lr=0.1, epochs=3, backend="gloo")

@@ -86,6 +86,7 @@ def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
+            memory_limit=0,  # the workers are this process: each would count all its memory as its own, and pause
             dashboard_address=":0" if dashboard and find_spec("bokeh") else None,
         ) as local,
         Client(local) as client,

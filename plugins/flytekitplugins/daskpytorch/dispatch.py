@@ -43,8 +43,6 @@ AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
 LOOK_TIMEOUT = 2.0
 """Seconds for the scheduler to say which workers it has."""
-FAREWELL_TIMEOUT = 5.0
-"""Seconds for a worker's event loop to take up a callback."""
 
 
 def run(
@@ -335,37 +333,44 @@ def _farewell(worker: Worker) -> Iterator[int]:
 
     The worker puts its end off until the end of this context, as far as its nanny lets it (`dask worker` gives it 8 s).
     """
-    readable, writable = os.pipe()
-    farewell, name = _Farewell(writable), f"daskpytorch-{threading.get_ident()}"
-    _run_on(worker, worker.plugin_add, farewell, name)
+    farewell, name = _Farewell(), f"daskpytorch-{threading.get_ident()}"
     try:
-        yield readable
+        _run_on(worker, worker.plugin_add, farewell, name)
+        yield farewell.readable
     finally:
-        farewell.done.set()
-        if not farewell.is_said:
-            with contextlib.suppress(RuntimeError, TimeoutError):  # the worker's loop has stopped
-                _run_on(worker, worker.plugin_remove, name)
-        os.close(readable)
-        os.close(writable)
+        farewell.close()
+        with contextlib.suppress(RuntimeError):  # the worker's loop has ended
+            _run_on(worker, worker.plugin_remove, name)
 
 
 class _Farewell(WorkerPlugin):  # type: ignore[misc]
-    def __init__(self, writable: int) -> None:
-        self._writable = writable
-        self.done = threading.Event()
-        self.is_said = False
+    def __init__(self) -> None:
+        self.readable, self._writable = os.pipe()
+        self._lock = threading.Lock()  # nothing is written once the pipe is closed: its number may be another file's
+        self._done = threading.Event()
 
     async def teardown(self, worker: Worker) -> None:
         """Called when the worker closes, and when the agent has ended."""
-        if not self.done.is_set():
-            self.is_said = True
+        with self._lock:
+            if self._done.is_set():
+                return
             os.write(self._writable, b".")
-            await asyncio.to_thread(self.done.wait)
+        await asyncio.to_thread(self._done.wait)
+
+    def close(self) -> None:
+        """Let the worker end."""
+        with self._lock:
+            self._done.set()
+            os.close(self.readable)
+            os.close(self._writable)
 
 
 def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
-    """Run a coroutine on the worker's event loop, from a task's thread, and wait for it."""
-    asyncio.run_coroutine_threadsafe(coroutine(*args), worker.loop.asyncio_loop).result(FAREWELL_TIMEOUT)
+    """Have a coroutine run on the worker's event loop, in order, from a task's thread.
+
+    Not waited for: a worker with other things to do would make a gang fail that needs nothing of it.
+    """
+    asyncio.run_coroutine_threadsafe(coroutine(*args), worker.loop.asyncio_loop)
 
 
 def _report_failure(done: DaskFuture, worker: str, on_failure: OnFailure) -> None:
