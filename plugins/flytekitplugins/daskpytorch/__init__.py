@@ -70,7 +70,7 @@ def current_client() -> Client:
 
 
 def __getattr__(name: str) -> Any:
-    """`daskpytorch.dispatch` and `results`, imported with what they need when they are first named."""
-    if name in ("dispatch", "results"):
+    """`daskpytorch.data`, `dispatch` and `results`, imported with what they need when they are first named."""
+    if name in ("data", "dispatch", "results"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

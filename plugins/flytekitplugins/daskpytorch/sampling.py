@@ -1,0 +1,183 @@
+"""Which pictures are held out, and which rank sees which of the others when. Runs in every rank; all agree unasked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from flytekitplugins.daskpytorch.context import current_rank
+
+__all__ = ["Labelled", "RankBatches", "split_by_class"]
+
+
+class Labelled(Protocol):
+    """A data set that knows its labels, such as `S3ImageFolder` and torchvision's `ImageFolder`."""
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The label of each item."""
+
+
+def split_by_class(
+    dataset: Labelled | Sequence[int],
+    held_out: float = 0.2,
+    seed: int = 0,
+    *,
+    contents: Sequence[str] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Hold out the same share of every class, the same items in every process that has the same list.
+
+    Equal pictures, be they in one class or in several, are on one side: none is trained on and tested on.
+
+    Args:
+        dataset: Whose items are split, or their labels.
+        held_out: The share of each class to hold out, above 0 and below 1; rounded to whole items.
+        seed: Another one gives another split.
+        contents: What tells equal items, one string per item, such as checksums; None: the data set's `etags`, or if
+            it has none, no two items are equal.
+
+    Returns:
+        The indices to train on and those held out, ascending; together all, each once.
+
+    Raises:
+        ValueError: The share is out of range, the lengths differ, or one side would be empty.
+    """
+    labels = list(dataset if isinstance(dataset, Sequence) else dataset.targets)
+    if contents is None:
+        contents = getattr(dataset, "etags", None) or [str(index) for index in range(len(labels))]
+    _check_split(labels, held_out, contents)
+    by_class: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, (label, content) in enumerate(zip(labels, contents, strict=True)):
+        by_class[label][content].append(index)
+    is_held_out: dict[str, bool] = {}
+    for _, equal_items in sorted(by_class.items()):
+        _choose(equal_items, held_out, seed, is_held_out)
+    sides: tuple[list[int], list[int]] = ([], [])
+    for index, content in enumerate(contents):
+        sides[is_held_out[content]].append(index)
+    if not all(sides):
+        raise ValueError(
+            f"held_out={held_out} of {len(labels)} items in {len(by_class)} classes leaves nothing to "
+            f"{'test' if sides[0] else 'train'} on: the largest class has "
+            f"{max(sum(map(len, equal.values())) for equal in by_class.values())} items"
+        )
+    return sides
+
+
+def _check_split(labels: Sequence[int], held_out: float, contents: Sequence[str]) -> None:
+    problems = []
+    if not 0 < held_out < 1:
+        problems.append(f"held_out={held_out!r}: must be a share above 0 and below 1")
+    if len(contents) != len(labels):
+        problems.append(f"contents has {len(contents)} entries for {len(labels)} items")
+    if not labels:
+        problems.append("there is nothing to split: the data set is empty")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
+    """Decide for the contents of one class; those that other classes have too stay where these put them."""
+    wanted = round(held_out * sum(map(len, equal_items.values())))
+    wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
+    # By hashes rather than random numbers: what is added to a class later moves few others to the other side.
+    for content in sorted(equal_items.keys() - is_held_out, key=lambda content: _hash(seed, content)):
+        is_held_out[content] = len(equal_items[content]) <= wanted
+        wanted -= len(equal_items[content]) * is_held_out[content]
+
+
+def _hash(seed: int, content: str) -> bytes:
+    return hashlib.sha256(f"{seed} {content}".encode()).digest()
+
+
+class RankBatches(Sampler[list[int]]):
+    """Gives every rank its batches, so that all ranks together see each index exactly once per epoch.
+
+    For `DataLoader(batch_sampler=...)`. All ranks take the same number of steps, and their batches differ by one item
+    at most; nothing is repeated or left out, as it is by `DistributedSampler`. What DDP averages over the ranks should
+    therefore be weighted: `loss * len(batch) * world_size / global_batch_sizes[step]`, with the loss a mean.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Deal the indices out.
+
+        Args:
+            indices: What to see once per epoch, such as one side of `split_by_class`; the same on every rank.
+            batch_size: The most items of one rank per step; one more where the gang has more ranks than would be left
+                items for in some step.
+            shuffle: Draw another order in every epoch; else in the order given.
+            seed: Of these orders.
+            rank: Whose batches these are; None: this process's.
+            world_size: Of how many; None: this process's gang.
+
+        Raises:
+            ValueError: There are fewer indices than ranks, or a number is out of range.
+        """
+        self._indices = torch.as_tensor(indices, dtype=torch.int64)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = current_rank().rank if rank is None else rank
+        self.world_size = current_rank().world_size if world_size is None else world_size
+        problems = []
+        if batch_size < 1:
+            problems.append(f"batch_size={batch_size!r}: must be a whole number from 1 up")
+        if not 0 <= self.rank < self.world_size:
+            problems.append(f"rank={self.rank!r}: must be a whole number from 0 and below world_size={self.world_size}")
+        if len(self._indices) < self.world_size:
+            problems.append(f"{len(self._indices)} items cannot be shared by {self.world_size} ranks")
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
+        """Go to an epoch, or into the middle of it.
+
+        Args:
+            epoch: Any number; it decides on the order.
+            num_seen: How many items all ranks together have seen of it. The rest is the same whatever the number of
+                ranks was that saw them.
+
+        Raises:
+            ValueError: `num_seen` is not from 0 to the number of items.
+        """
+        if not 0 <= num_seen <= len(self._indices):
+            raise ValueError(f"num_seen={num_seen!r}: must be a whole number from 0 to {len(self._indices)}")
+        rest = self._order(epoch)[num_seen:]
+        num_steps = -(-len(rest) // (self.batch_size * self.world_size))
+        num_steps = min(num_steps, max(1, len(rest) // self.world_size)) if len(rest) else 0  # no rank goes without
+        self._steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
+
+    @property
+    def global_batch_sizes(self) -> list[int]:
+        """The items of all ranks together in each step of what is left of the epoch."""
+        return [len(step) for step in self._steps]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's share of each step."""
+        for step in self._steps:
+            yield step.tensor_split(self.world_size)[self.rank].tolist()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return self._indices
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return self._indices[torch.randperm(len(self._indices), generator=generator)]

@@ -1,0 +1,108 @@
+"""Splits without leakage, and batches that see everything once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from flytekitplugins.daskpytorch.sampling import RankBatches, split_by_class
+
+LABELS = [index % 7 for index in range(1_000)]
+
+
+def test_every_class_gives_the_same_share() -> None:
+    training, held_out = split_by_class(LABELS, 0.2, seed=3)
+    assert sorted(training + held_out) == list(range(1_000))
+    for label in range(7):
+        num_held_out = sum(LABELS[index] == label for index in held_out)
+        assert num_held_out == round(0.2 * LABELS.count(label))
+
+
+def test_splits_depend_on_the_seed_alone() -> None:
+    assert split_by_class(LABELS, seed=1) == split_by_class(LABELS, seed=1)
+    assert split_by_class(LABELS, seed=1) != split_by_class(LABELS, seed=2)
+
+
+def test_equal_contents_are_on_one_side() -> None:
+    chance = random.Random(0)
+    contents = [str(chance.randrange(300)) for _ in LABELS]  # also in several classes
+    training, held_out = split_by_class(LABELS, 0.3, contents=contents)
+    assert not {contents[index] for index in training} & {contents[index] for index in held_out}
+    assert 0.2 < len(held_out) / len(LABELS) < 0.4
+
+
+def test_new_items_move_few_others() -> None:
+    contents = [f"content {index}" for index in range(1_000)]
+    before, after = (set(split_by_class(LABELS[:count], contents=contents[:count])[1]) for count in (900, 1_000))
+    assert len(before - after) < 10
+    assert len({index for index in after - before if index < 900}) < 10
+
+
+@pytest.mark.parametrize(
+    "labels, held_out, message",
+    [
+        ([], 0.2, "the data set is empty"),
+        ([0, 1], 1.0, "held_out=1.0: must be a share"),
+        ([0, 1, 2], 0.2, "leaves nothing to test on: the largest class has 1 items"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(labels: list[int], held_out: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_by_class(labels, held_out)
+
+
+def batches(count: int, batch_size: int, world_size: int, epoch: int = 0, num_seen: int = 0) -> list[list[list[int]]]:
+    """Steps of ranks of indices."""
+    samplers = [RankBatches(range(count), batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch, num_seen)
+    assert len({len(sampler) for sampler in samplers}) == 1
+    steps = [list(step) for step in zip(*samplers, strict=True)]
+    assert [sum(map(len, step)) for step in steps] == samplers[0].global_batch_sizes
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
+@pytest.mark.parametrize("count", [8, 9, 61, 127, 1_000])
+def test_everything_is_seen_once_in_even_steps(count: int, batch_size: int, world_size: int) -> None:
+    steps = batches(count, batch_size, world_size)
+    assert Counter(index for step in steps for share in step for index in share) == Counter(range(count))
+    sizes = [len(share) for step in steps for share in step]
+    assert min(sizes) >= 1
+    assert max(sizes) <= batch_size + 1
+    assert all(max(map(len, step)) - min(map(len, step)) <= 1 for step in steps)
+    assert max(sizes) - min(sizes) <= 2
+
+
+@pytest.mark.parametrize("batch_size, world_size", [(1, 2), (4, 2), (7, 3), (64, 1)])
+def test_the_rest_of_an_epoch_is_what_it_would_have_been(batch_size: int, world_size: int) -> None:
+    for count in [*range(world_size, 40), 127, 128, 129]:
+        whole = batches(count, batch_size, world_size, epoch=5)
+        num_seen = 0
+        for step in range(len(whole)):
+            assert batches(count, batch_size, world_size, epoch=5, num_seen=num_seen) == whole[step:]
+            num_seen += sum(map(len, whole[step]))
+        assert batches(count, batch_size, world_size, epoch=5, num_seen=count) == []
+
+
+def test_another_number_of_ranks_goes_on_with_the_right_next_item() -> None:
+    first = batches(100, 10, 4)[0]
+    rest = batches(100, 10, 3, num_seen=sum(map(len, first)))
+    seen = [index for step in [first, *rest] for share in step for index in share]
+    assert Counter(seen) == Counter(range(100))
+
+
+def test_epochs_differ_in_their_order() -> None:
+    assert batches(50, 10, 2, epoch=1) != batches(50, 10, 2, epoch=2)
+    sampler = RankBatches([5, 3, 8], 2, shuffle=False, rank=0, world_size=1)
+    assert list(sampler) == [[5, 3], [8]]
+
+
+def test_impossible_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_size=0: .*; rank=2: .*; 1 items cannot be shared by 2 ranks"):
+        RankBatches([0], 0, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="num_seen=4: must be a whole number from 0 to 3"):
+        RankBatches([0, 1, 2], 1, rank=0, world_size=2).set_epoch(0, 4)
