@@ -1,0 +1,68 @@
+"""Turns the bytes of a picture into what transforms take. Runs in threads of the processes that load data."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["BrokenImageError", "Decoder", "decode"]
+
+Decoder = Literal["pil", "torchvision"]
+END_OF_JPEG = b"\xff\xd9"
+JPEG_MODES = ("RGB", "L")
+"""In which torchvision's decoder gives the same picture as PIL; both use libjpeg-turbo."""
+
+
+class BrokenImageError(ValueError):
+    """A picture that cannot be decoded, though it arrived as it lies in the bucket."""
+
+
+def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
+    """The picture in red, green and blue, as people see it: rotated as its EXIF data say.
+
+    Args:
+        body: A whole file.
+        decoder: What comes out: `pil`, or `torchvision`'s tensor, (3, height, width), uint8. JPEGs with three
+            components or one are decoded by torchvision for the latter, all others by PIL, whose picture they then are.
+
+    Raises:
+        BrokenImageError: It is empty, cut short, or no picture.
+    """
+    from PIL import Image, ImageOps
+
+    if not body:
+        raise BrokenImageError("it is empty (0 bytes)")
+    try:
+        picture = Image.open(io.BytesIO(body))  # reads the header alone
+        # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; PIL does not.
+        if decoder == "torchvision" and picture.format == "JPEG" and picture.mode in JPEG_MODES and _is_whole(body):
+            return _by_torchvision(body)
+        upright = ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError) as error:
+        raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
+    return upright if decoder == "pil" else _as_tensor(upright)
+
+
+def _is_whole(body: bytes) -> bool:
+    return body.rstrip(b"\0").endswith(END_OF_JPEG)
+
+
+def _by_torchvision(body: bytes) -> Tensor:
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    picture: Tensor = decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+    return picture
+
+
+def _as_tensor(picture: Image) -> Tensor:
+    from torchvision.transforms.functional import pil_to_tensor
+
+    tensor: Tensor = pil_to_tensor(picture)
+    return tensor
