@@ -166,10 +166,9 @@ class Bucket:
         uri = f"s3://{self.name}/{prefix}"
         started = noticed = time.monotonic()
         num_listed = 0
+        pages = self._plainly().client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         try:
-            for page in (
-                self._plainly().client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
-            ):
+            for page in pages:
                 for item in page.get("Contents", ()):
                     yield Listed(item["Key"], item["Size"], item.get("ETag", "").strip('"'))
                 num_listed += len(page.get("Contents", ()))

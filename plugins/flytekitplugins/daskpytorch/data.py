@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -42,6 +43,7 @@ OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 """What `on_error` decides about; that the server is down or refuses us is another matter."""
 MAX_LOADER_WORKERS = 1024
+PACKAGES = ("botocore", "obstore", "PIL", "torchvision")
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
 """As s3fs calls them."""
 CLIENT_OPTIONS = ("endpoint_url", "region_name")
@@ -119,7 +121,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             FileNotFoundError: There is no such bucket, or no picture in the folder.
             PermissionError: It may not be listed.
             OSError: The server cannot be reached.
+            ImportError: What it reads by is not installed.
         """
+        _require_packages()
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
         _check(
             decoder=decoder,
@@ -317,6 +321,15 @@ class _Source:
 
     def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
         return _Source, (self._name, self._access)
+
+
+def _require_packages() -> None:
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f'S3ImageFolder needs {", ".join(missing)}: pip install "flytekitplugins-daskpytorch[s3]", here and where '
+            "the ranks run"
+        )
 
 
 def _counters() -> Tensor:

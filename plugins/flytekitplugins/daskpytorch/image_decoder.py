@@ -43,10 +43,18 @@ def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
         # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; PIL does not.
         if decoder == "torchvision" and picture.format == "JPEG" and picture.mode in JPEG_MODES and _is_whole(body):
             return _by_torchvision(body)
-        upright = ImageOps.exif_transpose(picture).convert("RGB")
+        upright = _as_rgb(ImageOps.exif_transpose(picture))
     except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError) as error:
         raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
     return upright if decoder == "pil" else _as_tensor(upright)
+
+
+def _as_rgb(picture: Image) -> Image:
+    if picture.mode.startswith("I;16"):  # PIL would cut all that is brighter than 1/256 off
+        return picture.point(lambda brightness: brightness / 256).convert("L").convert("RGB")
+    if picture.mode in ("I", "F"):
+        raise ValueError(f"it is in PIL's mode {picture.mode}, whose range of brightness is not fixed")
+    return picture.convert("RGB")
 
 
 def _is_whole(body: bytes) -> bool:

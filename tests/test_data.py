@@ -1,0 +1,99 @@
+"""What `S3ImageFolder` makes of its arguments, without a server; with one, see test_s3_*_integration.py."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch import data
+from flytekitplugins.daskpytorch.bucket import Listed
+from flytekitplugins.daskpytorch.image_index import ImageIndex
+
+NOWHERE: dict[str, Any] = {
+    "endpoint_url": "http://127.0.0.1:1",
+    "storage_options": {"key": "access", "secret": "hush"},
+    "num_retries": 1,
+}
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    path = tmp_path / "index.json"
+    files = [Listed("p/cat/1.jpg", 3, "a"), Listed("p/dog/2.jpg", 4, "b"), Listed("p/dog/3.jpg", 4, "b")]
+    ImageIndex.of(files, "b", "p", nested=False).save(path)
+    return path
+
+
+@pytest.mark.parametrize("place", [("b", "p"), ("b", "/p/"), ("s3://b/p",), ("s3://b/p/",), ("s3a://b", "p")])
+def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> None:
+    folder = data.S3ImageFolder(*place, index=index, **NOWHERE)
+    assert folder.all_files == ["p/cat/1.jpg", "p/dog/2.jpg", "p/dog/3.jpg"]
+    assert folder.classes == ["cat", "dog"]
+    assert folder.class_to_idx == {"cat": 0, "dog": 1}
+    assert folder.targets == [0, 1, 1]
+    assert len(folder) == 3
+    assert folder.etags[1] == folder.etags[2] != folder.etags[0]
+
+
+@pytest.mark.parametrize(
+    "place, options, message",
+    [
+        (("gs://b/p",), {}, "must be a bucket's name or s3://bucket/prefix"),
+        (("s3:///p",), {}, "must be a bucket's name"),
+        (("b/p",), {}, "must be a bucket's name"),
+        (("s3://b/p", "q"), {}, "name the prefix once"),
+        (
+            ("b",),
+            {"decoder": "cv2", "on_error": "ignore", "timeout": 0, "num_connections": 0, "num_retries": -1},
+            r"decoder='cv2': .*on_error='ignore': .*num_connections=0: .*timeout=0: .*num_retries=-1",
+        ),
+        (("b",), {"storage_options": {"kee": 1, "client_kwargs": {"verify": False}}}, "has kee, verify: known are"),
+        (("b",), {"storage_options": {"key": "k"}}, "one of key and secret"),
+    ],
+)
+def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        data.S3ImageFolder(*place, **{**NOWHERE, **options})
+
+
+def test_an_index_of_another_folder_is_refused(index: Path) -> None:
+    with pytest.raises(ValueError, match=r"index\.json' is of s3://b/p/ \(nested=False\), not of s3://b/q"):
+        data.S3ImageFolder("b", "q", index=index, **NOWHERE)
+
+
+def test_it_travels_without_its_client_and_hides_its_secret(index: Path) -> None:
+    folder = data.S3ImageFolder("b", "p", index=index, **NOWHERE)
+    with pytest.raises(ConnectionError, match=r"s3://b/p/cat/1.jpg could not be read: .*Tried 2 times"):
+        folder[0]  # its client is in use
+    other = pickle.loads(pickle.dumps(folder))
+    assert other.all_files == folder.all_files
+    with pytest.raises(ConnectionError, match=r"s3://b/p/dog/3.jpg could not be read"):
+        other[-1]
+    assert "hush" not in repr(folder._source.bucket.access)
+
+
+def test_an_unreachable_server_is_no_broken_picture(index: Path) -> None:
+    folder = data.S3ImageFolder("b", "p", index=index, on_error="skip", **NOWHERE)
+    with pytest.raises(ConnectionError):
+        folder.__getitems__([0, 1])
+    assert folder.num_broken == 0
+
+
+def test_an_unknown_profile_is_named(index: Path) -> None:
+    with pytest.raises(ValueError, match=r"\(nope\) could not be found: add it to ~/.aws/config"):
+        data.S3ImageFolder("b", "p", storage_options={"profile": "nope"}, endpoint_url="http://127.0.0.1:1")
+
+
+def test_no_credentials_are_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    folder = data.S3ImageFolder("b", "p", index=index, endpoint_url="http://127.0.0.1:1")
+    with pytest.raises(PermissionError, match=r"no AWS credentials .*anon=True"):
+        folder[0]
+    with pytest.raises(PermissionError, match=r"s3://b/p/ may not be read: Unable to locate credentials.*anon=True"):
+        data.S3ImageFolder("b", "p", endpoint_url="http://127.0.0.1:1")

@@ -1,0 +1,86 @@
+"""A local cache of what was read: whole, of this version of the object, and no larger than it may be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.bucket import Listed
+from flytekitplugins.daskpytorch.image_cache import ImageCache
+
+BODY = b"picture" * 100
+
+
+def listed(number: int = 0, etag: str = "e") -> Listed:
+    return Listed(f"cat/{number}.jpg", len(BODY), etag)
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_what_was_put_is_there_for_others(tmp_path: Path) -> None:
+    ImageCache(tmp_path, 10**6).put("b", listed(), BODY)
+    cache = ImageCache(tmp_path, 10**6)
+    assert cache.get("b", listed()) == BODY
+    assert cache.get("b", listed(etag="newer")) is None
+    assert cache.get("other", listed()) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_file_is_not_given(tmp_path: Path, damage: str) -> None:
+    cache = ImageCache(tmp_path, 10**6)
+    cache.put("b", listed(), BODY)
+    [file] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    content = file.read_bytes()
+    file.write_bytes({"cut": content[:-50], "changed": b"x" + content[1:], "empty": b""}[damage])
+    assert cache.get("b", listed()) is None
+    cache.put("b", listed(), BODY)
+    assert cache.get("b", listed()) == BODY
+
+
+def test_what_was_used_longest_ago_goes_first_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x" * 100_000)
+    cache = ImageCache(tmp_path, 20_000)
+    for number in range(100):
+        cache.put("b", listed(number), BODY)
+        os.utime(cache._path("b", listed(number)), (number, number))  # as if a second lay between them
+        assert size(tmp_path) - 100_000 <= 20_000 * 1.04 + len(BODY)
+    kept = [number for number in range(100) if cache.get("b", listed(number)) is not None]
+    assert kept == list(range(kept[0], 100))
+    assert len(kept) > 20
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_processes_that_write_at_once_keep_the_bound_and_whole_files(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from flytekitplugins.daskpytorch.image_cache import ImageCache
+        from flytekitplugins.daskpytorch.bucket import Listed
+        cache = ImageCache(sys.argv[1], 50_000)
+        for number in range(1_500):
+            item = Listed(f"{number % 200}", 700, "e")
+            body = b"%d" % (number % 10) * 700
+            found = cache.get("b", item)
+            assert found in (None, body), found
+            if found is None:
+                cache.put("b", item, body)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
+    assert [writer.communicate(timeout=60)[1] for writer in writers] == [b""] * 3
+    assert [writer.returncode for writer in writers] == [0] * 3
+    assert 0 < size(tmp_path) <= 50_000 * 1.1
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ImageCache(tmp_path, 10**6)
+    cache._path("b", listed()).parent.write_text("a file where a folder should be")
+    cache.put("b", listed(), BODY)
+    assert cache.get("b", listed()) is None
+    assert "cannot be written" in caplog.text

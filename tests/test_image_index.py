@@ -1,0 +1,77 @@
+"""Which objects of a listing are pictures, and of which class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.bucket import Listed
+from flytekitplugins.daskpytorch.image_index import ImageIndex
+
+
+def index(*keys: str, prefix: str = "p", nested: bool = False) -> ImageIndex:
+    return ImageIndex.of([Listed(key, 1, "e") for key in keys], "b", prefix, nested=nested)
+
+
+def test_classes_are_the_folders_that_have_pictures(caplog: pytest.LogCaptureFixture) -> None:
+    found = index(
+        "p/",
+        "p/cat/",
+        "p/cat/1.JPG",
+        "p/cat/2 ü.jpeg",
+        "p/dog/",
+        "p/dog/notes.txt",
+        "p/dog/.hidden.jpg",
+        "p/emu/3.png",
+        "p/cover.jpg",
+    )
+    assert [file.key for file in found.files] == ["p/cat/1.JPG", "p/cat/2 ü.jpeg", "p/emu/3.png"]
+    assert found.classes == ["cat", "emu"]
+    assert found.targets == [0, 0, 1]
+    assert "s3://b/p/: left out 2 x file that is no picture by its name, such as p/dog/notes.txt" in caplog.text
+    assert "left out 1 x picture in no class's folder, such as p/cover.jpg" in caplog.text
+    assert "marker" not in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "p", "/p/", "p/q/"])
+def test_prefixes_may_have_slashes_around_them(prefix: str) -> None:
+    folder = f"{prefix.strip('/')}/".lstrip("/")
+    assert index(f"{folder}cat/1.jpg", prefix=prefix).classes == ["cat"]
+
+
+def test_parts_of_the_data_are_not_taken_for_classes() -> None:
+    keys = ["p/train/cat/1.jpg", "p/val/cat/2.jpg"]
+    with pytest.raises(ValueError, match=r"s3://b/p/ has 2 pictures .* name it: s3://b/p/train\. .* nested=True"):
+        index(*keys)
+    assert index(*keys, nested=True).classes == ["train", "val"]
+
+
+def test_a_folder_without_pictures_is_an_error_that_says_what_is_there() -> None:
+    with pytest.raises(FileNotFoundError, match=r"Looked for s3://b/p/CLASS/PICTURE .* no object at all"):
+        index()
+    with pytest.raises(FileNotFoundError, match=r"2 x file that is no picture by its name \(such as p/cat/a.txt\)"):
+        index("p/cat/a.txt", "p/cat/b.csv")
+
+
+def test_an_index_survives_its_file(tmp_path: Path) -> None:
+    found = index("p/cat/1.jpg", "p/dog/ü.png")
+    found.save(tmp_path / "index.json")
+    assert ImageIndex.load(tmp_path / "index.json") == found
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"format": 2, "files": []}', "\x00"])
+def test_another_file_is_no_index(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "index.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"index.json is not an index of a folder of pictures \(.*Delete it"):
+        ImageIndex.load(path)
+
+
+def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "index.json"
+    index("p/cat/1.jpg").save(path)
+    path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(ValueError, match="is an index in format 9, not 1"):
+        ImageIndex.load(path)
