@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from fault_training import Launch
     from processes import Cluster
+    from seaweed import Weed
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -78,3 +79,12 @@ def s3() -> Iterator[dict[str, str]]:
         "FLYTE_AWS_SECRET_ACCESS_KEY": "test",
     }
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def weed() -> Iterator[Weed]:
+    """A real S3 server; unlike `s3` it knows users and their rights, and is fast."""
+    from seaweed import weed_server
+
+    with weed_server() as server:
+        yield server

