@@ -1,0 +1,223 @@
+"""The ways to read an image folder that `s3.py` compares, as their users would write them.
+
+    python benchmarks/s3_readers.py WAY FOLDER SERVER FAR_SERVER PREFIX
+
+It runs in a process of its own for each way, and is told on its standard input what to read: whether from the server
+that is far away, by how many loader workers, how many images. The clients find the credentials in the environment.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.transforms import v2
+
+BUCKET = "photos"
+BATCH_SIZE = 32
+NUM_CONNECTIONS = 32
+"""Requests in flight per process, where a reader can have more than one."""
+
+Item = tuple[Tensor, int]
+
+
+def transform() -> Callable[[Any], Tensor]:
+    """From a picture, as PIL or as a tensor, to what a network is given."""
+    steps = [v2.Resize(256), v2.CenterCrop(250), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    return v2.Compose(steps)
+
+
+@dataclass
+class Source:
+    """Where the images are."""
+
+    folder: Path
+    """The same ones on the local disk."""
+    endpoint: str
+    prefix: str
+
+    def __post_init__(self) -> None:
+        self.keys = sorted(f"{self.prefix}/{path.parent.name}/{path.name}" for path in self.folder.glob("*/*.jpg"))
+        names = sorted({self.class_of(key) for key in self.keys})
+        self.labels = {name: label for label, name in enumerate(names)}
+
+    @staticmethod
+    def class_of(key: str) -> str:
+        """The name of an image's folder."""
+        return key.split("/")[-2]
+
+
+class Folder(Dataset[Item]):
+    """What the readers have in common: the keys are known; `read` gets one."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.transform = transform()
+
+    def __len__(self) -> int:
+        return len(self.source.keys)
+
+    def __getitem__(self, index: int) -> Item:
+        key = self.source.keys[index]
+        return self.finished(key, self.read(key))
+
+    def finished(self, key: str, body: bytes) -> Item:
+        """An image, decoded by PIL, and its label."""
+        return self.transform(Image.open(io.BytesIO(body)).convert("RGB")), self.source.labels[Source.class_of(key)]
+
+    def read(self, key: str) -> bytes:
+        """One object."""
+        raise NotImplementedError
+
+
+class Forerunner(Folder):
+    """As dask-pytorch-ddp does it: a new resource of boto3's and a temporary file for each image."""
+
+    def read(self, key: str) -> bytes:
+        import boto3
+
+        with tempfile.TemporaryFile() as file:
+            boto3.resource("s3", endpoint_url=self.source.endpoint).Bucket(BUCKET).download_fileobj(key, file)
+            file.seek(0)
+            return file.read()
+
+
+class Boto3(Folder):
+    """One client per process, one image after the other."""
+
+    @cached_property
+    def client(self) -> Any:
+        """Made at the first use, in the process that reads."""
+        import boto3
+
+        return boto3.client("s3", endpoint_url=self.source.endpoint)
+
+    def read(self, key: str) -> bytes:
+        body: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        return body
+
+
+class S3fs(Folder):
+    """One file system per process; the images of a batch are fetched together."""
+
+    @cached_property
+    def files(self) -> Any:
+        """Made at the first use, in the process that reads."""
+        import s3fs
+
+        return s3fs.S3FileSystem(endpoint_url=self.source.endpoint)
+
+    def __getitems__(self, indices: list[int]) -> list[Item]:
+        keys = [self.source.keys[index] for index in indices]
+        bodies = self.files.cat([f"{BUCKET}/{key}" for key in keys], batch_size=NUM_CONNECTIONS)
+        return [self.finished(key, bodies[f"{BUCKET}/{key}"]) for key in keys]
+
+
+def connector(source: Source) -> Dataset[Item]:
+    """Amazon's s3torchconnector, as it comes."""
+    from s3torchconnector import S3ClientConfig, S3MapDataset
+
+    folder = Folder(source)
+    dataset: Dataset[Item] = S3MapDataset.from_objects(
+        [f"s3://{BUCKET}/{key}" for key in source.keys],
+        region=os.environ["AWS_REGION"],
+        endpoint=source.endpoint,
+        transform=lambda reader: folder.finished(reader.key, reader.read()),
+        s3client_config=S3ClientConfig(force_path_style=True),
+    )
+    return dataset
+
+
+def local(source: Source) -> Dataset[Item]:
+    """Torchvision's `ImageFolder` on the local disk."""
+    from torchvision.datasets import ImageFolder
+
+    return ImageFolder(source.folder, transform())
+
+
+def ours(source: Source, decoder: str) -> Dataset[Item]:
+    """`S3ImageFolder`."""
+    from flytekitplugins.daskpytorch import data
+
+    return data.S3ImageFolder(
+        BUCKET,
+        source.prefix,
+        transform(),
+        endpoint_url=source.endpoint,
+        decoder=decoder,
+        num_connections=NUM_CONNECTIONS,
+    )
+
+
+WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
+    "forerunner": Forerunner,
+    "boto3": Boto3,
+    "s3fs": S3fs,
+    "connector": connector,
+    "local": local,
+    "pil": lambda source: ours(source, "pil"),
+    "torchvision": lambda source: ours(source, "torchvision"),
+}
+
+
+class Some(Sampler[int]):
+    """So many of the images, others each time."""
+
+    def __init__(self, num_all: int) -> None:
+        self.num_all = self.count = num_all
+        self._random = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.num_all, generator=self._random)[: self.count].tolist())
+
+
+def loader(dataset: Dataset[Item], num_workers: int) -> DataLoader[Item]:
+    """A loader whose workers stay."""
+    return DataLoader(
+        dataset,
+        batch_size=BATCH_SIZE,
+        sampler=Some(len(dataset)),  # type: ignore[arg-type]
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )
+
+
+def main() -> None:
+    """Read what is asked for, and tell how long each took."""
+    way, folder, near, far, prefix = sys.argv[1:]
+    loaders: dict[tuple[bool, int], DataLoader[Item]] = {}
+    print("@ready", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        place = (asked["is_far"], asked["num_workers"])
+        if place not in loaders:
+            source = Source(folder=Path(folder), endpoint=far if asked["is_far"] else near, prefix=prefix)
+            loaders[place] = loader(WAYS[way](source), asked["num_workers"])
+        sampler: Any = loaders[place].sampler
+        sampler.count = asked["count"]
+        began = time.perf_counter()
+        shapes = [images.shape for images, _ in loaders[place]]
+        seconds = time.perf_counter() - began
+        if sum(shape[0] for shape in shapes) != asked["count"] or any(shape[1:] != (3, 250, 250) for shape in shapes):
+            raise ValueError(f"{way}: {asked['count']} images were asked for, {shapes} came")
+        print("@done", seconds, flush=True)
+
+
+if __name__ == "__main__":
+    main()
