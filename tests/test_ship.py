@@ -235,6 +235,23 @@ def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) 
     assert ship.unpack_call(data).function is replaced
 
 
+def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) -> None:
+    script = """
+        import torch
+        from flytekitplugins.daskpytorch import ship
+
+        def count(folder):
+            return torch.tensor(len(folder.classes)).item()  # there is a torch.classes, of a type of its own
+
+        call = ship.pack_call(count, (), {})
+        assert b"count" in call
+        print(ship.unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+    assert done.stdout == "3\n", done.stderr
+
+
 def test_closure_and_lambda_travel_by_value(project: Path) -> None:
     base = 100
     assert sent(lambda x: x + base, 1).function(1) == 101

@@ -78,7 +78,7 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """
     by_name = _by_name(function)
     try:
-        return bytes(cloudpickle.dumps((by_name or function, tuple(args), dict(kwargs))))
+        return _pickled((by_name or function, tuple(args), dict(kwargs)))
     except Exception as error:
         parts = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
         parts["the function itself"] = by_name or function
@@ -100,6 +100,27 @@ def pack_code() -> Code:
             archive.add(path, arcname=name, recursive=False, filter=_anonymous)
     data = buffer.getvalue()
     return Code(archive=data, digest=hashlib.sha256(data).hexdigest())
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Also pickles modules that are objects of a class of their own.
+
+    Cloudpickle takes `torch.classes`, which is one, along with every function that has `torch` and says `x.classes`.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How such a module travels: by the name that it is imported by."""
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            for name, module in list(sys.modules.items()):
+                if module is obj:
+                    return import_module, (name,)
+        return super().reducer_override(obj)
+
+
+def _pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _by_name(function: Callable[..., Any]) -> _ByName | None:
@@ -179,7 +200,7 @@ def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _can_pickle(value: object) -> bool:
     try:
-        cloudpickle.dumps(value)
+        _pickled(value)
     except Exception:
         return False
     return True
