@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY
+from jpegs import photos
 from processes import SCRIPTS, nothing_left_behind
+from seaweed import Weed
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -91,6 +93,15 @@ def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     done = run([sys.executable, "script.py"], tmp_path)
     assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
+
+
+def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
+    weed.put_all("readme", photos(20, 2, prefix="dogs"))
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "pictures.py").write_text(next(block for block in blocks("python") if "S3ImageFolder" in block))
+    done = run([sys.executable, "pictures.py", "s3://readme/dogs"], tmp_path)
+    assert "16 pictures, 4 held out, 2 classes" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_configuration_is_accepted() -> None:
