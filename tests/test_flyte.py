@@ -35,7 +35,7 @@ def nothing() -> None:
 def outputs(function: object, returned: object) -> dict[str, object]:
     interface: Interface = transform_function_to_interface(function)
     ctx = FlyteContextManager.current_context()
-    settings = flyte.capture("flows.train", interface, LiteralMap(literals={}))
+    settings = flyte.capture("flows.train", interface, LiteralMap(literals={}), results="")
     literals = flyte.literals(settings, returned, ctx).literals
     return {name: literal.scalar.primitive.value for name, literal in literals.items()}
 

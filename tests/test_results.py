@@ -400,5 +400,17 @@ def test_a_path_is_a_string(submitted: list[tuple[str, str, bytes]]) -> None:
 
 
 def test_outside_a_gang_it_says_what_to_do() -> None:
-    with pytest.raises(RuntimeError, match=r"function that dispatch\.run or dispatch\.map calls"):
+    with pytest.raises(RuntimeError, match=r"'a', .*function that dispatch\.run or dispatch\.map calls, .*DaskDDP"):
         results.DaskResultsHandler().submit_result("a", "x")
+
+
+def test_the_folder_is_where_the_tasks_driver_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = RankContext(ask_for_folder=lambda: "s3://bucket/folder")
+    monkeypatch.setattr(context, "_current", (os.getpid(), rank))
+    assert DaskResultsHandler().directory().path == "s3://bucket/folder"
+
+
+def test_without_a_task_there_is_no_folder(submitted: list[tuple[str, str, bytes]]) -> None:
+    with pytest.raises(RuntimeError, match=r"outside a rank of a DaskDDP .*process_results\(prefix, futures\)"):
+        DaskResultsHandler().directory()
+    assert not submitted

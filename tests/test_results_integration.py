@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -19,10 +20,13 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import Client, LocalCluster
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
 
 from flytekitplugins.daskpytorch import (
     DaskCluster,
     Gang,
+    SpawnDDP,
     WorkerLostError,
     current_client,
     current_rank,
@@ -384,8 +388,6 @@ def test_a_failed_gangs_error_comes_after_its_results(client: Client, tmp_path: 
 
 
 def test_in_a_flyte_task_with_a_cluster_of_its_own(tmp_path: Path) -> None:
-    from flytekit import task
-
     @task(task_config=DaskCluster())
     def train(folder: str) -> int:
         handler.process_results(folder, dispatch.run(current_client(), submit_epochs, 1))
@@ -395,16 +397,38 @@ def test_in_a_flyte_task_with_a_cluster_of_its_own(tmp_path: Path) -> None:
         assert train(folder=str(tmp_path / "results")) == 2 * 3
 
 
-def test_ranks_of_a_task_that_nobody_could_process_say_so() -> None:
-    from flytekit import task
+@task(task_config=SpawnDDP(nproc=2))
+def train_twice(folder: str) -> FlyteDirectory:
+    """The first generation's rank 1 dies, a path is refused, and a process that is no rank tries, too."""
+    import torch.distributed as dist
 
-    from flytekitplugins.daskpytorch import SpawnDDP, forkserver
+    rank, is_first = current_rank().rank, not Path(folder, str(current_rank().rank)).exists()
+    Path(folder, str(rank)).touch()
+    DaskResultsHandler("one").submit_result(f"common-{rank}", f"first {is_first}")
+    DaskResultsHandler("other").submit_result(f"first-{is_first}/{rank}", "x" * (2 * MIB))
+    dist.barrier()
+    if is_first and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    handler.submit_result("../escaped", "bad") if rank == 1 else None
+    child = multiprocessing.get_context("fork").Process(target=handler.directory)
+    child.start()
+    child.join()
+    handler.submit_result(f"of-the-child-{rank}", str(child.exitcode))
+    return handler.directory()
 
-    @task(task_config=SpawnDDP(nproc=1, gang=ONCE))
-    def train() -> int:
-        return submit_epochs(1)
 
+def test_a_task_on_its_own_node_gathers_what_two_generations_submit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with nothing_left_behind():
-        with pytest.raises(RuntimeError, match="SpawnDDP tasks return their results"):
-            train()
-        forkserver.shutdown()
+        folder = Path(train_twice(folder=str(tmp_path)).path)
+        assert read(folder) == {
+            **{f"common-{rank}": b"first False" for rank in range(2)},
+            **{f"first-{is_first}/{rank}": b"x" * (2 * MIB) for rank in range(2) for is_first in (True, False)},
+            **{f"of-the-child-{rank}": b"1" for rank in range(2)},
+        }
+        said = capfd.readouterr().err
+        assert said.count(f"rank 1 submitted for the path '../escaped' was not written below {folder}: ") == 1
+        assert said.count(f"what the ranks have submitted is in {folder}\n") == 1
+        assert not (folder.parent / "escaped").exists()

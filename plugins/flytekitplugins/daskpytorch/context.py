@@ -145,7 +145,9 @@ class RankContext:
     watcher: Callable[[torch.nn.Module, int], None] | None = field(default=None, repr=False)
     """Behind `watch`; None where no Weights & Biases run is fed from here."""
     submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)
-    """Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where nobody can process results."""
+    """Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where no driver takes results."""
+    ask_for_folder: Callable[[], str] | None = field(default=None, repr=False)
+    """Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)

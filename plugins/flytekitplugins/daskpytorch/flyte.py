@@ -61,6 +61,8 @@ class FlyteSettings:
     """The task's inputs: a serialised `flyteidl.core.LiteralMap`. Each rank makes its own values of them, and so
     downloads input files to its own disk."""
     task_name: str
+    results: str
+    """The folder of what the ranks submit, complete when the task has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class TaskOutput:
     """Name and HTML of the Decks made in the rank."""
 
 
-def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSettings:
+def capture(task_name: str, interface: Interface, inputs: LiteralMap, results: str) -> FlyteSettings:
     """Take what the ranks need from the current context, in the driver."""
     ctx = FlyteContextManager.current_context()
     params = ctx.user_space_params
@@ -100,6 +102,7 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap) -> FlyteSe
         interface=cloudpickle.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
         inputs=inputs.to_flyte_idl().SerializeToString(),
         task_name=task_name,
+        results=results,
     )
 
 

@@ -383,6 +383,8 @@ class Supervisor:
             self._observe("logged", value)
         elif kind == "saved":
             self._courier.fetch(peer, value)
+        elif kind == "folder":
+            self.inbox.folder_is_wanted = True
         elif kind == "ready" and generation.is_formed:
             began_at = self._asked_at if generation.number == 0 else generation.began_at
             self._observe("formed", time.monotonic() - began_at)

@@ -48,6 +48,8 @@ class Inbox:
         self._unfinished: dict[int, list[Kept]] = {}
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
+        self.folder_is_wanted = False
+        """A rank has asked for the folder that its task's results go to."""
 
     def keep(self, message: Reported) -> Part:
         """Take a piece in, on the thread that listens to its agent: when the disk is slow, that agent's ranks wait."""
@@ -64,6 +66,11 @@ class Inbox:
             del self._unfinished[part.rank]
             with self._lock:
                 self._waiting.append(Submission(part.rank, part.key, part.path, parts))
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing whole waits."""
+        return not self._waiting
 
     def claim(self, is_wanted: Callable[[str], bool]) -> deque[Submission]:
         """Take out the results whose keys are wanted; each must be dropped, or restored."""

@@ -192,6 +192,11 @@ class _Link:
                 with self._lock:
                     self._channel.send_bytes(piece)
 
+    def ask_for_folder(self, path: str) -> str:
+        """Have the task's driver make sure that its results' folder is there when it ends; the path."""
+        self.send("folder")
+        return path
+
     def obey(self, rank: RankContext, tracker: tracking.Tracker | None) -> None:
         """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
         threading.Thread(target=self._obey, args=(rank, tracker), name="daskpytorch-orders", daemon=True).start()
@@ -352,7 +357,8 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
         checkpoint=checkpoint,
         sink=sink,
         watcher=tracker.watch if tracker is not None else None,
-        submit=link.submit if order.job.flyte is None else None,  # in `DaskDDP` nobody has the gang's futures
+        submit=link.submit,
+        ask_for_folder=functools.partial(link.ask_for_folder, order.job.flyte.results) if order.job.flyte else None,
         progress=progress,
     )
 

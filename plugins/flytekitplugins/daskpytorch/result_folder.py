@@ -34,8 +34,8 @@ class ResultPathError(ValueError):
 class ResultFolder:
     """The folder that a user named; made if need be."""
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        self._prefix = os.fspath(prefix)
+    def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
+        self._prefix = name or os.fspath(prefix)  # as errors call it
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"

@@ -1,7 +1,8 @@
 """Results of a training as files on the driver's side, while it runs: ranks submit them, the driver writes them.
 
-`submit_result` runs in a rank, `process_results` in the driver. Between them results travel over the gang's own
-connections, never through the Dask scheduler.
+`submit_result` and `directory` run in a rank, `process_results` in the driver. Between them results travel over the
+gang's own connections, never through the Dask scheduler. The driver of a `DaskDDP` or `SpawnDDP` task writes them
+without being asked (see `task_results`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import CancelledError, Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
 from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
 
-__all__ = ["DaskResultsHandler", "ResultPathError"]
+if TYPE_CHECKING:
+    from flytekit.types.directory import FlyteDirectory
+
+__all__ = ["DaskResultsHandler", "ResultPathError", "write_out"]
 
 POLL_INTERVAL = 0.05
 """Seconds between looks for new results."""
@@ -28,6 +32,9 @@ POLL_INTERVAL = 0.05
 
 class DaskResultsHandler:
     """Brings what ranks submit into a folder of the driver's, as files.
+
+    In a `DaskDDP` or `SpawnDDP` task that is a folder of the task's own, which rank 0 may return: see `directory`. All
+    else here is about gangs of `dispatch.run` and `dispatch.map`, whose results are written by `process_results`.
 
     What a gang submits is kept until a handler processes that gang: nothing is lost that is submitted before
     `process_results` is called, or in the last moment before a rank fails. The key tells several handlers of one gang
@@ -46,18 +53,18 @@ class DaskResultsHandler:
         _keys.note(self)
 
     def submit_result(self, path: str, data: str | bytes) -> None:
-        """Have the driver write a file; called in a rank of `dispatch.run` or `dispatch.map`.
+        """Have the driver write a file; called in a rank, of a task or of `dispatch.run` or `dispatch.map`.
 
         When it returns, the result has left this process and outlives it, though not a loss of the whole worker. A
         later result of this rank for the same path replaces this one.
 
         Args:
-            path: Relative to the driver's prefix.
+            path: Relative to the driver's prefix, or to the task's folder.
             data: The file's content; text is written as UTF-8.
 
         Raises:
             TypeError: The path is not a string, or the data neither string nor bytes.
-            RuntimeError: This process is not a rank whose results a driver can process.
+            RuntimeError: This process is not a rank.
         """
         if not isinstance(path, str):
             raise TypeError(f"submit_result takes a path as str, not {type(path).__name__}")
@@ -69,13 +76,33 @@ class DaskResultsHandler:
         rank = current_rank()
         if rank.submit is None:
             raise RuntimeError(
-                f"submit_result({path!r}, ...) was called where no driver can process results. Call it in the "
-                "function that dispatch.run or dispatch.map calls, in the rank's own process (not in one that it "
-                "starts, such as a DataLoader worker). The ranks of DaskDDP and SpawnDDP tasks return their results "
-                "instead; a DaskCluster task may use dispatch.run."
+                f"submit_result({path!r}, ...) was called outside a rank, where no driver takes results. Call it in "
+                "the function that dispatch.run or dispatch.map calls, or in that of a DaskDDP or SpawnDDP task, and "
+                "there in the rank's own process (not in one that it starts, such as a DataLoader worker)."
             )
         rank.progress.move()
         rank.submit(self.pub_sub_key, path, data.encode() if isinstance(data, str) else data)
+
+    def directory(self) -> FlyteDirectory:
+        """The folder of all that the ranks of this task submit, by any handler, for rank 0 to return as an output.
+
+        The next node finds everything in it, also what other ranks submitted after rank 0 had returned: it is complete
+        when the task has ended, and not before. Each attempt of a task has a folder of its own.
+
+        Raises:
+            RuntimeError: This process is not a rank of a `DaskDDP` or `SpawnDDP` task.
+        """
+        ask_for_folder = current_rank().ask_for_folder
+        if ask_for_folder is None:
+            raise RuntimeError(
+                "directory() was called outside a rank of a DaskDDP or SpawnDDP task, where no folder belongs to the "
+                "task. Call it in the task's function, in the rank's own process (not in one that it starts, such as "
+                "a DataLoader worker). With dispatch.run and dispatch.map, process_results(prefix, futures) writes "
+                "the files below a folder of yours; a DaskCluster task may return that as FlyteDirectory(prefix)."
+            )
+        from flytekit.types.directory import FlyteDirectory
+
+        return FlyteDirectory(ask_for_folder(), remote_directory=False)  # the driver brings the files there
 
     def process_results(
         self, prefix: str | os.PathLike[str], futures: Iterable[Future[Any]], raise_errors: bool = True
@@ -107,27 +134,31 @@ class DaskResultsHandler:
             wait(pending, POLL_INTERVAL)
             pending = [future for future in pending if not future.done()]
             for inbox in inboxes:  # after the look at the futures: what a gang submitted is here before they are done
-                refusals += self._write_out(inbox, folder)
+                refusals += write_out(inbox, folder, _keys.alive() - {self.pub_sub_key})
         if raise_errors:
             _raise_first([*map(_error_of, futures), *refusals[:1]])
 
-    def _write_out(self, inbox: Inbox, folder: ResultFolder) -> list[ResultPathError]:
-        """Write what waits for this handler; the refusals."""
-        others = _keys.alive() - {self.pub_sub_key}
-        claimed = inbox.claim(lambda key: key not in others)
-        refusals = []
-        try:
-            while claimed:
-                submission = claimed[0]
-                try:
-                    folder.write(submission.rank, submission.path, inbox.read(submission))
-                except ResultPathError as error:
-                    sys.stderr.write(f"{error}\n")
-                    refusals.append(error)
-                inbox.drop(claimed.popleft())
-        finally:
-            inbox.restore(claimed)  # where the disk is full, or the user has interrupted it
-        return refusals
+
+def write_out(inbox: Inbox, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
+    """Write what waits, but for results with the keys of other handlers; the refusals, each of which costs a line.
+
+    Raises:
+        OSError: The folder cannot be written now; what is not written stays in the inbox.
+    """
+    claimed = inbox.claim(lambda key: key not in others)
+    refusals = []
+    try:
+        while claimed:
+            submission = claimed[0]
+            try:
+                folder.write(submission.rank, submission.path, inbox.read(submission))
+            except ResultPathError as error:
+                sys.stderr.write(f"{error}\n")
+                refusals.append(error)
+            inbox.drop(claimed.popleft())
+    finally:
+        inbox.restore(claimed)  # where the disk is full, or the user has interrupted it
+    return refusals
 
 
 class _LiveKeys:

@@ -19,7 +19,7 @@ from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.base import FlyteException
-from flytekit.exceptions.system import FlyteSystemException
+from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
@@ -63,8 +63,9 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
             with _heeding_sigterm():
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
-            if isinstance(error.value, (WorkerLostError, GangStartError)):
-                raise FlyteSystemException(str(error.value), timestamp=error.value.time) from error.value
+            if isinstance(error.value, (WorkerLostError, GangStartError, FlyteUploadDataException)):
+                failed_at = getattr(error.value, "time", None)
+                raise FlyteSystemException(str(error.value), timestamp=failed_at) from error.value
             raise _timed(error) from error.value
         finally:
             _input_literals.reset(token)
@@ -111,12 +112,13 @@ class _InRanks(_Resumable):
             from flytekitplugins.daskpytorch.gang import Supervisor
             from flytekitplugins.daskpytorch.progress import ProgressDisplay
             from flytekitplugins.daskpytorch.report import Recorder
+            from flytekitplugins.daskpytorch.task_results import TaskResults
 
-            recorder = Recorder()
-            request = self._request(kwargs)
+            recorder, results = Recorder(), TaskResults()
+            request = self._request(kwargs, results.folder)
             try:
-                with self._launcher() as launcher:
-                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder]).run()
+                with results.received() as inbox, self._launcher() as launcher:
+                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], inbox).run()
             finally:
                 if self.enable_deck:
                     Deck("Training", recorder.html())
@@ -140,7 +142,7 @@ class _InRanks(_Resumable):
             config |= tracking.console_link(self.task_config.wandb)
         return config
 
-    def _request(self, inputs: dict[str, Any]) -> Request:
+    def _request(self, inputs: dict[str, Any], results: str) -> Request:
         from flytekitplugins.daskpytorch import flyte, ship
         from flytekitplugins.daskpytorch.gang import Request
 
@@ -150,7 +152,7 @@ class _InRanks(_Resumable):
             call=ship.pack_call(self.task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
             settings=config.gang,
-            flyte=flyte.capture(self.name, self.python_interface, _input_literals.get()),
+            flyte=flyte.capture(self.name, self.python_interface, _input_literals.get(), results),
             tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
             mirror=flyte.checkpoint_paths("gang"),
         )

@@ -1,0 +1,154 @@
+"""What the ranks of a task submit, on its way to the task's folder: here, and on a real S3 server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from flytekit.configuration import DataConfig
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.exceptions.system import FlyteUploadDataException
+
+from flytekitplugins.daskpytorch import task_results
+from flytekitplugins.daskpytorch.blame import PreemptedError
+from flytekitplugins.daskpytorch.inbox import Inbox
+from flytekitplugins.daskpytorch.task_results import TaskResults
+from processes import until
+from test_results import files, submit
+
+AWKWARD = {"a [1]*?.json": b"1", "ü/… x": b"2", "rank-0/#x%20y": b"3", "empty": b""}
+"""Paths that file systems and object stores must not take for patterns, and an empty file."""
+
+
+def outputs_at(prefix: str, tmp_path: Path) -> TaskResults:
+    """The results of a task whose raw outputs go there."""
+    ctx = FlyteContextManager.current_context()
+    access = FileAccessProvider(str(tmp_path / "sandbox"), prefix, DataConfig.auto())
+    with FlyteContextManager.with_context(ctx.with_file_access(access)):
+        return TaskResults()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> TaskResults:
+    return outputs_at(str(tmp_path / "raw"), tmp_path)
+
+
+@pytest.fixture
+def remote(s3: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskResults]:
+    """In a bucket; what is on its way there lies below the test's folder."""
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    yield outputs_at(f"s3://{s3['bucket']}/raw", tmp_path)
+    assert not list((tmp_path / "temporary").glob("daskpytorch-results-*"))
+
+
+def downloaded(results: TaskResults, tmp_path: Path) -> dict[str, bytes]:
+    """The files of the folder, as the next node gets them."""
+    access = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"), DataConfig.auto())
+    folder = tmp_path / "downloaded"
+    access.get_data(results.folder, str(folder), is_multipart=True)
+    return files(folder)
+
+
+def submit_all(inbox: Inbox, contents: Mapping[str, bytes]) -> None:
+    for rank, (path, data) in enumerate(contents.items()):
+        submit(inbox, path, data, rank=rank, key=f"handler-{rank}")
+
+
+def fail(results: TaskResults, error: Exception) -> None:
+    """As a gang does that has submitted something."""
+    with results.received() as inbox:
+        submit(inbox, "a", b"last words")
+        raise error
+
+
+def test_here_files_appear_in_their_place_while_the_gang_runs(here: TaskResults) -> None:
+    with here.received() as inbox:
+        submit(inbox, "a", b"first")
+        until(lambda: Path(here.folder, "a").exists(), "the file")
+        submit(inbox, "a", b"second")
+    assert files(Path(here.folder)) == {"a": b"second"}
+
+
+def test_the_results_of_all_handlers_reach_s3(remote: TaskResults, tmp_path: Path) -> None:
+    with remote.received() as inbox:
+        submit_all(inbox, AWKWARD)
+    assert downloaded(remote, tmp_path) == AWKWARD
+
+
+@pytest.mark.parametrize("place", ["here", "remote"])
+def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
+    place: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    results: TaskResults = request.getfixturevalue(place)
+    exists = results._files.get_filesystem_for_path(results.folder).exists
+    with results.received():
+        pass
+    assert not exists(results.folder)
+    with results.received() as inbox:
+        inbox.folder_is_wanted = True
+        submit(inbox, "../refused", b"")
+    if place == "here":
+        assert list(Path(results.folder).iterdir()) == []
+    else:
+        assert downloaded(results, tmp_path) == {}
+        assert (tmp_path / "downloaded").is_dir()
+
+
+def test_a_refused_path_is_a_line_that_names_the_folder(remote: TaskResults, capfd: pytest.CaptureFixture[str]) -> None:
+    with remote.received() as inbox:
+        submit(inbox, "../a", b"bad", rank=3)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        f"the result that rank 3 submitted for the path '../a' was not written below {remote.folder}"
+    )
+
+
+@pytest.mark.parametrize("place", ["here", "remote"])
+def test_a_failed_gangs_results_are_kept_and_named(
+    place: str, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results: TaskResults = request.getfixturevalue(place)
+    with pytest.raises(LookupError, match="the gang's own"):
+        fail(results, LookupError("the gang's own"))
+    assert downloaded(results, tmp_path) == {"a": b"last words"}
+    assert capfd.readouterr().err == f"what the ranks have submitted is in {results.folder}\n"
+
+
+@pytest.fixture
+def refused(remote: TaskResults, tmp_path: Path) -> TaskResults:
+    """In a bucket whose name no server accepts."""
+    return outputs_at("s3://x/raw", tmp_path)
+
+
+def test_what_storage_refuses_fails_the_task(refused: TaskResults) -> None:
+    said = f"Failed to put data .* to {refused.folder}"
+    with pytest.raises(FlyteUploadDataException, match=said), refused.received() as inbox:
+        submit(inbox, "a", b"x")
+
+
+def test_what_storage_refuses_does_not_hide_the_gangs_error(
+    refused: TaskResults, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LookupError, match="the gang's own"):
+        fail(refused, LookupError("the gang's own"))
+    assert f"did not all reach {refused.folder} (FlyteUploadDataException: " in capfd.readouterr().err
+
+
+def test_a_task_that_is_taken_away_does_not_wait_for_storage(
+    remote: TaskResults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(task_results, "PREEMPTED_LIMIT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("FLYTE_AWS_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        results = outputs_at("s3://tests/raw", tmp_path)
+        with pytest.raises(PreemptedError, match="told to end"):
+            fail(results, PreemptedError("the task was told to end", cause="SIGTERM"))
+        assert capfd.readouterr().err == (
+            f"what the ranks have submitted did not all reach {results.folder} within 0.5 s\n"
+        )
