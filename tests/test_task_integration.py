@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from flyteidl.core import errors_pb2, execution_pb2, literals_pb2
@@ -184,7 +186,7 @@ def result(attempt: Attempt) -> float:
     return float(attempt.outputs["o0"].scalar.primitive.float_value)
 
 
-def check_training(attempt: Attempt) -> None:
+def check_training(attempt: Attempt, **storage: str) -> None:
     """What `train` returns when all is well."""
     outputs = attempt.outputs
     assert outputs["total"].scalar.primitive.float_value == 111.0  # 1 + 10 over the ranks, and the new OFFSET
@@ -193,6 +195,21 @@ def check_training(attempt: Attempt) -> None:
     assert "the sum is 11.0" in attempt.deck
     assert "<svg" in attempt.deck
     assert (attempt.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"
+    assert files_in(outputs["results"].scalar.blob.uri, **storage) == {
+        f"rank-{rank}/total.json": b'{"total": 11.0}' for rank in range(2)
+    }
+
+
+def files_in(folder: str, **storage: str) -> dict[str, bytes]:
+    """All files of a folder, here or on S3."""
+    filesystem, root = fsspec.core.url_to_fs(folder, **storage)
+    return {path.removeprefix(f"{root}/"): filesystem.cat_file(path) for path in filesystem.find(root)}
+
+
+def submitted(said: str, **storage: str) -> dict[str, bytes]:
+    """What the ranks have submitted, in the folder that the task has named."""
+    [folder] = re.findall(r"what the ranks have submitted is in (\S+)$", said, re.MULTILINE)
+    return files_in(folder, **storage)
 
 
 def text_file(tmp_path: Path) -> FlyteFile:
@@ -206,7 +223,8 @@ def test_a_workflow_runs_locally_and_leaves_nothing(project: Path, tmp_path: Pat
     with nothing_left_behind():
         done = pyflyte_run("flows/training.py", "training", "--text", str(text), "--number", "2", cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "22.0" in done.stdout
+    for name in ("weight", "rank-0/total.json", "rank-1/total.json"):
+        assert re.search(rf"\W{name}\W+22\.0", done.stdout), done.stdout
     assert "starting 2 ranks on 2 workers" in done.stderr
     assert "loss 0.5" in done.stderr
 
@@ -219,6 +237,7 @@ def test_a_task_that_fails_locally_shows_the_ranks_own_error(project: Path, tmp_
     assert "ValueError" in said
     assert "the numbers do not add up" in said
     assert "rank 1 of 2 failed on local worker 1" in said
+    assert submitted(said)["last-words-1"] == b"value"
 
 
 def test_dask_cluster_gives_a_client(project: Path) -> None:
@@ -252,13 +271,11 @@ def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3:
         raw=f"s3://{s3['bucket']}/raw",
         env=s3,
     )
-    check_training(attempt)
-    uri = attempt.outputs["model_state"].scalar.blob.uri
-    assert uri.startswith(f"s3://{s3['bucket']}/raw/")
-    import s3fs
-
-    filesystem = s3fs.S3FileSystem(endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
-    with filesystem.open(uri) as file:
+    storage = {"endpoint_url": s3["FLYTE_AWS_ENDPOINT"], "key": "test", "secret": "test"}
+    check_training(attempt, **storage)
+    for output in ("model_state", "results"):
+        assert attempt.outputs[output].scalar.blob.uri.startswith(f"s3://{s3['bucket']}/raw/")
+    with fsspec.open(attempt.outputs["model_state"].scalar.blob.uri, **storage) as file:
         assert torch.load(file, weights_only=True)["weight"] == 11.0
 
 
@@ -271,12 +288,15 @@ def test_fast_registration_and_files_on_s3(cluster: Cluster, tmp_path: Path, s3:
     ],
 )
 def test_flytes_verdict_on_a_failure(
-    cluster: Cluster, project: Path, tmp_path: Path, how: str, kind: int, origin: int, text: str
+    cluster: Cluster, project: Path, tmp_path: Path, s3: Mapping[str, str], how: str, kind: int, origin: int, text: str
 ) -> None:
-    attempt = execute("fail", {"how": how}, cluster=cluster.address, cwd=project, folder=tmp_path / "run")
+    inputs, raw = {"how": how}, f"s3://{s3['bucket']}/{how}"
+    attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=tmp_path / "run", raw=raw, env=s3)
     assert (attempt.error.kind, attempt.error.origin) == (kind, origin)
     assert text in attempt.error.message
     assert "rank 1 of 2 failed on tcp://" in attempt.error.message
+    kept = submitted(attempt.output, endpoint_url=s3["FLYTE_AWS_ENDPOINT"], key="test", secret="test")
+    assert kept["last-words-1"] == how.encode()
 
 
 @pytest.mark.slow

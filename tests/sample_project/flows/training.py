@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 from flytekit import Deck, Secret, current_context, task, workflow
 from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flows.arithmetic import shifted
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Wandb, current_client, current_rank, dispatch
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
+handler = DaskResultsHandler()
 SECRET = Secret(group="tests", key="token")
 
 
@@ -26,6 +30,7 @@ class Outputs(NamedTuple):
     total: float
     seen: dict[str, str]
     model_state: PythonPickledFile
+    results: FlyteDirectory
 
 
 @task(task_config=DaskDDP(gang=Gang(start_timeout=60)), enable_deck=True, secret_requests=[SECRET])
@@ -50,12 +55,20 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
         "lazy": str(ANSWER),
         "rank": f"{rank.rank} of {rank.world_size}",
     }
-    return Outputs(total=shifted(total.item()), seen=seen, model_state=PythonPickledFile(path=str(path)))
+    time.sleep(0.5 * rank.rank)  # the others submit after rank 0 has returned
+    handler.submit_result(f"rank-{rank.rank}/total.json", json.dumps({"total": total.item()}))
+    return Outputs(
+        total=shifted(total.item()),
+        seen=seen,
+        model_state=PythonPickledFile(path=str(path)),
+        results=handler.directory(),
+    )
 
 
 @task(task_config=DaskDDP(gang=Gang(start_timeout=float(os.environ.get("START_TIMEOUT", "20")), max_restarts=0)))
 def fail(how: str, started: str = "") -> float:
     """Rank 1 fails; rank 0 waits for it."""
+    handler.submit_result(f"last-words-{current_rank().rank}", how)
     if current_rank().rank == 0:
         Path(started).touch() if started else None
         dist.barrier()
@@ -156,12 +169,15 @@ def _scaled(factor: int) -> float:
 
 
 @task
-def use(model_state: PythonPickledFile) -> float:
-    """A downstream node that needs the file."""
-    return float(torch.load(model_state.download(), weights_only=True)["weight"])
+def use(model_state: PythonPickledFile, results: FlyteDirectory) -> dict[str, float]:
+    """A downstream node that needs the files."""
+    folder = Path(results.download())
+    totals = {str(path.relative_to(folder)): json.loads(path.read_text())["total"] for path in folder.rglob("*.json")}
+    return {"weight": float(torch.load(model_state.download(), weights_only=True)["weight"]), **totals}
 
 
 @workflow
-def training(text: FlyteFile, number: float = 1.0) -> float:
+def training(text: FlyteFile, number: float = 1.0) -> dict[str, float]:
     """Train, then use what was trained."""
-    return use(model_state=train(text=text, number=number).model_state)
+    trained = train(text=text, number=number)
+    return use(model_state=trained.model_state, results=trained.results)
