@@ -104,6 +104,18 @@ def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeyp
     assert "16 pictures, 4 held out, 2 classes" in done.stdout, done.stdout + done.stderr
 
 
+def test_the_task_that_sends_files_returns_them(tmp_path: Path) -> None:
+    example = next(block for block in blocks("python") if "handler.directory()" in block)
+    (tmp_path / "record.py").write_text(example)
+    command = re.match(r"# record\.py: (.*)", example)
+    assert command
+    done = run(shlex.split(command[1]), tmp_path)
+    said = re.search(r"what the ranks have submitted is in (\S+)$", done.stderr, re.MULTILINE)
+    assert said, done.stdout + done.stderr
+    assert said[1] in done.stdout  # as the task's output
+    assert json.loads(Path(said[1], "rank-1", "epoch-1.json").read_text()) == {"epoch": 1}
+
+
 def test_the_configuration_is_accepted() -> None:
     scope: dict[str, object] = {}
     exec(next(block for block in blocks("python") if "min_workers=3" in block), scope)

@@ -54,7 +54,8 @@ class TaskResults:
 
     def _local_folder(self) -> contextlib.AbstractContextManager[str]:
         if self._is_remote:
-            return tempfile.TemporaryDirectory(prefix="daskpytorch-results-")
+            # A delivery that was given up may still be at work in there.
+            return tempfile.TemporaryDirectory(prefix="daskpytorch-results-", ignore_cleanup_errors=True)
         return contextlib.nullcontext(self._files.strip_file_header(self.folder))
 
     def _deliver(self, writer: _Writer) -> bool:
