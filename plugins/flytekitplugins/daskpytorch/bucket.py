@@ -253,14 +253,24 @@ class Bucket:
         checksum = hashlib.md5(body, usedforsecurity=False)
         if checksum.hexdigest() == listed.etag:
             self._etags_are_checksums = True
-        elif checksum.digest() not in seen:
+            return
+        if checksum.digest() not in seen or self._is_checksum(listed):
             seen.add(checksum.digest())
             raise DamagedTransferError(
                 f"{uri} arrived with the checksum {checksum.hexdigest()}, but was listed with {listed.etag}"
             )
-        elif self._etags_are_checksums is None:  # the same twice: as it is encrypted by KMS, say
+        if self._etags_are_checksums is None:
             self._etags_are_checksums = False
             logger.warning("ETags of s3://%s are no checksums (%s): lengths alone are compared", self.name, uri)
+
+    def _is_checksum(self, listed: Listed) -> bool:
+        """Whether an ETag that did not fit the same bytes twice is a checksum: not if a key of KMS encrypts them."""
+        try:
+            answer = self._plainly().client.head_object(Bucket=self.name, Key=listed.key)
+        except Exception as error:
+            raise _from_botocore(error, f"s3://{self.name}/{listed.key}") from error
+        encryption = answer.get("ServerSideEncryption", "")
+        return encryption == "AES256" or (self._etags_are_checksums is True and not encryption.startswith("aws:kms"))
 
 
 class _Reader(Protocol):

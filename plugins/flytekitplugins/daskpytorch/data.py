@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from flytekitplugins.daskpytorch.bucket import Access, Bucket, ChangedError, DamagedTransferError, Style
 from flytekitplugins.daskpytorch.image_cache import ImageCache
-from flytekitplugins.daskpytorch.image_decoder import BrokenImageError, Decoder, decode
+from flytekitplugins.daskpytorch.image_decoder import BrokenImageError, Decoder, decode, prepare
 from flytekitplugins.daskpytorch.image_index import ImageIndex
 from flytekitplugins.daskpytorch.sampling import RankBatches, split_by_class
 
@@ -190,6 +190,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Raises:
             BrokenImageError: Nothing is left of it; or what `__getitem__` does.
         """
+        prepare(self._decoder)
         outcomes = self._source.threads().map(self._read, indices)
         pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
         items = [self._item(index, picture) for index, picture in pictures if picture is not None]

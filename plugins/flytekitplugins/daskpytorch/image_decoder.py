@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["BrokenImageError", "Decoder", "decode"]
+__all__ = ["BrokenImageError", "Decoder", "decode", "prepare"]
 
 Decoder = Literal["pil", "torchvision"]
 END_OF_JPEG = b"\xff\xd9"
@@ -21,6 +21,16 @@ JPEG_MODES = ("RGB", "L")
 
 class BrokenImageError(ValueError):
     """A picture that cannot be decoded, though it arrived as it lies in the bucket."""
+
+
+def prepare(decoder: Decoder) -> None:
+    """Import what `decode` needs: threads that import parts of torchvision at the same time find them half made."""
+    import PIL.Image
+
+    PIL.Image.init()
+    if decoder == "torchvision":
+        import torchvision.io
+        import torchvision.transforms.functional  # noqa: F401
 
 
 def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
