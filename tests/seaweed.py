@@ -93,7 +93,8 @@ class Weed:
 
     def make_bucket(self, bucket: str) -> None:
         """Make a bucket, unless there is one of that name."""
-        with contextlib.suppress(self.client.exceptions.BucketAlreadyExists):
+        errors = self.client.exceptions
+        with contextlib.suppress(errors.BucketAlreadyExists, errors.BucketAlreadyOwnedByYou):
             self.client.create_bucket(Bucket=bucket)
 
     def put(self, bucket: str, key: str, body: bytes) -> None:

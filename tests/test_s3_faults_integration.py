@@ -1,0 +1,472 @@
+"""What happens to `S3ImageFolder` when a real S3 server, what lies in it, or the way to it is not as it should be."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch.utils.data import DataLoader
+
+import fault_proxy as faults
+from fault_proxy import FaultProxy
+from flytekitplugins.daskpytorch import data
+from jpegs import ODD, UNDECODABLE, encoded, photo
+from processes import nothing_left_behind
+from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
+
+pytestmark = pytest.mark.timeout(90)
+
+BUCKET = "pictures"
+NUM_RETRIES = 2
+PATIENCE = 20.0
+"""Seconds that an answer may take where nothing stalls: a busy host shall not be taken for a fault."""
+TIMEOUT = 0.5
+"""Where something stalls."""
+LOSS = 8
+"""Of 255: by how much a decoded picture may differ on average from what was encoded."""
+FEW = {
+    f"few/{name}/{number}.jpg": encoded(photo(number, (96, 64))) for name, number in zip("aabb", range(4), strict=True)
+}
+VICTIM = "few/b/2.jpg"
+URI = f"s3://{BUCKET}/{VICTIM}"
+JPEG = FEW[VICTIM]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pictures(weed: Weed) -> None:
+    """What most tests read."""
+    odd = {f"odd/thing/{key}": odd.body for key, odd in ODD.items()}
+    broken = {f"broken/thing/{key}": odd.body for key, odd in UNDECODABLE.items()}
+    weed.put_all(BUCKET, {**FEW, **odd, **broken, "broken/thing/whole.jpg": JPEG})
+
+
+@pytest.fixture(scope="module")
+def running_proxy(weed: Weed) -> Iterator[FaultProxy]:
+    with FaultProxy(weed.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(running_proxy: FaultProxy) -> FaultProxy:
+    """A proxy that has done nothing wrong yet."""
+    running_proxy.heal()
+    return running_proxy
+
+
+@pytest.fixture
+def folder(weed: Weed, proxy: FaultProxy) -> Callable[..., data.S3ImageFolder]:
+    """Makes data sets that read through the proxy and give up soon."""
+
+    def make(prefix: str = "few", bucket: str = BUCKET, keys: Keys | None = None, **options: Any) -> data.S3ImageFolder:
+        options = {"timeout": PATIENCE, "num_retries": NUM_RETRIES} | options
+        if not options.get("anon"):
+            options = {"storage_options": weed.options(keys)} | options
+        return data.S3ImageFolder(bucket, prefix, endpoint_url=proxy.endpoint, **options)
+
+    return make
+
+
+Make = Callable[..., data.S3ImageFolder]
+
+
+def shown(body: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(body)).convert("RGB"))
+
+
+def read(dataset: data.S3ImageFolder, key: str) -> np.ndarray:
+    """One picture, by its key."""
+    return np.asarray(dataset[dataset.all_files.index(key)][0])
+
+
+# ---- What is in the bucket
+
+
+def test_pictures_and_labels_are_those_of_the_bucket(folder: Make) -> None:
+    dataset = folder()
+    assert dataset.all_files == sorted(FEW)
+    assert (dataset.classes, dataset.class_to_idx, dataset.targets) == (["a", "b"], {"a": 0, "b": 1}, [0, 0, 1, 1])
+    for key, (picture, label) in zip(dataset.all_files, dataset.__getitems__([0, 1, 2, 3]), strict=True):
+        assert np.array_equal(np.asarray(picture), shown(FEW[key]))
+        assert dataset.classes[label] == key.split("/")[1]
+
+
+@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+def test_odd_pictures_show_what_they_should(folder: Make, decoder: str) -> None:
+    dataset = folder("odd", decoder=decoder)
+    assert dataset.all_files == sorted(f"odd/thing/{key}" for key in ODD)
+    for key, (picture, _) in zip(dataset.all_files, dataset.__getitems__(range(len(dataset))), strict=True):
+        pixels = np.asarray(picture) if decoder == "pil" else picture.permute(1, 2, 0).numpy()
+        expected = np.asarray(ODD[key.removeprefix("odd/thing/")].looks_like.convert("RGB"))  # type: ignore[union-attr]
+        assert pixels.shape == expected.shape, key
+        assert np.abs(pixels.astype(int) - expected).mean() < LOSS, key
+
+
+@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("name", UNDECODABLE)
+def test_what_is_no_picture_is_named_and_asked_for_once(
+    folder: Make, proxy: FaultProxy, name: str, decoder: str
+) -> None:
+    dataset = folder("broken", decoder=decoder)
+    with pytest.raises(
+        data.BrokenImageError, match=rf"^s3://{BUCKET}/broken/thing/{name} cannot be decoded: .*on_error"
+    ):
+        read(dataset, f"broken/thing/{name}")
+    assert proxy.num_requests(name) == 1
+
+
+def test_markers_and_other_files_are_no_items_and_make_no_classes(
+    folder: Make, weed: Weed, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = ["", "dog/", "none/", "notes/readme.txt", "dog/.hidden.jpg", "dog/labels.csv"]
+    pictures = {"mixed/dog/1.jpg": JPEG, "mixed/cat/1.JPEG": JPEG}
+    weed.put_all(BUCKET, {f"mixed/{key}": b"" for key in others} | pictures)
+    weed.put(BUCKET, "mixed-not/dog/1.jpg", JPEG)
+    dataset = folder("mixed")
+    assert dataset.all_files == ["mixed/cat/1.JPEG", "mixed/dog/1.jpg"]
+    assert dataset.classes == ["cat", "dog"]
+    assert "left out 3 x file that is no picture by its name, such as mixed/dog/.hidden.jpg" in caplog.text
+
+
+def test_nested_parts_are_not_merged_silently(folder: Make, weed: Weed) -> None:
+    weed.put_all(BUCKET, {f"parts/{part}/{name}/1.jpg": JPEG for part in ("train", "val") for name in ("cat", "dog")})
+    with pytest.raises(
+        ValueError, match=rf"s3://{BUCKET}/parts/ has 4 pictures that lie deeper .*parts/train.*nested=True"
+    ):
+        folder("parts")
+    assert folder("parts/val").classes == ["cat", "dog"]
+    assert folder("parts", nested=True).classes == ["train", "val"]
+
+
+def test_an_empty_prefix_says_what_was_looked_for(folder: Make) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=rf"s3://{BUCKET}/nothing/ has no pictures.*CLASS/PICTURE.*no object at all"
+    ):
+        folder("nothing")
+
+
+def test_more_keys_than_a_page_are_listed_and_the_index_needs_no_listing(
+    folder: Make, weed: Weed, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    keys = [f"many/class-{number % 3}/{number:05d}.jpg" for number in range(1005)]
+    weed.put_all(BUCKET, dict.fromkeys(keys, b"?"))
+    dataset = folder("many", index=tmp_path / "index.json")
+    assert dataset.all_files == sorted(keys)
+    assert proxy.num_requests(BUCKET) >= 2
+    proxy.heal()
+    again = folder("many", index=tmp_path / "index.json")
+    assert (again.all_files, again.targets, again.etags) == (dataset.all_files, dataset.targets, dataset.etags)
+    assert not proxy.requests
+
+
+# ---- Who may read
+
+
+def test_a_missing_bucket_is_named(folder: Make) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"s3://missing-bucket/few/ does not exist.*Check its name and the endpoint"
+    ):
+        folder(bucket="missing-bucket")
+
+
+def test_anybody_reads_a_public_bucket_and_no_other(folder: Make, weed: Weed) -> None:
+    weed.put(PUBLIC, "free/dog/1.jpg", JPEG)
+    assert np.array_equal(read(folder("free", PUBLIC, anon=True), "free/dog/1.jpg"), shown(JPEG))
+    with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*Check the credentials"):
+        folder(anon=True)
+
+
+def test_credentials_come_from_the_environment(weed: Weed, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in weed.env(READER, proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
+    assert np.array_equal(read(data.S3ImageFolder(f"s3://{BUCKET}/few"), VICTIM), shown(JPEG))
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause"),
+    [
+        (NO_RIGHTS, "with these credentials"),
+        (Keys(access="AKIAUNKNOWN", secret="x"), "the access key is not known there"),
+        (Keys(access=READER.access, secret="wrong"), "the secret key is wrong"),
+    ],
+    ids=["no rights", "unknown key", "wrong secret"],
+)
+def test_wrong_keys_are_refused_when_listing_and_when_reading(
+    folder: Make, proxy: FaultProxy, tmp_path: Path, keys: Keys, cause: str
+) -> None:
+    with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*{cause}.*Check the credentials"):
+        folder(keys=keys)
+    folder().save_index(tmp_path / "index.json")
+    dataset = folder(keys=keys, index=tmp_path / "index.json", on_error="skip")  # that is none of its business
+    proxy.heal()
+    with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}"):
+        read(dataset, VICTIM)
+    assert proxy.num_requests(VICTIM) == 1
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "AccessDenied"])
+def test_rights_that_end_in_mid_epoch_are_not_asked_for_again(folder: Make, proxy: FaultProxy, code: str) -> None:
+    dataset = folder(on_error="skip")
+    dataset.__getitems__([0, 1])
+    proxy.heal()
+    proxy.fail(faults.denied(code), VICTIM)
+    cause = {"ExpiredToken": "the credentials have expired", "AccessDenied": "with these credentials"}[code]
+    with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}.*Check the credentials.*{code}"):
+        dataset.__getitems__([1, 2])
+    assert proxy.num_requests(VICTIM) == 1
+    assert dataset.num_broken == 0
+
+
+# ---- On the way
+
+
+TRANSIENT = {
+    "503": faults.UNAVAILABLE,
+    "reset": faults.RESET,
+    "reset in the body": faults.RESET_IN_BODY,
+    "cut": faults.CUT,
+    "shortened": faults.SHORTENED,
+    "empty": faults.EMPTY,
+    "corrupted": faults.CORRUPTED,
+    "garbage": faults.GARBAGE,
+    "stalled": faults.late(5 * TIMEOUT),
+    "stalled in the body": faults.stalled_body(5 * TIMEOUT),
+}
+LASTING: dict[str, tuple[type[OSError], str]] = {
+    "503": (ConnectionError, "could not be read: SlowDown: Please reduce your request rate"),
+    "reset": (ConnectionError, "could not be read"),
+    "reset in the body": (ConnectionError, "could not be read"),
+    "cut": (ConnectionError, "could not be read"),
+    "shortened": (data.DamagedTransferError, f"arrived with {len(JPEG) // 2} bytes, but has {len(JPEG)}"),
+    "empty": (data.DamagedTransferError, f"arrived with 0 bytes, but has {len(JPEG)}"),
+    "garbage": (ConnectionError, "could not be read"),
+    "stalled": (TimeoutError, "was not answered in time"),
+    "stalled in the body": (TimeoutError, "was not answered in time"),
+}
+
+
+def timeout_for(fault: str) -> float:
+    return TIMEOUT if fault.startswith("stalled") else PATIENCE
+
+
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_a_fault_that_passes_is_not_noticed(folder: Make, proxy: FaultProxy, fault: str) -> None:
+    num_times = 2 if fault == "503" else 1
+    dataset = folder(timeout=timeout_for(fault))
+    proxy.fail(TRANSIENT[fault], VICTIM, num_times)
+    assert np.array_equal(read(dataset, VICTIM), shown(JPEG))
+    assert proxy.num_requests(VICTIM) == num_times + 1
+
+
+@pytest.mark.parametrize("fault", LASTING)
+def test_a_fault_that_stays_ends_in_an_error_that_says_so(folder: Make, proxy: FaultProxy, fault: str) -> None:
+    dataset = folder(timeout=timeout_for(fault))
+    proxy.fail(TRANSIENT[fault], VICTIM)
+    kind, cause = LASTING[fault]
+    with pytest.raises(kind, match=rf"^{re.escape(URI)} {cause}.*Tried {NUM_RETRIES + 1} times") as raised:
+        read(dataset, VICTIM)
+    assert type(raised.value) is kind
+    assert proxy.num_requests(VICTIM) == NUM_RETRIES + 1
+
+
+def test_bytes_that_are_wrong_again_and_again_are_an_error(folder: Make, proxy: FaultProxy) -> None:
+    dataset = folder()
+    dataset[0]  # whose ETag is its checksum, so that others are, too
+    proxy.fail(faults.CORRUPTED, VICTIM)
+    with pytest.raises(
+        data.DamagedTransferError, match=rf"{URI} arrived with the checksum .* but was listed with .*Tried 3"
+    ):
+        read(dataset, VICTIM)
+
+
+def test_a_picture_that_is_deleted_in_mid_epoch_is_named_and_asked_for_once(
+    folder: Make, weed: Weed, proxy: FaultProxy
+) -> None:
+    weed.put_all(BUCKET, {f"going/dog/{number}.jpg": JPEG for number in range(2)})
+    dataset = folder("going")
+    dataset[0]
+    weed.delete(BUCKET, "going/dog/1.jpg")
+    with pytest.raises(FileNotFoundError, match=rf"s3://{BUCKET}/going/dog/1.jpg does not exist: it was deleted after"):
+        dataset[1]
+    assert proxy.num_requests("going/dog/1.jpg") == 1
+    assert len(folder("going")) == 1
+
+
+def test_a_picture_that_is_overwritten_in_mid_epoch_is_not_taken_for_the_other(
+    folder: Make, weed: Weed, proxy: FaultProxy
+) -> None:
+    weed.put(BUCKET, "changing/dog/1.jpg", JPEG)
+    dataset = folder("changing")
+    weed.put(BUCKET, "changing/dog/1.jpg", FEW["few/a/0.jpg"])
+    with pytest.raises(
+        data.ChangedError, match=rf"s3://{BUCKET}/changing/dog/1.jpg has been overwritten .* List it again"
+    ):
+        dataset[0]
+    assert proxy.num_requests("changing/dog/1.jpg") == 1
+
+
+def test_a_listing_survives_a_fault_that_passes(folder: Make, proxy: FaultProxy) -> None:
+    proxy.fail(faults.UNAVAILABLE, f"/{BUCKET}", 1)
+    proxy.fail(faults.RESET, f"/{BUCKET}", 1)
+    assert len(folder()) == len(FEW)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("503", ConnectionError), ("reset", ConnectionError), ("stalled", TimeoutError)]
+)
+def test_a_listing_that_cannot_be_had_is_an_error(
+    folder: Make, proxy: FaultProxy, fault: str, kind: type[OSError]
+) -> None:
+    proxy.fail(TRANSIENT[fault], f"/{BUCKET}")
+    with pytest.raises(kind, match=rf"^s3://{BUCKET}/few/ "):
+        folder(num_retries=0, timeout=timeout_for(fault))
+
+
+# ---- What `on_error` does
+
+
+BROKEN = sorted(["truncated.jpg", "empty.jpg", "text.jpg"])
+
+
+def test_broken_pictures_are_left_out_named_and_counted(folder: Make, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = folder("broken", on_error="skip")
+    items = dataset.__getitems__(range(len(dataset)))
+    assert [np.array_equal(np.asarray(picture), shown(JPEG)) for picture, _ in items] == [True]
+    assert dataset.num_broken == len(BROKEN)
+    for name in BROKEN:
+        assert f"skipped: s3://{BUCKET}/broken/thing/{name} cannot be decoded" in caplog.text
+
+
+def test_loader_workers_count_what_they_skip(folder: Make) -> None:
+    dataset = folder("broken", on_error="skip", transform=np.asarray)
+    batches = list(DataLoader(dataset, batch_size=4, num_workers=2))
+    assert [len(images) for images, _ in batches] == [1]
+    assert dataset.num_broken == len(BROKEN)
+
+
+def test_a_function_replaces_broken_pictures(folder: Make) -> None:
+    asked: dict[str, Exception] = {}
+
+    def grey(key: str, error: Exception) -> Image.Image | None:
+        asked[key] = error
+        return None if key.endswith("text.jpg") else Image.new("RGB", (2, 2), "grey")
+
+    dataset = folder("broken", on_error=grey)
+    items = dataset.__getitems__(range(len(dataset)))
+    assert [picture.size for picture, _ in items] == [(2, 2), (2, 2), (96, 64)]
+    assert sorted(asked) == [f"broken/thing/{name}" for name in BROKEN]
+    assert all(isinstance(error, data.BrokenImageError) for error in asked.values())
+    assert dataset.num_broken == len(BROKEN)
+
+
+def test_a_batch_of_which_nothing_is_left_is_an_error(folder: Make) -> None:
+    dataset = folder("broken", on_error="skip")
+    broken = [index for index, key in enumerate(dataset.all_files) if not key.endswith("whole.jpg")]
+    with pytest.raises(data.BrokenImageError, match=r"all 3 pictures of a batch were skipped"):
+        dataset.__getitems__(broken)
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "stalled"])
+def test_that_the_server_is_down_is_no_broken_picture(folder: Make, proxy: FaultProxy, fault: str) -> None:
+    dataset = folder(on_error="skip", timeout=timeout_for(fault))
+    proxy.fail(TRANSIENT[fault], VICTIM)
+    with pytest.raises(LASTING[fault][0], match=URI):
+        dataset.__getitems__(range(4))
+    assert dataset.num_broken == 0
+
+
+@pytest.mark.parametrize("fault", ["shortened", "empty"])
+def test_pictures_that_always_arrive_damaged_can_be_left_out(folder: Make, proxy: FaultProxy, fault: str) -> None:
+    dataset = folder(on_error="skip")
+    proxy.fail(TRANSIENT[fault], VICTIM)
+    assert len(dataset.__getitems__(range(4))) == 3
+    assert dataset.num_broken == 1
+
+
+# ---- The cache
+
+
+def test_cached_pictures_are_not_asked_for_again_unless_they_are_damaged(
+    folder: Make, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    dataset = folder(cache_dir=tmp_path)
+    dataset.__getitems__(range(4))
+    proxy.heal()
+    assert np.array_equal(read(folder(cache_dir=tmp_path), VICTIM), shown(JPEG))
+    assert proxy.num_requests(".jpg") == 0
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            file.write_bytes(content)
+    for key, (picture, _) in zip(dataset.all_files, dataset.__getitems__(range(4)), strict=True):
+        assert np.array_equal(np.asarray(picture), shown(FEW[key]))
+    assert proxy.num_requests(".jpg") == 4
+
+
+def test_workers_that_cache_at_once_give_right_pictures_and_keep_the_bound(folder: Make, tmp_path: Path) -> None:
+    bound = 3 * max(map(len, FEW.values()))
+    dataset = folder(cache_dir=tmp_path, cache_bytes=bound, transform=np.asarray)
+    for _ in range(3):
+        indices = [0, 1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0]
+        images = [image for batch, _ in DataLoader(dataset, 2, sampler=indices, num_workers=2) for image in batch]
+        for index, image in zip(indices, images, strict=True):
+            assert np.array_equal(image.numpy(), shown(FEW[dataset.all_files[index]]))
+    kept = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
+    assert 0 < sum(kept) <= bound
+
+
+# ---- Processes
+
+START_METHODS = """
+import hashlib, json, logging, sys
+import numpy as np
+from torch.utils.data import DataLoader
+from flytekitplugins.daskpytorch import data
+
+logging.basicConfig(stream=sys.stderr)
+
+def digest(picture):
+    return hashlib.sha256(np.asarray(picture).tobytes()).hexdigest()
+
+def read_by(method, num_workers):
+    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, multiprocessing_context=method)
+    print(json.dumps([method, [image for batch, _ in loader for image in batch]]), flush=True)
+
+if __name__ == "__main__":
+    dataset = data.S3ImageFolder("s3://pictures/few", transform=digest)
+    read_by("fork", 2)
+    print(json.dumps(["parent", [image for image, _ in dataset.__getitems__(range(4))]]), flush=True)
+    read_by("fork", 2)
+    read_by("forkserver", 1)
+    read_by("spawn", 1)
+"""
+
+
+def test_workers_of_every_start_method_read_whether_or_not_their_parent_has(weed: Weed, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(START_METHODS)
+    with nothing_left_behind():
+        done = subprocess.run(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env=os.environ | weed.env(),
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    digests = [hashlib.sha256(shown(FEW[key]).tobytes()).hexdigest() for key in sorted(FEW)]
+    readers = ["fork", "parent", "fork", "forkserver", "spawn"]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[reader, digests] for reader in readers]
+    assert done.stderr.count("reads by botocore") == 2  # the two workers that were forked from a reader, no others
