@@ -133,10 +133,13 @@ class Access:
             signature_version=UNSIGNED if self.anon else None,
             s3=None if self.addressing_style == "auto" else {"addressing_style": self.addressing_style},
         )
+        in_path = config.merge(Config(s3={"addressing_style": "path"}))
         with _quick_parsing(session):
+            if self.addressing_style == "auto" and self.endpoint_url and not is_aws(self.endpoint_url):
+                return self._client(session, in_path)
             client = self._client(session, config)
-            if self.addressing_style == "auto" and not is_aws(client.meta.endpoint_url):
-                client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
+            if self.addressing_style == "auto" and not is_aws(client.meta.endpoint_url):  # named by the environment
+                client = self._client(session, in_path)
         return client
 
     def _client(self, session: Any, config: Any) -> Any:
@@ -229,9 +232,9 @@ class Bucket:
     def _reader_of(self, key: str) -> _Reader:
         if _is_plain(key):
             return self._plainly()
-        if self._reader is None:
-            with self._lock:
-                self._reader = self._reader or _reader(self.name, self.access)
+        plain = self._plainly()
+        with self._lock:
+            self._reader = self._reader or _reader(self.name, self.access, plain)
         return self._reader
 
     def _plainly(self) -> _Botocore:
@@ -279,12 +282,10 @@ class _Reader(Protocol):
 
 
 class _Obstore:
-    def __init__(self, bucket: str, access: Access) -> None:
+    def __init__(self, bucket: str, access: Access, plain: _Botocore) -> None:
         from obstore.store import S3Store
 
-        session = access.session()
-        client = access.client(session)
-        endpoint: str = client.meta.endpoint_url
+        endpoint: str = plain.client.meta.endpoint_url
         in_path = access.addressing_style == "path" or not is_aws(endpoint) or "." in bucket
         if access.addressing_style == "virtual" and not is_aws(endpoint):
             endpoint, in_path = endpoint.replace("://", f"://{bucket}.", 1), False
@@ -292,10 +293,10 @@ class _Obstore:
         self._store = S3Store(
             bucket,
             endpoint=endpoint if in_path or not is_aws(endpoint) else None,
-            region=client.meta.region_name,
+            region=plain.client.meta.region_name,
             virtual_hosted_style_request=not in_path,
             skip_signature=access.anon,
-            credential_provider=None if access.anon else _credentials(session),
+            credential_provider=None if access.anon else _credentials(plain.session),
             client_options={
                 "allow_http": True,
                 "connect_timeout": silence,
@@ -317,7 +318,8 @@ class _Obstore:
 
 class _Botocore:
     def __init__(self, access: Access) -> None:
-        self.client = access.client(access.session())
+        self.session = access.session()
+        self.client = access.client(self.session)
 
     def get(self, bucket: str, key: str) -> tuple[bytes, str]:
         try:
@@ -327,15 +329,15 @@ class _Botocore:
             raise _from_botocore(error, f"s3://{bucket}/{key}") from error
 
 
-def _reader(bucket: str, access: Access) -> _Reader:
+def _reader(bucket: str, access: Access, plain: _Botocore) -> _Reader:
     if _inherited_threads:
         logger.warning(
             "this process was forked from one that had read by obstore already, which cannot be used after that: it "
             "reads by botocore, at about half the speed. Give the DataLoader multiprocessing_context='forkserver', or "
             "read nothing before it starts its workers"
         )
-        return _Botocore(access)
-    return _Obstore(bucket, access)
+        return plain
+    return _Obstore(bucket, access, plain)
 
 
 def _is_plain(key: str) -> bool:
