@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
+from tasks.checks import is_between, is_whole, raise_if_wrong
 from tasks.names import ALPHABET
+from tasks.together import gather_from_ranks, generators, set_generators, sum_over_ranks
 
 __all__ = [
     "CharLSTM",
@@ -71,22 +72,16 @@ class Hyperparameters(StrictInputs):
     def __post_init__(self) -> None:
         fraction = "a fraction above 0 and below 1"
         checks = {
-            "epochs": (_is_whole(self.epochs, 1), "a whole number from 1 up"),
-            "batch_size": (_is_whole(self.batch_size, 1), "a whole number from 1 up"),
-            "learning_rate": (_is_between(self.learning_rate, 0, math.inf), "a finite number above 0"),
-            "dropout": (self.dropout == 0 or _is_between(self.dropout, 0, 1), "0, or " + fraction),
-            "held_out": (_is_between(self.held_out, 0, 1), fraction),
-            "seed": (_is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
-            "log_interval": (_is_whole(self.log_interval, 1), "a whole number from 1 up"),
-            "checkpoint_interval": (_is_whole(self.checkpoint_interval, 0), "a whole number from 0 up"),
+            "epochs": (is_whole(self.epochs, 1), "a whole number from 1 up"),
+            "batch_size": (is_whole(self.batch_size, 1), "a whole number from 1 up"),
+            "learning_rate": (is_between(self.learning_rate, 0, math.inf), "a finite number above 0"),
+            "dropout": (self.dropout == 0 or is_between(self.dropout, 0, 1), "0, or " + fraction),
+            "held_out": (is_between(self.held_out, 0, 1), fraction),
+            "seed": (is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
+            "log_interval": (is_whole(self.log_interval, 1), "a whole number from 1 up"),
+            "checkpoint_interval": (is_whole(self.checkpoint_interval, 0), "a whole number from 0 up"),
         }
-        problems = [
-            f"Hyperparameters({name}={getattr(self, name)!r}): must be {allowed}"
-            for name, (ok, allowed) in checks.items()
-            if not ok
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_if_wrong(self, checks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +347,7 @@ class _Trainer:
         if self.rank.rank < len(state.ranks):  # else the rank is new, and keeps the generators that it seeded
             own = state.ranks[self.rank.rank]
             self.loss_sum += own.loss_sum
-            _set_generators(own.generators)
+            set_generators(own.generators)
         if self.rank.is_main:  # takes what the ranks found together, and the sums of ranks that are gone
             self.times_seen += state.times_seen.to(self.rank.device)
             self.loss_sum += sum(gone.loss_sum for gone in state.ranks[self.rank.world_size :])
@@ -397,7 +392,7 @@ class _Trainer:
     def _end_epoch(self, held_out_windows: Tensor) -> None:
         """Evaluate, report, and be ready for the next epoch."""
         samples_seen = self._count_samples()
-        loss = float(_sum_over_ranks(self.loss_sum) / self.num_targets.sum())
+        loss = float(sum_over_ranks(self.loss_sum) / self.num_targets.sum())
         seconds = time.perf_counter() - self.started
         evaluation = evaluate(self.model, held_out_windows)
         metrics = EpochMetrics(
@@ -420,7 +415,7 @@ class _Trainer:
 
     def _save(self) -> None:
         """Save a checkpoint; all ranks call this at the same steps, since each has something to tell."""
-        own = _RankState(loss_sum=float(self.loss_sum), generators=_generators())
+        own = _RankState(loss_sum=float(self.loss_sum), generators=generators())
         state = _TrainingState(
             model=self.model.state_dict(),
             optimizer=self.optimizer.state_dict(),
@@ -428,9 +423,9 @@ class _Trainer:
             epochs=self.epochs,
             order=self.order_state,
             position=self.position,
-            times_seen=_sum_over_ranks(self.times_seen.clone()),
+            times_seen=sum_over_ranks(self.times_seen.clone()),
             seconds=time.perf_counter() - self.started,
-            ranks=_gather_from_ranks(own),
+            ranks=gather_from_ranks(own),
         )
         self.rank.checkpoint.save(state, self.step)
 
@@ -460,14 +455,14 @@ class _Trainer:
 
     def _log_step(self, batch: Tensor, batch_loss: Tensor) -> None:
         """Report the loss over the gang's batch; all ranks call this at the same steps."""
-        loss = _sum_over_ranks(batch_loss.clone()) / self.num_targets[batch].sum()
+        loss = sum_over_ranks(batch_loss.clone()) / self.num_targets[batch].sum()
         samples_per_second = self.position / (time.perf_counter() - self.started)
         metrics = {"epoch": len(self.epochs) + 1, "loss": loss, "samples_per_second": samples_per_second}
         self.rank.log(metrics, step=self.step, num_steps=self.num_steps)
 
     def _count_samples(self) -> int:
         """How many windows the ranks saw in this epoch, after proof that it was each of them once."""
-        times_seen = _sum_over_ranks(self.times_seen)
+        times_seen = sum_over_ranks(self.times_seen)
         if not bool((times_seen == 1).all()):
             raise RuntimeError(
                 f"the ranks saw {int((times_seen == 0).sum())} of {len(times_seen)} training windows not at all and "
@@ -508,7 +503,7 @@ def evaluate(model: CharLSTM, windows: Tensor) -> Evaluation:
             correct = (logits.argmax(dim=2) == targets) & counted
             per_window = torch.stack([losses.sum(1), correct.sum(1), counted.sum(1), torch.ones_like(weight)])
             totals += per_window.double() @ weight.double()
-    loss_sum, num_correct, num_targets, num_windows = _sum_over_ranks(totals).tolist()
+    loss_sum, num_correct, num_targets, num_windows = sum_over_ranks(totals).tolist()
     return Evaluation(loss=loss_sum / num_targets, accuracy=num_correct / num_targets, num_windows=int(num_windows))
 
 
@@ -565,7 +560,7 @@ def sample_names(
     Raises:
         ValueError: `count` is negative, `temperature` not a finite number above 0, or `max_length` below 2.
     """
-    if count < 0 or not _is_between(temperature, 0, math.inf) or max_length < 2:
+    if count < 0 or not is_between(temperature, 0, math.inf) or max_length < 2:
         raise ValueError(
             f"cannot sample with count={count!r}, temperature={temperature!r}, max_length={max_length!r}: they must be "
             "0 or more, a finite number above 0, and 2 or more"
@@ -629,43 +624,5 @@ def _count_pairs(windows: Tensor) -> Tensor:
     return counts.reshape(NUM_SYMBOLS, NUM_SYMBOLS).double()
 
 
-def _sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Add up the ranks' tensors, in place; outside a gang the tensor as it is."""
-    if current_rank().world_size > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def _gather_from_ranks(own: _RankState) -> list[_RankState]:
-    """What each rank has to tell, in the order of ranks; over gloo and NCCL alike."""
-    ranks = [own] * current_rank().world_size
-    if len(ranks) > 1:
-        dist.all_gather_object(ranks, own)
-    return ranks
-
-
-def _generators() -> dict[str, Tensor]:
-    """The states of this process's global random generators that the training draws from."""
-    states = {"cpu": torch.get_rng_state()}
-    if current_rank().device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_generators(states: Mapping[str, Tensor]) -> None:
-    """Put back what `_generators` gave; without a GPU, the state of one is of no use."""
-    torch.set_rng_state(states["cpu"])
-    if current_rank().device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
 def _num_letters(name: str) -> int:
     return sum(character.isalpha() for character in name)
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_between(value: object, low: float, high: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high

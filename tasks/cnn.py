@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
+from tasks.checks import is_number, is_whole, raise_if_wrong
 from tasks.digits import Digits, DigitSet
 from tasks.pictures import predictions_table
+from tasks.together import sum_over_ranks
 
 __all__ = ["CNN", "EpochMetrics", "Evaluation", "Hyperparameters", "Recorded", "TrainingResult", "evaluate", "train"]
 
@@ -57,24 +59,18 @@ class Hyperparameters(StrictInputs):
         count = "a whole number from 1 up"
         checks = {
             "backend": (self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}"),
-            "batch_size": (_is_whole(self.batch_size, 1), count),
-            "test_batch_size": (_is_whole(self.test_batch_size, 1), count),
-            "epochs": (_is_whole(self.epochs, 1), count),
-            "learning_rate": (_is_number(self.learning_rate) and self.learning_rate > 0, "a finite number above 0"),
+            "batch_size": (is_whole(self.batch_size, 1), count),
+            "test_batch_size": (is_whole(self.test_batch_size, 1), count),
+            "epochs": (is_whole(self.epochs, 1), count),
+            "learning_rate": (is_number(self.learning_rate) and self.learning_rate > 0, "a finite number above 0"),
             "sgd_momentum": (
-                _is_number(self.sgd_momentum) and 0 <= self.sgd_momentum < 1,
+                is_number(self.sgd_momentum) and 0 <= self.sgd_momentum < 1,
                 "a number from 0 to below 1",
             ),
-            "seed": (_is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
-            "log_interval": (_is_whole(self.log_interval, 1), count),
+            "seed": (is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
+            "log_interval": (is_whole(self.log_interval, 1), count),
         }
-        problems = [
-            f"Hyperparameters({name}={getattr(self, name)!r}): must be {allowed}"
-            for name, (ok, allowed) in checks.items()
-            if not ok
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_if_wrong(self, checks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,14 +293,14 @@ class _Trainer:
         """Report the loss over the gang's batch; all ranks call this at the same steps."""
         metrics = {
             "epoch": len(self.epochs) + 1,
-            "loss": _sum_over_ranks(loss.clone(), self.group) / self.rank.world_size,  # all shares are of one size
+            "loss": sum_over_ranks(loss.clone(), self.group) / self.rank.world_size,  # all shares are of one size
             "samples_per_second": self._samples_per_second(),
         }
         self.rank.log(metrics, step=self.step, num_steps=self.num_steps)
 
     def _end_epoch(self) -> None:
         """Evaluate, report and save."""
-        loss = float(_sum_over_ranks(self.loss_sum, self.group)) / (self.num_seen * self.rank.world_size)
+        loss = float(sum_over_ranks(self.loss_sum, self.group)) / (self.num_seen * self.rank.world_size)
         samples_per_second = self._samples_per_second()
         self.evaluation = evaluate(self.model, self.test, self.hp.test_batch_size, self.group)
         metrics = EpochMetrics(
@@ -373,8 +369,8 @@ def evaluate(model: nn.Module, test: DigitSet, batch_size: int, group: dist.Proc
     for share in own.split(math.ceil(batch_size / rank.world_size)):
         logits[share] = model(test.images[share])
         times_seen[share] += 1
-    _check_all_seen(_sum_over_ranks(times_seen, group))
-    logits = _sum_over_ranks(logits, group)
+    _check_all_seen(sum_over_ranks(times_seen, group))
+    logits = sum_over_ranks(logits, group)
     return Evaluation(
         loss=F.cross_entropy(logits, test.labels).item(),
         accuracy=(logits.argmax(dim=1) == test.labels).double().mean().item(),
@@ -406,18 +402,3 @@ def _group(backend: str) -> dist.ProcessGroup | None:
     if rank.world_size == 1 or backend in ("auto", dist.get_backend()):
         return None
     return dist.new_group(backend=backend)
-
-
-def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add up the ranks' tensors, in place; outside a gang the tensor as it is."""
-    if current_rank().world_size > 1:
-        dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
