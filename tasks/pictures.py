@@ -1,4 +1,4 @@
-"""How predictions of digits are shown: as a table of Weights & Biases, and as HTML for a Deck."""
+"""How predictions are shown: as a table of Weights & Biases, and as HTML for a Deck."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ __all__ = ["Picture", "confusion_matrix", "picture_grid", "predictions_table"]
 
 CELL = "padding:0.4em 0.7em;text-align:right"
 PIXELS = 84
-"""Width and height of a digit on the page: three times its own."""
+"""The longer edge of a picture on the page, in pixels: of a digit, three times its own."""
+JPEG_QUALITY = 90
 
 
 class Picture(NamedTuple):
-    """A digit with what is written below it."""
+    """A picture with what is written below it."""
 
     image: Tensor
-    """(28, 28), uint8, on the CPU."""
+    """(height, width) grey or (3, height, width) in red, green and blue; uint8, on the CPU."""
     caption: str
     is_wrong: bool
     """Wrong ones get a red frame."""
@@ -76,9 +77,15 @@ def confusion_matrix(labels: Tensor, guesses: Tensor) -> str:
     )
 
 
-def picture_grid(pictures: Iterable[Picture]) -> str:
-    """The digits side by side, as HTML that needs no other file."""
-    return "<div style='display:flex;flex-wrap:wrap;gap:0.5em'>" + "".join(map(_figure, pictures)) + "</div>"
+def picture_grid(pictures: Iterable[Picture], *, pixels: int = PIXELS) -> str:
+    """The pictures side by side, as HTML that needs no other file.
+
+    Args:
+        pictures: Of any size.
+        pixels: The longer edge of each on the page.
+    """
+    figures = "".join(_figure(picture, pixels) for picture in pictures)
+    return f"<div style='display:flex;flex-wrap:wrap;gap:0.5em'>{figures}</div>"
 
 
 def _shown(num_test: int, batch_size: int, num_batches: int, num_images: int) -> Iterator[tuple[int, int, int]]:
@@ -102,15 +109,24 @@ def _shade(share: float, *, is_right: bool) -> str:
     return f"background:rgba({red},{green},{blue},{strength:.2f})"
 
 
-def _figure(picture: Picture) -> str:
-    from PIL import Image  # comes with matplotlib
-
-    png = io.BytesIO()
-    Image.fromarray(picture.image.numpy()).save(png, format="png")
-    data = base64.b64encode(png.getvalue()).decode()
+def _figure(picture: Picture, pixels: int) -> str:
+    kind, data = _encoded(picture.image)
+    height, width = picture.image.shape[-2:]
+    scale = pixels / max(height, width)
     frame = "#d62728" if picture.is_wrong else "transparent"
     return (
-        f"<figure style='margin:0;text-align:center;border:3px solid {frame}'>"
-        f"<img src='data:image/png;base64,{data}' width='{PIXELS}' height='{PIXELS}' alt=''>"
+        f"<figure style='margin:0;text-align:center;border:3px solid {frame};max-width:{pixels + 40}px'>"
+        f"<img src='data:image/{kind};base64,{data}' width='{width * scale:.0f}' height='{height * scale:.0f}' alt=''>"
         f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
     )
+
+
+def _encoded(image: Tensor) -> tuple[str, str]:
+    """The format and the file in base64: photographs as JPEG, which is a tenth of their PNG."""
+    from PIL import Image  # comes with matplotlib
+
+    file, is_grey = io.BytesIO(), image.dim() == 2
+    pixels = image.numpy() if is_grey else image.permute(1, 2, 0).contiguous().numpy()
+    kind = "png" if is_grey else "jpeg"
+    Image.fromarray(pixels).save(file, format=kind, quality=JPEG_QUALITY)
+    return kind, base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,340 @@
+"""Tell breeds of dogs apart by transfer learning on the pictures of an S3 bucket, as a Flyte workflow.
+
+index (lists the bucket once) -> train (by DDP on a Dask cluster) -> classify
+
+On this machine, without a bucket: on photographs that it generates, with a small network (under a minute on two cores):
+
+    pyflyte run workflows/dogs.py dogs
+
+Tiny, to see that everything works:
+
+    pyflyte run workflows/dogs.py dogs --hp '{"epochs": 1}'
+
+On a bucket that holds prefix/class/image, such as Stanford Dogs; from torchvision's ResNet-50, whose last layer alone
+is trained in the first epoch. The credentials are those that AWS's own tools find; `--anon` is for public buckets, and
+`--endpoint_url` for servers other than AWS:
+
+    pyflyte run workflows/dogs.py dogs --bucket s3://my-bucket/dogs/Images --hp '{"epochs": 5, "frozen_epochs": 1}'
+
+On a Flyte backend with the Dask operator (build the image from the Dockerfile first), on four workers with a GPU each;
+where the pods cannot download torchvision's weights, give the file as `--state`:
+
+    DOGS_WORKERS=4 DOGS_GPUS=1 pyflyte run --remote --image registry/daskpytorch:tag workflows/dogs.py dogs \
+        --bucket my-bucket --prefix dogs/Images --state ./resnet50-11ad3fa6.pth
+
+The first node refuses what cannot be trained before any cluster starts. Training is cached by what the bucket holds,
+the weights it starts from and the hyper-parameters: it is not done again unless one of them changes. Locally the cache
+is in ~/.flyte; `pyflyte local-cache clear` empties it.
+
+When the workflow is registered or run here, `DOGS_WORKERS` sets the number of Dask workers, and `DOGS_GPUS` the GPUs of
+each, with a rank on every one of them; without GPUs a worker is one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from flytekit import Cache, Deck, HashMethod, Resources, current_context, task, workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup, current_rank
+from flytekitplugins.daskpytorch.data import RankBatches, S3ImageFolder
+from flytekitplugins.daskpytorch.report import line_chart
+from tasks import backbones, records, transfer
+from tasks.backbones import Classifier, Start
+from tasks.photos import write_photos
+from tasks.pictures import Picture, picture_grid
+from tasks.transfer import Hyperparameters, Pictures
+
+NUM_WORKERS = int(os.environ.get("DOGS_WORKERS", "2"))
+NUM_GPUS = int(os.environ.get("DOGS_GPUS", "0"))
+NUM_RANKS = NUM_WORKERS * max(1, NUM_GPUS)
+SETTINGS = {"DOGS_WORKERS": str(NUM_WORKERS), "DOGS_GPUS": str(NUM_GPUS)}
+"""For the tasks' pods, which import this file again."""
+GPUS = str(NUM_GPUS) if NUM_GPUS else None
+INDEX = "index.json"
+"""What a directory of pictures holds in place of the pictures when they stay in a bucket."""
+NUM_PICTURES = 24
+"""Held-out images that the Deck shows."""
+PIXELS = 128
+"""Their longer edge there."""
+NUM_NAMES = 3
+"""Classes that are named below each, the likeliest first."""
+
+
+def _content_hash(data: FlyteFile | FlyteDirectory) -> str:
+    """Of a file, or of a directory's files and their names."""
+    root, digest = Path(data.path), hashlib.sha256()
+    for file in sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]:
+        digest.update(f"{file.relative_to(root)} {file.stat().st_size} ".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+HashedPictures = Annotated[FlyteDirectory, HashMethod(_content_hash)]
+HashedState = Annotated[PythonPickledFile, HashMethod(_content_hash)]
+"""What is equal is the same to Flyte's cache, whenever it was listed and wherever it came from."""
+
+
+class Source(NamedTuple):
+    """What to train on, and from."""
+
+    pictures: HashedPictures
+    """The bucket's listing, or the generated pictures themselves."""
+    start: HashedState
+    """The weights to start from."""
+
+
+class TrainingOutputs(NamedTuple):
+    """What training leaves."""
+
+    epoch_accuracies: list[float]
+    """The share of the held-out images whose class is ranked first, after each epoch."""
+    model_state: PythonPickledFile
+    """`torch.load(..., weights_only=True)` gives a dict of backbone, classes and model, for `Classifier.load`."""
+    records: FlyteDirectory
+    """The statistics of each step and rank, as `tasks.records` reads them."""
+
+
+class Dogs(NamedTuple):
+    """The outputs of the workflow."""
+
+    epoch_accuracies: list[float]
+    model_state: PythonPickledFile
+    summary: str
+    records: FlyteDirectory
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS)
+def index(
+    bucket: str, prefix: str, anon: bool, endpoint_url: str, state: FlyteFile | None, hp: Hyperparameters
+) -> Source:
+    """List the bucket once, or generate pictures, and refuse what cannot be trained before any cluster starts."""
+    _check_place(bucket, prefix, anon, endpoint_url)
+    hp = hp.settled(has_bucket=bool(bucket))
+    folder = Path(current_context().working_directory, "pictures")
+    folder.mkdir()
+    if not bucket:
+        write_photos(folder, seed=hp.seed)
+    pictures = _open(str(folder), bucket, prefix, anon, endpoint_url, hp)
+    print(_describe(pictures, bucket, prefix))
+    _check_number(pictures, hp)
+    start = _start(state, hp, pictures.classes)
+    path = Path(current_context().working_directory, "start.pt")
+    backbones.save_start(start, path)
+    return Source(pictures=FlyteDirectory(path=str(folder)), start=PythonPickledFile(path=str(path)))
+
+
+@task(
+    task_config=DaskDDP(
+        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
+        workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="4", mem="16Gi", gpu=GPUS)),
+        gang=Gang(start_timeout=600, max_restarts=3),
+        wandb=Wandb(project="dogs"),
+    ),
+    requests=Resources(cpu="1", mem="2Gi"),
+    environment=SETTINGS,
+    retries=2,
+    cache=Cache(version="1", ignored_inputs=("bucket", "prefix", "anon", "endpoint_url")),
+    enable_deck=True,
+)
+def train(
+    pictures: FlyteDirectory,
+    start: PythonPickledFile,
+    bucket: str,
+    prefix: str,
+    anon: bool,
+    endpoint_url: str,
+    hp: Hyperparameters,
+) -> TrainingOutputs:
+    """Train in every rank; the first rank's outputs are the task's."""
+    hp = hp.settled(has_bucket=bool(bucket))
+    opened = _open(pictures.download(), bucket, prefix, anon, endpoint_url, hp)
+    result = transfer.train(opened, hp, backbones.read_start(start.download()))
+    home = Path(current_context().working_directory)
+    if current_rank().is_main:
+        result.classifier.save(home / "model_state.pt")
+        records.write_records(home / "records", result.records)
+    return TrainingOutputs(
+        epoch_accuracies=[epoch.held_out_accuracy for epoch in result.epochs],
+        model_state=PythonPickledFile(path=str(home / "model_state.pt")),
+        records=FlyteDirectory(path=str(home / "records")),
+    )
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS, enable_deck=True)
+def classify(
+    pictures: FlyteDirectory,
+    model_state: PythonPickledFile,
+    statistics: FlyteDirectory,
+    epoch_accuracies: list[float],
+    bucket: str,
+    prefix: str,
+    anon: bool,
+    endpoint_url: str,
+    hp: Hyperparameters,
+) -> str:
+    """Try the weights that arrived on held-out images; say in a line, and show in a Deck, how it went."""
+    hp = hp.settled(has_bucket=bool(bucket))
+    classifier = Classifier.load(model_state.download())
+    opened = _open(pictures.download(), bucket, prefix, anon, endpoint_url, hp)
+    shown = _classify(classifier, opened, _sample(transfer.split(opened, hp)[1]))
+    num_right = sum(not picture.is_wrong for picture in shown)
+    text = (
+        f"held-out accuracy {epoch_accuracies[-1]:.1%} after epoch {len(epoch_accuracies)}, where chance is "
+        f"{1 / len(opened.classes):.1%}; of the {len(shown)} held-out images in the Deck {num_right} are recognised"
+    )
+    Deck("Dogs", f"<p>{text}</p>{_curves(statistics.download())}{picture_grid(shown, pixels=PIXELS)}")
+    print(text)
+    return text
+
+
+@workflow
+def dogs(
+    bucket: str = "",
+    prefix: str = "",
+    anon: bool = False,
+    endpoint_url: str = "",
+    state: FlyteFile | None = None,
+    hp: Hyperparameters = Hyperparameters(),
+) -> Dogs:
+    """Train on the pictures of a bucket and show what was learnt.
+
+    Args:
+        bucket: The name of an S3 bucket, or s3://bucket/prefix; empty: pictures that are generated.
+        prefix: Where in the bucket the pictures lie, as prefix/class/image.
+        anon: The bucket is public, and asked without credentials.
+        endpoint_url: The address of an S3 server other than AWS.
+        state: A file of weights to start from: a state_dict such as torchvision's, or the model_state of an earlier
+            run; empty: hp.weights says.
+        hp: How to train, as a JSON object of Hyperparameters' fields.
+    """
+    source = index(bucket=bucket, prefix=prefix, anon=anon, endpoint_url=endpoint_url, state=state, hp=hp)
+    trained = train(
+        pictures=source.pictures,
+        start=source.start,
+        bucket=bucket,
+        prefix=prefix,
+        anon=anon,
+        endpoint_url=endpoint_url,
+        hp=hp,
+    )
+    summary = classify(
+        pictures=source.pictures,
+        model_state=trained.model_state,
+        statistics=trained.records,
+        epoch_accuracies=trained.epoch_accuracies,
+        bucket=bucket,
+        prefix=prefix,
+        anon=anon,
+        endpoint_url=endpoint_url,
+        hp=hp,
+    )
+    return Dogs(
+        epoch_accuracies=trained.epoch_accuracies,
+        model_state=trained.model_state,
+        summary=summary,
+        records=trained.records,
+    )
+
+
+def _check_place(bucket: str, prefix: str, anon: bool, endpoint_url: str) -> None:
+    """Raise a `ValueError` where something is said of a bucket that is not given."""
+    given = {"prefix": prefix, "anon": anon, "endpoint_url": endpoint_url}
+    if not bucket and (alone := [f"{name}={value!r}" for name, value in given.items() if value]):
+        raise ValueError(f"{', '.join(alone)} without a bucket: give bucket, too, or nothing for generated pictures")
+
+
+def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
+    """Raise a `ValueError` where the ranks cannot share the pictures."""
+    for kind, indices in zip(("to train on", "held out"), transfer.split(pictures, hp), strict=True):
+        try:
+            RankBatches(indices, hp.batch_size, rank=0, world_size=NUM_RANKS)
+        except ValueError as error:
+            raise ValueError(f"the images {kind}: {error}. Set DOGS_WORKERS lower, or give more images.") from error
+
+
+def _open(folder: str, bucket: str, prefix: str, anon: bool, endpoint_url: str, hp: Hyperparameters) -> Pictures:
+    """The bucket's pictures, by the listing in the folder where there is one already, or the folder's own pictures."""
+    if bucket:
+        return S3ImageFolder(
+            bucket,
+            prefix,
+            transform=transfer.transform(hp),
+            anon=anon,
+            endpoint_url=endpoint_url or None,
+            decoder="torchvision",
+            on_error=hp.on_error,
+            index=Path(folder, INDEX),
+        )
+    from torchvision.datasets import ImageFolder
+
+    return ImageFolder(folder, transform=transfer.transform(hp))
+
+
+def _describe(pictures: Pictures, bucket: str, prefix: str) -> str:
+    """One line for people."""
+    numbers = f"{len(pictures.targets):,} images of {len(pictures.classes)} classes"
+    if bucket:
+        return f"{numbers} in {'/'.join(filter(None, ('s3://' + bucket.removeprefix('s3://'), prefix)))}"
+    return f"{numbers}: generated photographs, since no bucket was given (--bucket s3://bucket/prefix)"
+
+
+def _start(state: FlyteFile | None, hp: Hyperparameters, classes: Sequence[str]) -> Start:
+    """The weights to start from, which have been tried on the network.
+
+    Raises:
+        ValueError: They are those of another network, or cannot be read.
+        ConnectionError: They cannot be downloaded.
+    """
+    start = backbones.download(hp.backbone, hp.weights) if state is None else backbones.read_start(state.download())
+    backbones.load_start(backbones.build(hp.backbone, len(classes)), start, classes)
+    return start
+
+
+def _sample(held_out: Sequence[int]) -> list[int]:
+    """Held-out images from the whole of their list."""
+    chosen = torch.linspace(0, len(held_out) - 1, min(NUM_PICTURES, len(held_out))).round().long()
+    return [held_out[index] for index in chosen.tolist()]
+
+
+@torch.no_grad()
+def _classify(classifier: Classifier, pictures: Pictures, chosen: Sequence[int]) -> list[Picture]:
+    """The chosen images with the likeliest classes and their scores."""
+    items = [pictures[index] for index in chosen]
+    images = torch.stack([image for image, _ in items])
+    device = current_rank().device
+    scores, guesses = classifier.to(device)(images.to(device)).softmax(dim=1).cpu().sort(dim=1, descending=True)
+    return [
+        Picture(
+            image=image,
+            caption=_caption(classifier.classes, guesses[row].tolist(), scores[row].tolist(), label),
+            is_wrong=int(guesses[row, 0]) != label,
+        )
+        for row, (image, label) in enumerate(items)
+    ]
+
+
+def _caption(classes: Sequence[str], guesses: Sequence[int], scores: Sequence[float], label: int) -> str:
+    named = ", ".join(
+        f"{classes[guess]} {score:.0%}" for guess, score in zip(guesses[:NUM_NAMES], scores[:NUM_NAMES], strict=True)
+    )
+    return f"{named}; it is {classes[label]}"
+
+
+def _curves(folder: str) -> str:
+    """Loss and accuracy against the steps, in training and in evaluation."""
+    found = records.read_records(folder)
+    training, evaluation = (records.curve(found, phase) for phase in (records.TRAINING, records.EVALUATION))
+    losses = {"training": [(p.step, p.loss) for p in training], "evaluation": [(p.step, p.loss) for p in evaluation]}
+    accuracies = {
+        "training": [(p.step, p.accuracy) for p in training],
+        "evaluation": [(p.step, p.accuracy) for p in evaluation],
+    }
+    return line_chart("loss", losses, "step") + line_chart("accuracy", accuracies, "step")
