@@ -179,8 +179,9 @@ def read_start(path: str | os.PathLike[str]) -> Start:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the unpickler makes of a file that is none of its own
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()  # not its advice to trust it
         raise ValueError(
-            f"cannot read the weights in {os.fspath(path)}: {error}. Give the model_state of an earlier run of dogs, "
+            f"cannot read the weights in {os.fspath(path)}: {reason}. Give the model_state of an earlier run of dogs, "
             "or a file with nothing but a state_dict, such as torchvision's."
         ) from error
     classes = found.get("classes") if isinstance(found, dict) else None
@@ -212,7 +213,7 @@ def load_start(model: nn.Module, start: Start, classes: Sequence[str]) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"the weights to start from are not those of {type(model).__name__}: {len(wrong)} of {len(own)} differ, "
+            f"the weights to start from are not those of {type(model).__name__}: {len(wrong)} differ, "
             f"first {wrong[0]!r}. Give the backbone that they were trained for."
         )
     model.load_state_dict(taken, strict=False)

@@ -115,7 +115,7 @@ def _figure(picture: Picture, pixels: int) -> str:
     scale = pixels / max(height, width)
     frame = "#d62728" if picture.is_wrong else "transparent"
     return (
-        f"<figure style='margin:0;text-align:center;border:3px solid {frame};max-width:{pixels + 40}px'>"
+        f"<figure style='margin:0;text-align:center;max-width:{pixels + 40}px;border:3px solid {frame}'>"
         f"<img src='data:image/{kind};base64,{data}' width='{width * scale:.0f}' height='{height * scale:.0f}' alt=''>"
         f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
     )

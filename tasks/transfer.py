@@ -31,7 +31,7 @@ from tasks.checks import is_between, is_number, is_whole, raise_if_wrong
 from tasks.records import EVALUATION, TRAINING, Record, as_files
 from tasks.together import gather_from_ranks, generators, set_generators, sum_over_ranks
 
-__all__ = ["EpochMetrics", "Hyperparameters", "Pictures", "TrainingResult", "split", "train", "transform"]
+__all__ = ["EpochMetrics", "Hyperparameters", "Pictures", "TrainingResult", "read", "split", "train", "transform"]
 
 logger = logging.getLogger(__name__)
 
@@ -223,19 +223,22 @@ class _TrainingState:
     """Of each rank."""
 
 
-class _Batch(Dataset[Any]):
+class _Batches(Dataset[Any]):
     """Lets a rank have no image at all, as it may after a restart with more ranks than there are images left."""
 
     def __init__(self, pictures: Pictures) -> None:
         self.pictures = pictures
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        if not indices:
-            return []
-        if hasattr(self.pictures, "__getitems__"):
-            found: list[Any] = self.pictures.__getitems__(indices)
-            return found
-        return [self.pictures[index] for index in indices]
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return read(self.pictures, indices) if indices else []
+
+
+def read(pictures: Pictures, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """Some pictures, all at once where they can be had so, and without those that it leaves out."""
+    if hasattr(pictures, "__getitems__"):
+        found: list[tuple[Tensor, int]] = pictures.__getitems__(indices)
+        return found
+    return [pictures[index] for index in indices]
 
 
 def transform(hp: Hyperparameters) -> Callable[[Any], Tensor]:
@@ -384,7 +387,7 @@ class _Trainer:
             context.set_forkserver_preload(["torchvision.transforms.v2"])  # imported once, not by each worker
             own = {"multiprocessing_context": context, "persistent_workers": True}
         return DataLoader(
-            _Batch(pictures),
+            _Batches(pictures),
             batch_sampler=batches,
             num_workers=num_workers,
             collate_fn=_collate,
@@ -453,8 +456,9 @@ class _Trainer:
     def _take_step(self, images: Tensor, labels: Tensor, global_size: int) -> None:
         """Follow the gradient of the mean loss over the gang's batch."""
         count = len(labels)
-        if not count:  # a stand-in with weight zero, since the others wait for this rank's gradients
-            images, labels = images.new_zeros(1, 3, self.hp.crop, self.hp.crop), labels.new_zeros(1)
+        if not count:
+            # Stand-ins with weight zero, since the others wait for this rank's gradients; two, for their statistics.
+            images, labels = images.new_zeros(2, 3, self.hp.crop, self.hp.crop), labels.new_zeros(2)
         with self._autocast():
             logits = self.gang_model(images).float()
         loss_sum = F.cross_entropy(logits, labels, reduction="sum") * (count > 0)
@@ -487,7 +491,8 @@ class _Trainer:
         found = self._note(TRAINING, self.sums, self.unread)
         self.unread = []
         for record in found:
-            self.rank.log(asdict(record), step=record.step, num_steps=self._num_steps)
+            metrics = {name: value for name, value in asdict(record).items() if name != "step"}
+            self.rank.log(metrics, step=record.step, num_steps=self._num_steps)
         self._submit(record for record in self.records if (record.epoch, record.phase) == (found[0].epoch, TRAINING))
 
     def _note(self, phase: str, sums: _Sums, unread: Sequence[tuple[int, float, int, Tensor]]) -> list[Record]:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
+from gangs import FakeCheckpoint, KilledError, run_ranks
 from tasks.char_lstm import (
     BLANK,
     MAX_ROUNDS,
@@ -73,31 +72,6 @@ def records() -> Iterator[list[LogRecord]]:
     context.enter(RankContext(sink=found.append))
     yield found
     context.enter(RankContext())
-
-
-class KilledError(Exception):
-    """What the fake checkpoint raises in place of a lost worker."""
-
-
-class FakeCheckpoint(context.Checkpoint):
-    """Keeps rank 0's newest state in a file, as a gang does."""
-
-    def __init__(self, path: Path, *, die_after: int | None = None) -> None:
-        self.path = path
-        self.die_after = die_after
-        self.steps: list[int] = []
-
-    def save(self, state: Any, step: int) -> None:
-        self.steps.append(step)
-        if current_rank().is_main:
-            torch.save(state, self.path)
-        if len(self.steps) == self.die_after:
-            raise KilledError
-
-    def load(self) -> Any | None:
-        if current_rank().world_size > 1:
-            dist.barrier()  # the gang waits until rank 0 has written
-        return torch.load(self.path, map_location="cpu", weights_only=False) if self.path.exists() else None
 
 
 def _train_once(
@@ -161,29 +135,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
     directory = tmp_path_factory.mktemp("gang")
     _train_once(FakeCheckpoint(directory / "of_one", die_after=SAVE["mid_epoch"]), INTERRUPTED)
-    return _run_ranks(_run_cases, 2, directory)
-
-
-def _run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:
-    """What `run` returns on each rank of a gang."""
-    ranks = mp.spawn(_run_rank, (run, world_size, directory), nprocs=world_size, join=False)
-    deadline = time.monotonic() + 60
-    try:
-        while not ranks.join(timeout=1):
-            assert time.monotonic() < deadline, "the gang did not end within 60 s"
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-def _run_rank(rank: int, run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
-    context.enter(RankContext(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size))
-    torch.save(run(directory), directory / f"{rank}.pt")
-    dist.destroy_process_group()
+    return run_ranks(_run_cases, 2, directory)
 
 
 def _run_cases(directory: Path) -> dict[str, Any]:
@@ -545,7 +497,7 @@ def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], i
 @pytest.mark.slow
 def test_resumed_gang_of_three(tmp_path: Path) -> None:
     """From three ranks on, the order in which they add up their gradients matters."""
-    for found in _run_ranks(_run_three, 3, tmp_path):
+    for found in run_ranks(_run_three, 3, tmp_path):
         _assert_equal_to_uninterrupted(found, "mid_epoch")
 
 

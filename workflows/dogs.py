@@ -307,7 +307,7 @@ def _sample(held_out: Sequence[int]) -> list[int]:
 @torch.no_grad()
 def _classify(classifier: Classifier, pictures: Pictures, chosen: Sequence[int]) -> list[Picture]:
     """The chosen images with the likeliest classes and their scores."""
-    items = [pictures[index] for index in chosen]
+    items = transfer.read(pictures, chosen)
     images = torch.stack([image for image, _ in items])
     device = current_rank().device
     scores, guesses = classifier.to(device)(images.to(device)).softmax(dim=1).cpu().sort(dim=1, descending=True)

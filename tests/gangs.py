@@ -1,0 +1,62 @@
+"""Gangs of real processes without a driver, whose checkpoints a test can lay its hands on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import RankContext, current_rank
+
+
+class KilledError(Exception):
+    """What the fake checkpoint raises in place of a lost worker."""
+
+
+class FakeCheckpoint(context.Checkpoint):
+    """Keeps rank 0's newest state in a file, as a gang does."""
+
+    def __init__(self, path: Path, *, die_after: int | None = None) -> None:
+        self.path = path
+        self.die_after = die_after
+        self.steps: list[int] = []
+
+    def save(self, state: Any, step: int) -> None:
+        self.steps.append(step)
+        if current_rank().is_main:
+            torch.save(state, self.path)
+        if len(self.steps) == self.die_after:
+            raise KilledError
+
+    def load(self) -> Any | None:
+        if current_rank().world_size > 1:
+            dist.barrier()  # the gang waits until rank 0 has written
+        return torch.load(self.path, map_location="cpu", weights_only=False) if self.path.exists() else None
+
+
+def run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:
+    """What `run` returns on each rank of a gang."""
+    ranks = mp.spawn(_run_rank, (run, world_size, directory), nprocs=world_size, join=False)
+    deadline = time.monotonic() + 60
+    try:
+        while not ranks.join(timeout=1):
+            assert time.monotonic() < deadline, "the gang did not end within 60 s"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _run_rank(rank: int, run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    context.enter(RankContext(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size))
+    torch.save(run(directory), directory / f"{rank}.pt")
+    dist.destroy_process_group()

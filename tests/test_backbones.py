@@ -1,0 +1,145 @@
+"""The networks: their heads, and the weights that they start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from tasks.backbones import (
+    Classifier,
+    Start,
+    build,
+    download,
+    find_problems,
+    head_of,
+    load_start,
+    read_start,
+    save_start,
+)
+
+CLASSES = ["beagle", "boxer", "collie"]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "head"),
+    [
+        ("small", "classifier"),
+        ("resnet50", "fc"),
+        ("mobilenet_v3_small", "classifier.3"),
+        ("squeezenet1_1", "classifier.1"),  # a convolution
+        ("shufflenet_v2_x0_5", "fc"),
+        ("googlenet", "fc"),  # with two more heads, which are left out
+    ],
+)
+def test_every_backbone_scores_the_classes_by_its_head(backbone: str, head: str) -> None:
+    model = build(backbone, 3)
+    name, layer = head_of(model)
+    assert name == head
+    assert getattr(layer, "out_features", None) or layer.out_channels == 3
+    assert model(torch.zeros(2, 3, 96, 96)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "squeezenet1_1"])
+def test_weights_for_other_classes_leave_the_head_as_it_is(backbone: str) -> None:
+    given, model = models.get_model(backbone, weights=None).state_dict(), build(backbone, 3)
+    head, before = head_of(model)[0], {name: weight.clone() for name, weight in model.state_dict().items()}
+    load_start(model, Start(weights=given), CLASSES)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name] if name.startswith(f"{head}.") else given[name]), name
+
+
+def test_second_heads_among_the_weights_are_left_out() -> None:
+    given = models.get_model("googlenet", weights=None, init_weights=True).state_dict()
+    assert any(name.startswith("aux1.") for name in given)
+    model = build("googlenet", 3)
+    load_start(model, Start(weights=given), CLASSES)
+    assert torch.equal(model.state_dict()["conv1.conv.weight"], given["conv1.conv.weight"])
+
+
+@pytest.mark.parametrize(("classes", "is_taken"), [(CLASSES, True), (["cat", "dog", "fox"], False), (None, True)])
+def test_the_head_of_an_earlier_run_is_taken_for_the_same_classes(
+    classes: Sequence[str] | None, is_taken: bool
+) -> None:
+    earlier, model = build("small", 3), build("small", 3)
+    load_start(model, Start(weights=earlier.state_dict(), classes=classes), CLASSES)
+    assert torch.equal(model.classifier.weight, earlier.classifier.weight) == is_taken
+    assert torch.equal(model.features[0].weight, earlier.features[0].weight)
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"not those of ResNet: 198 differ, first 'layer1\.0\.bn3\.bias'"):
+        load_start(build("resnet18", 3), Start(weights=models.resnet50(weights=None).state_dict()), CLASSES)
+    wider = build("small", 3).state_dict() | {"features.0.weight": torch.zeros(32, 3, 5, 5)}
+    with pytest.raises(ValueError, match=r"not those of SmallNet: 1 differ, first 'features\.0\.weight'"):
+        load_start(build("small", 3), Start(weights=wider), CLASSES)
+
+
+def test_a_start_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    weights = build("small", 3).state_dict()
+    for classes in (None, CLASSES):
+        save_start(Start(weights=weights, classes=classes), tmp_path / "start.pt")
+        found = read_start(tmp_path / "start.pt")
+        assert found.classes == classes
+        torch.testing.assert_close(dict(found.weights), dict(weights), rtol=0, atol=0)
+    torch.save({f"module.{name}": weight for name, weight in weights.items()}, tmp_path / "wrapped.pt")
+    assert read_start(tmp_path / "wrapped.pt").weights.keys() == weights.keys()
+
+
+def test_files_that_are_no_weights(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save(nn.Linear(1, 1), path)
+    with pytest.raises(ValueError, match=r"cannot read the weights in .*file.pt: .*Give the model_state"):
+        read_start(path)
+    torch.save([torch.zeros(1)], path)
+    with pytest.raises(ValueError, match=r"file\.pt holds list, not a state_dict"):
+        read_start(path)
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(ValueError, match=r"file\.pt holds dict, not a state_dict"):
+        read_start(path)
+    with pytest.raises(ValueError, match=r"file\.pt is not a trained classifier"):
+        Classifier.load(path)
+
+
+def test_a_classifier_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    classifier = Classifier("small", CLASSES).eval()
+    classifier.save(tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["classes"] == CLASSES
+    found = Classifier.load(tmp_path / "state.pt")
+    images = torch.randint(256, (2, 3, 40, 40), dtype=torch.uint8)
+    assert (found.backbone, found.classes) == ("small", CLASSES)
+    assert torch.equal(found(images), classifier(images))
+    start = read_start(tmp_path / "state.pt")
+    assert start.classes == CLASSES
+    load_start(build("small", 3), start, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "weights", "problem"),
+    [
+        ("resnet50", "DEFAULT", None),
+        ("resnet50", "IMAGENET1K_V1", None),
+        ("small", "", None),
+        ("small", "DEFAULT", "weights='DEFAULT': there are none for backbone='small'"),
+        ("resnet5", "", "backbone='resnet5': must be auto, small or one of torchvision's: alexnet, "),
+        ("resnet50", "IMAGENET", "must be auto, '' (none) or one of resnet50's: IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
+    ],
+)
+def test_names_that_are_none(backbone: str, weights: str, problem: str | None) -> None:
+    found = find_problems(backbone, weights)
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
+
+
+def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(ConnectionError, match=r"cannot download DEFAULT of resnet18 from https://.*give it as state"):
+        download("resnet18", "DEFAULT")
+    assert not download("resnet18", "").weights

@@ -1,0 +1,402 @@
+"""Transfer learning: its training alone, frozen, interrupted, and in real gangs of two processes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import LogRecord, StopSignal, current_rank
+from gangs import FakeCheckpoint, KilledError, run_ranks
+from tasks.backbones import Start, build
+from tasks.photos import BREEDS, write_photos
+from tasks.records import EVALUATION, TRAINING, Record
+from tasks.transfer import Hyperparameters, TrainingResult, split, train, transform
+
+NUM_TRAINING, NUM_HELD_OUT = 100, 20
+HP = Hyperparameters(
+    backbone="mobilenet_v3_small",  # has batch normalisation and dropout
+    weights="",
+    batch_size=9,
+    epochs=3,
+    frozen_epochs=1,
+    resize=40,
+    crop=32,
+    checkpoint_interval=2,
+    log_interval=3,
+    patience=0,
+    base_lr=0.5,  # so much that the held-out loss does not fall each time
+).settled(has_bucket=False)
+"""Of 100 images two ranks make six steps per epoch, with global batches of 17 and 16."""
+SAVED = [2, 4, 6, 8, 10, 12, 14, 16, 18]
+SAVE = {"frozen": 1, "at_the_thaw": 3, "mid_epoch": 5, "end_of_epoch": 6, "end": 9}
+"""The save after which the ranks die."""
+STOP_AFTER = {"between_saves": 8, "last_step_of_an_epoch": 11}
+"""Calls of `should_stop` before the one that is true."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for more, and threads that wait for busy cores cost minutes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_photos(tmp_path_factory.mktemp("photos"), num_per_class=6)
+
+
+class Watched(ImageFolder):
+    """Notes which pictures are read."""
+
+    def __init__(self, folder: Path, hp: Hyperparameters) -> None:
+        super().__init__(str(folder), transform=transform(hp))
+        self.seen: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen.append(index)
+        return super().__getitem__(index)
+
+
+@dataclass
+class Trained:
+    """What one rank's generation left."""
+
+    result: TrainingResult | None = None
+    """None if it died."""
+    log: list[LogRecord] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """At which it saved."""
+
+    def losses(self) -> list[tuple[int, float]]:
+        assert self.result is not None
+        return [(record.step, record.loss) for record in self.result.records]
+
+
+def train_once(
+    folder: Path,
+    hp: Hyperparameters,
+    checkpoint: FakeCheckpoint | None = None,
+    *,
+    stop_after: int | None = None,
+    start: Start | None = None,
+) -> Trained:
+    """Train as one generation of a gang, or alone."""
+    trained, pictures, signal = Trained(), Watched(folder, hp), StopSignal()
+    if stop_after is not None:
+        signal.release(stop_after)
+    outside = current_rank()
+    inside = replace(outside, sink=trained.log.append, stop_signal=signal)
+    context.enter(inside if checkpoint is None else replace(inside, checkpoint=checkpoint))
+    try:
+        trained.result = train(pictures, hp, start)
+    except KilledError:
+        pass
+    finally:
+        context.enter(outside)
+    trained.seen = pictures.seen
+    trained.steps = checkpoint.steps if checkpoint is not None else []
+    return trained
+
+
+def run_interruptions(folder: Path, directory: Path, interruptions: dict[str, int]) -> dict[str, Trained]:
+    """For each interruption what the generation after it left; in a rank or alone."""
+    found = {"uninterrupted": train_once(folder, HP, FakeCheckpoint(directory / "uninterrupted"))}
+    for name in interruptions:
+        checkpoint = FakeCheckpoint(directory / name, die_after=SAVE.get(name))
+        first = train_once(folder, HP, checkpoint, stop_after=STOP_AFTER.get(name))
+        assert (first.result is None) == (name in SAVE)
+        found[name] = train_once(folder, HP, FakeCheckpoint(directory / name))
+    return found
+
+
+def run_cases(directory: Path) -> dict[str, Any]:
+    """What a rank of a gang of two brings back."""
+    folder = Path((directory / "photos").read_text())
+    found: dict[str, Any] = run_interruptions(folder, directory, SAVE | STOP_AFTER)
+    found["of_two"] = train_once(folder, HP, FakeCheckpoint(directory / "of_two", die_after=SAVE["mid_epoch"]))
+    found["after_one"] = train_once(folder, HP, FakeCheckpoint(directory / "of_one"))
+    few = replace(HP, backbone="small", batch_size=1, epochs=1, frozen_epochs=0)
+    found["one_left"] = train_once(directory / "few", few, FakeCheckpoint(directory / "few_of_one"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def gang_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gang")
+
+
+@pytest.fixture(scope="module")
+def gang(gang_folder: Path, photos: Path) -> list[dict[str, Any]]:
+    """What each rank of a gang of two brought back from `run_cases`."""
+    (gang_folder / "photos").write_text(str(photos))
+    for breed in BREEDS[:2]:
+        (gang_folder / "few" / breed).mkdir(parents=True)
+        for number in range(3):
+            (gang_folder / "few" / breed / f"{number}.jpg").symlink_to(photos / breed / f"{number:04}.jpg")
+    few = replace(HP, backbone="small", batch_size=1, epochs=1, frozen_epochs=0, checkpoint_interval=3)
+    train_once(gang_folder / "few", few, FakeCheckpoint(gang_folder / "few_of_one", die_after=1))
+    train_once(photos, HP, FakeCheckpoint(gang_folder / "of_one", die_after=SAVE["mid_epoch"]))
+    return run_ranks(run_cases, 2, gang_folder)
+
+
+def untimed(epochs: list[Any]) -> list[dict[str, float]]:
+    """Metrics of epochs that do not depend on the clock."""
+    clock = {"samples_per_second", "waiting_share"}
+    return [{name: value for name, value in asdict(epoch).items() if name not in clock} for epoch in epochs]
+
+
+def assert_equal(found: Trained, expected: Trained) -> None:
+    assert found.result is not None
+    assert expected.result is not None
+    torch.testing.assert_close(
+        found.result.classifier.state_dict(), expected.result.classifier.state_dict(), rtol=0, atol=0
+    )
+    assert untimed(found.result.epochs) == untimed(expected.result.epochs)
+    assert found.result.records == expected.result.records
+
+
+# The hyperparameters
+
+
+def test_every_wrong_hyperparameter_is_named() -> None:
+    with pytest.raises(ValueError, match="base_lr=inf") as error:
+        Hyperparameters(
+            base_lr=math.inf,
+            momentum=1,
+            batch_size=-1,
+            epochs=0,
+            frozen_epochs=-1,
+            patience=-1,
+            resize=-1,
+            crop=-1,
+            held_out=1,
+            seed=-1,
+            num_loader_workers=-2,
+            checkpoint_interval=-1,
+            log_interval=0,
+            precision="int8",
+            on_error="ignore",
+        )
+    assert str(error.value).split("; ") == [
+        "Hyperparameters(base_lr=inf): must be a finite number above 0",
+        "Hyperparameters(momentum=1): must be a number from 0 to below 1",
+        "Hyperparameters(batch_size=-1): must be a whole number from 0 (auto) up",
+        "Hyperparameters(epochs=0): must be a whole number from 1 up",
+        "Hyperparameters(frozen_epochs=-1): must be a whole number from 0 up",
+        "Hyperparameters(patience=-1): must be a whole number from 0 up",
+        "Hyperparameters(resize=-1): must be a whole number from 0 (auto) up",
+        "Hyperparameters(crop=-1): must be a whole number from 0 (auto) up",
+        "Hyperparameters(held_out=1): must be a fraction above 0 and below 1",
+        "Hyperparameters(seed=-1): must be a whole number from 0 up and below 2**63",
+        "Hyperparameters(num_loader_workers=-2): must be a whole number from -1 (auto) up",
+        "Hyperparameters(checkpoint_interval=-1): must be a whole number from 0 up",
+        "Hyperparameters(log_interval=0): must be a whole number from 1 up",
+        "Hyperparameters(precision='int8'): must be one of auto, float32, bfloat16, float16",
+        "Hyperparameters(on_error='ignore'): must be one of raise, skip",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_bucket", "settled"),
+    [
+        ({}, True, ("resnet50", "DEFAULT", 64, 256, 250, 2)),
+        ({}, False, ("small", "", 16, 64, 60, 0)),
+        ({"backbone": "resnet18"}, False, ("resnet18", "DEFAULT", 16, 64, 60, 0)),
+        ({"backbone": "small"}, True, ("small", "", 64, 256, 250, 2)),
+        ({"weights": "", "num_loader_workers": 0}, True, ("resnet50", "", 64, 256, 250, 0)),
+        ({"batch_size": 3, "crop": 20, "num_loader_workers": 1}, False, ("small", "", 3, 64, 20, 1)),
+    ],
+)
+def test_what_is_automatic_is_settled(given: dict[str, Any], has_bucket: bool, settled: tuple[Any, ...]) -> None:
+    hp = Hyperparameters(**given).settled(has_bucket=has_bucket)
+    assert (hp.backbone, hp.weights, hp.batch_size, hp.resize, hp.crop, hp.num_loader_workers) == settled
+    assert hp.settled(has_bucket=has_bucket) == hp
+
+
+def test_what_does_not_go_together_is_named_at_once() -> None:
+    hp = Hyperparameters(backbone="resnet18", weights="IMAGENET", crop=100, frozen_epochs=9)
+    with pytest.raises(ValueError, match="weights='IMAGENET'") as error:
+        hp.settled(has_bucket=False)
+    assert "crop=100: must not be above resize=64" in str(error.value)
+    assert "frozen_epochs=9: must not be above epochs=8" in str(error.value)
+
+
+@pytest.mark.parametrize(("size", "mode"), [((300, 200), "RGB"), ((30, 50), "RGB")])
+def test_pictures_of_any_size_become_squares(size: tuple[int, int], mode: str) -> None:
+    picture = Image.new(mode, size, "red")
+    for given in (picture, torch.tensor([254, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, size[1], size[0])):
+        found = transform(HP)(given)
+        assert (type(found), found.dtype, found.shape) == (torch.Tensor, torch.uint8, (3, 32, 32))
+        assert found[0].min() >= 253
+        assert found[1:].max() == 0
+
+
+# Training alone
+
+
+def test_training_alone_repeats_and_is_recorded(photos: Path) -> None:
+    hp = replace(HP, backbone="small", epochs=2, frozen_epochs=0, batch_size=30, base_lr=0.05)
+    trained, again = (train_once(photos, hp) for _ in range(2))
+    assert_equal(trained, again)
+    assert trained.result is not None
+    records = trained.result.records
+    assert [(r.phase, r.epoch, r.step, r.count) for r in records if r.epoch == 2] == [
+        *((TRAINING, 2, step, 25) for step in (5, 6, 7, 8)),
+        (EVALUATION, 2, 8, 20),
+    ]
+    assert [r.sample for r in records if r.phase == TRAINING] == [25, 50, 75, 100, 125, 150, 175, 200]
+    first, last = trained.result.epochs
+    assert last.loss == pytest.approx(sum(r.loss for r in records if r.phase == TRAINING and r.epoch == 2) / 4)
+    assert last.accuracy == sum(r.correct for r in records if r.phase == TRAINING and r.epoch == 2) / 100
+    assert last.held_out_loss == pytest.approx(records[-1].loss)
+    assert last.loss < first.loss
+    assert trained.losses() != train_once(photos, replace(hp, seed=1)).losses()
+    by_epoch = [record for record in trained.log if "held_out_loss" in record.metrics]
+    assert [(record.step, record.metrics["epoch"]) for record in by_epoch] == [(4, 1), (8, 2)]
+    by_step = [record for record in trained.log if "held_out_loss" not in record.metrics]
+    assert [(record.step, record.num_steps) for record in by_step] == [(step, 8) for step in range(1, 9)]
+    assert set(by_step[0].metrics) == {"loss", "lr", "correct", "epoch", "count", "worker", "sample", "phase"}
+
+
+def test_frozen_epochs_train_the_head_alone(photos: Path) -> None:
+    torch.manual_seed(5)
+    weights = {name: weight.clone() for name, weight in build(HP.backbone, len(BREEDS)).state_dict().items()}
+    start = Start(weights=weights, classes=BREEDS)
+    frozen = train_once(photos, replace(HP, epochs=1), start=start).result
+    assert frozen is not None
+    changed = {n for n, w in frozen.classifier.model.state_dict().items() if not torch.equal(w, weights[n])}
+    assert changed == {"classifier.3.weight", "classifier.3.bias"}  # no batch statistics, either
+    thawed = train_once(photos, replace(HP, epochs=2, base_lr=0.01), start=start).result
+    assert thawed is not None
+    still = {n for n, w in thawed.classifier.model.state_dict().items() if torch.equal(w, weights[n])}
+    assert not still
+
+
+def test_the_learning_rate_falls_when_the_held_out_loss_does_not(photos: Path) -> None:
+    result = train_once(photos, replace(HP, backbone="small", frozen_epochs=0, epochs=5, base_lr=1.0)).result
+    assert result is not None
+    rate, lowest, expected = 1.0, math.inf, []
+    for epoch in result.epochs:
+        expected.append(rate)
+        rate *= 1 if epoch.held_out_loss < lowest * (1 - 1e-4) else 0.1
+        lowest = min(lowest, epoch.held_out_loss)
+    assert expected[-1] < 1.0
+    assert [epoch.learning_rate for epoch in result.epochs] == pytest.approx(expected)
+
+
+def test_other_pictures_than_the_checkpoints(photos: Path, tmp_path: Path) -> None:
+    train_once(photos, HP, FakeCheckpoint(tmp_path / "state", die_after=1))
+    with pytest.raises(ValueError, match="was saved with 100 training images of 20 classes, but now there are 80 of"):
+        train_once(photos, replace(HP, held_out=0.4), FakeCheckpoint(tmp_path / "state"))
+
+
+def test_images_that_go_missing_are_an_error(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out silently by the data set, as only `on_error='skip'` allows."""
+    monkeypatch.setattr(
+        Watched,
+        "__getitems__",
+        lambda self, indices: [self[index] for index in indices if index != self.missing],
+        raising=False,
+    )
+    hp = replace(HP, backbone="small", epochs=1, frozen_epochs=0)
+    monkeypatch.setattr(Watched, "missing", split(ImageFolder(str(photos)), hp)[0][7], raising=False)
+    with pytest.raises(RuntimeError, match=r"saw 99 training images in epoch 1, but there are 100"):
+        train_once(photos, hp)
+    result = train_once(photos, replace(hp, on_error="skip")).result
+    assert result is not None
+    assert sum(record.count for record in result.records if record.phase == TRAINING) == 99
+
+
+# In a gang
+
+
+@pytest.mark.timeout(120)
+def test_the_ranks_see_each_training_image_once_and_test_each_held_out_one_once(
+    gang: list[dict[str, Any]], photos: Path
+) -> None:
+    training, held_out = split(ImageFolder(str(photos)), HP)
+    assert (len(training), len(held_out)) == (NUM_TRAINING, NUM_HELD_OUT)
+    ranks: list[Trained] = [rank["uninterrupted"] for rank in gang]
+    seen = Counter(index for rank in ranks for index in rank.seen)
+    assert seen == dict.fromkeys([*training, *held_out], HP.epochs)
+    for rank in ranks:
+        of_phase = {phase: [r for r in rank.result.records if r.phase == phase] for phase in (TRAINING, EVALUATION)}
+        assert [r.count for r in of_phase[TRAINING] if r.epoch == 1] in ([9, 9, 9, 9, 8, 8], [8, 8, 8, 8, 8, 8])
+        assert [r.worker for r in rank.result.records] == [rank.result.records[0].worker] * 24
+        assert of_phase[TRAINING][-1].sample == sum(r.count for r in of_phase[TRAINING])
+    first, second = (rank.result for rank in ranks)
+    assert untimed(first.epochs) == untimed(second.epochs)
+    torch.testing.assert_close(first.classifier.state_dict(), second.classifier.state_dict(), rtol=0, atol=0)
+    assert first.epochs[0].learning_rate == HP.base_lr * 2
+    for epoch in first.epochs:
+        own = [r for rank in (first, second) for r in rank.records if (r.epoch, r.phase) == (epoch.epoch, EVALUATION)]
+        assert sum(r.count for r in own) == NUM_HELD_OUT
+        assert epoch.held_out_accuracy == sum(r.correct for r in own) / NUM_HELD_OUT
+        assert epoch.held_out_loss == pytest.approx(sum(r.loss * r.count for r in own) / NUM_HELD_OUT)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("interruption", SAVE | STOP_AFTER)
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(gang: list[dict[str, Any]], interruption: str) -> None:
+    for rank in gang:
+        assert rank["uninterrupted"].steps == SAVED
+        assert_equal(rank[interruption], rank["uninterrupted"])
+
+
+@pytest.mark.timeout(120)
+def test_fewer_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], gang_folder: Path, photos: Path) -> None:
+    """Two ranks died after step 10, the fourth of the second epoch; one goes on."""
+    after = train_once(photos, HP, FakeCheckpoint(gang_folder / "of_two"))
+    training, held_out = split(ImageFolder(str(photos)), HP)
+    steps_of_two = [batch for rank in gang for batch in _batches(rank["of_two"])]
+    second_epoch = Counter(index for epoch, step, batch in steps_of_two if epoch == 2 and step <= 10 for index in batch)
+    second_epoch.update(after.seen[: NUM_TRAINING - second_epoch.total()])
+    assert second_epoch == dict.fromkeys(training, 1)
+    assert Counter(after.seen[-NUM_TRAINING - NUM_HELD_OUT :]) == dict.fromkeys([*training, *held_out], 1)
+    assert after.result is not None
+    assert after.result.epochs[1].learning_rate == HP.base_lr
+    assert sum(r.count for r in after.result.records if r.phase == TRAINING) == HP.epochs * NUM_TRAINING
+
+
+@pytest.mark.timeout(120)
+def test_more_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], photos: Path) -> None:
+    ranks: list[Trained] = [rank["after_one"] for rank in gang]
+    counts = [sum(r.count for r in rank.result.records if r.phase == TRAINING) for rank in ranks]
+    assert sum(counts) == HP.epochs * NUM_TRAINING
+    assert untimed(ranks[0].result.epochs) == untimed(ranks[1].result.epochs)
+    assert ranks[0].result.epochs[-1].learning_rate in (HP.base_lr * 2, pytest.approx(HP.base_lr * 0.2))
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_without_an_image_takes_part(gang: list[dict[str, Any]]) -> None:
+    """One rank had seen three of four images; two go on with the last."""
+    ranks: list[list[Record]] = [rank["one_left"].result.records for rank in gang]
+    assert [[r.count for r in records if r.phase == TRAINING] for records in ranks] == [[1, 1, 1, 1], [0]]
+    weights = [rank["one_left"].result.classifier.model for rank in gang]
+    torch.testing.assert_close(dict(weights[0].named_parameters()), dict(weights[1].named_parameters()), rtol=0, atol=0)
+
+
+def _batches(trained: Trained) -> Iterator[tuple[int, int, list[int]]]:
+    """Epoch, step and images of each step that a generation took before it died, from what it read and logged."""
+    place = 0
+    for record in trained.log:
+        if record.metrics.get("phase") == TRAINING:
+            count = record.metrics["count"]
+            yield record.metrics["epoch"], record.step, trained.seen[place : place + count]
+            place += count
+        elif "held_out_loss" in record.metrics:
+            place += NUM_HELD_OUT // 2
