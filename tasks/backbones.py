@@ -30,6 +30,8 @@ PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Second heads that GoogLeNet and Inception have in training only; here they are left out."""
 WIDTHS = (16, 32, 64)
+DROPOUT = 0.1
+"""Of the small network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class Classifier(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """Three convolutions with batch normalisation and pooling, and a dense layer: 26,000 weights."""
+    """Three convolutions with batch normalisation and pooling, and a dense layer: 25,000 weights."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class SmallNet(nn.Module):
         for before, after in zip(WIDTHS, others, strict=False):
             convolution = nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False)
             blocks += [convolution, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
-        self.features = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.features = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(DROPOUT))
         self.classifier = nn.Linear(WIDTHS[-1], num_classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -175,14 +175,14 @@ class EpochMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a training run leaves; the same on every rank, but for the timing."""
+    """What a training run leaves; the same on every rank, but for the timing and the records."""
 
     classifier: Classifier
     """On this rank's device, in evaluation mode."""
     epochs: list[EpochMetrics]
     """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
     records: list[Record]
-    """The statistics of all ranks."""
+    """This rank's statistics; on rank 0 also those of ranks that are gone."""
 
 
 @dataclass
@@ -284,8 +284,7 @@ def train(pictures: Pictures, hp: Hyperparameters, start: Start | None = None) -
     if (state := current_rank().checkpoint.load()) is not None:
         trainer.resume(state)
     trainer.run()
-    records = [record for records in gather_from_ranks(trainer.records) for record in records]
-    return TrainingResult(classifier=trainer.model.eval(), epochs=trainer.epochs, records=records)
+    return TrainingResult(classifier=trainer.model.eval(), epochs=trainer.epochs, records=trainer.records)
 
 
 class _Trainer:
