@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["EVALUATION", "TRAINING", "Point", "Record", "as_files", "curve", "read_records", "write_records"]
+__all__ = ["EVALUATION", "TRAINING", "Point", "Record", "as_files", "curve", "read_records"]
 
 TRAINING, EVALUATION = "train", "eval"
 
@@ -53,14 +53,6 @@ def as_files(records: Iterable[Record]) -> dict[str, str]:
     for record in records:
         by_path[f"epoch-{record.epoch:03}/{record.phase}-rank-{record.worker}.json"].append(record)
     return {path: json.dumps([asdict(record) for record in some]) for path, some in by_path.items()}
-
-
-def write_records(folder: str | os.PathLike[str], records: Iterable[Record]) -> None:
-    """Write files that `read_records` reads."""
-    for path, text in as_files(records).items():
-        file = Path(folder, path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
 
 
 def read_records(folder: str | os.PathLike[str]) -> list[Record]:

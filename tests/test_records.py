@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve, read_records, write_records
+from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve, read_records
 
 
 def record(**changes: Any) -> Record:
@@ -28,7 +28,9 @@ RECORDS = [
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    write_records(tmp_path, RECORDS)
+    for path, text in as_files(RECORDS).items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
     assert sorted(read_records(tmp_path), key=repr) == sorted(RECORDS, key=repr)
     assert [record.epoch for record in read_records(tmp_path) if record.phase == TRAINING] == [1, 1, 1, 2, 11]
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -47,11 +46,11 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup, current_rank
 from flytekitplugins.daskpytorch.data import RankBatches, S3ImageFolder
 from flytekitplugins.daskpytorch.report import line_chart
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from tasks import backbones, records, transfer
 from tasks.backbones import Classifier, Start
 from tasks.photos import write_photos
 from tasks.pictures import Picture, picture_grid
-from tasks.together import gather_from_ranks
 from tasks.transfer import Hyperparameters, Pictures
 
 NUM_WORKERS = int(os.environ.get("DOGS_WORKERS", "2"))
@@ -160,14 +159,12 @@ def train(
     opened = _open(pictures.download(), bucket, prefix, anon, endpoint_url, hp)
     result = transfer.train(opened, hp, backbones.read_start(start.download()))
     home = Path(current_context().working_directory)
-    of_all_ranks = gather_from_ranks(result.records)
     if current_rank().is_main:
         result.classifier.save(home / "model_state.pt")
-        records.write_records(home / "records", chain.from_iterable(of_all_ranks))
     return TrainingOutputs(
         epoch_accuracies=[epoch.held_out_accuracy for epoch in result.epochs],
         model_state=PythonPickledFile(path=str(home / "model_state.pt")),
-        records=FlyteDirectory(path=str(home / "records")),
+        records=DaskResultsHandler().directory(),
     )
 
 
