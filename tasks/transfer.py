@@ -169,6 +169,8 @@ class EpochMetrics:
     """That of the epoch's steps."""
     samples_per_second: float
     """Training images per second of all ranks together, as far as this process has seen the epoch."""
+    num_skipped: int
+    """Images that all ranks together left out as broken, in training and evaluation; see `on_error`."""
     waiting_share: float
     """The share of the time of the epoch's steps in which this rank waited for images."""
 
@@ -529,9 +531,9 @@ class _Trainer:
     def _end_epoch(self) -> None:
         """Evaluate, report, and be ready for the next epoch."""
         seconds, num_timed, waited = time.perf_counter() - self.started, self.num_timed, self.waited
-        loss, accuracy = self._means(self.sums, self.num_training, "training")
+        loss, accuracy, num_skipped = self._means(self.sums, self.num_training, "training")
         learning_rate = self._learning_rate
-        held_out_loss, held_out_accuracy = self._evaluate()
+        held_out_loss, held_out_accuracy, num_untested = self._evaluate()
         metrics = EpochMetrics(
             epoch=len(self.epochs) + 1,
             loss=loss,
@@ -540,6 +542,7 @@ class _Trainer:
             held_out_accuracy=held_out_accuracy,
             learning_rate=learning_rate,
             samples_per_second=num_timed / seconds,
+            num_skipped=num_skipped + num_untested,
             waiting_share=waited / seconds,
         )
         self.scheduler.step(held_out_loss)  # the same number on all ranks, and so the same learning rate
@@ -551,8 +554,8 @@ class _Trainer:
             self._wrap()
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[float, float]:
-        """Loss and accuracy over the held-out images; each rank tests its share of them once."""
+    def _evaluate(self) -> tuple[float, float, int]:
+        """As `_means`, over the held-out images; each rank tests its share of them once."""
         self._share_buffers()
         self.model.eval()
         unread = []
@@ -571,8 +574,8 @@ class _Trainer:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def _means(self, sums: _Sums, num_images: int, kind: str) -> tuple[float, float]:
-        """Loss and accuracy per image over all ranks, after proof that it was each image once."""
+    def _means(self, sums: _Sums, num_images: int, kind: str) -> tuple[float, float, int]:
+        """Loss and accuracy per image over all ranks, and how many they skipped; proves that it was each image once."""
         totals = torch.tensor([sums.loss, sums.correct, sums.count], dtype=torch.float64, device=self.rank.device)
         loss, correct, count = sum_over_ranks(totals).tolist()
         if count != num_images and (self.hp.on_error == "raise" or count > num_images or not count):
@@ -581,7 +584,7 @@ class _Trainer:
                 "and each must be seen once. The likely cause is that the ranks were given different pictures or "
                 "seeds, or with on_error='skip' that all of them are broken."
             )
-        return loss / count, correct / count
+        return loss / count, correct / count, num_images - int(count)
 
     def _is_save_due(self) -> bool:
         """Whether to save within the epoch; at its end that is done after the evaluation."""

@@ -20,10 +20,11 @@ REPORT = """
 window.addEventListener("load", () => {  // all pictures have been loaded, or have failed
   const tabs = [...document.querySelectorAll("#flyte-frame-tabs li")];
   tabs.find(tab => tab.textContent.trim() === TAB).click();
-  const images = [...document.querySelectorAll("#flyte-frame-container > .active img")];
+  const images = [...document.querySelectorAll("#flyte-frame-container > .active " + PICTURES)];
   document.getElementById("report").textContent = JSON.stringify(images.map(image => {
     const box = image.getBoundingClientRect();
-    return {alt: image.alt, natural_width: image.naturalWidth, box: [box.left, box.top, box.right, box.bottom]};
+    const natural_width = image.naturalWidth ?? box.width;
+    return {alt: image.alt ?? "", natural_width, box: [box.left, box.top, box.right, box.bottom]};
   }));
 });
 </script>
@@ -42,16 +43,20 @@ class Shown:
     """What the screen shows there, (height, width, 3), uint8."""
 
 
-def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000) -> list[Shown]:
-    """The pictures of one of the Deck's tabs; skips where there is no Chromium."""
+def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000, pictures: str = "img") -> list[Shown]:
+    """The pictures of one of the Deck's tabs, `img` or `svg`; skips where there is no Chromium."""
     page, screenshot = folder / "page.html", folder / "screenshot.png"
-    page.write_text(deck.read_text().replace("</body>", REPORT.replace("TAB", json.dumps(tab)) + "</body>"))
+    page.write_text(deck.read_text().replace("</body>", _report(tab, pictures) + "</body>"))
     dom = _chromium(folder, "--dump-dom", page.as_uri(), height=height)
     _chromium(folder, f"--screenshot={screenshot}", page.as_uri(), height=height)
     screen = np.asarray(Image.open(screenshot).convert("RGB"))
     found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
     assert found, dom[-2000:]
     return [_shown(image, screen) for image in json.loads(html.unescape(found[1]))]
+
+
+def _report(tab: str, pictures: str) -> str:
+    return REPORT.replace("PICTURES", json.dumps(pictures)).replace("TAB", json.dumps(tab))
 
 
 def _shown(image: dict[str, object], screen: np.ndarray) -> Shown:

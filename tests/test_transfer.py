@@ -318,6 +318,7 @@ def test_images_that_go_missing_are_an_error(photos: Path, monkeypatch: pytest.M
     result = train_once(photos, replace(hp, on_error="skip")).result
     assert result is not None
     assert sum(record.count for record in result.records if record.phase == TRAINING) == 99
+    assert result.epochs[0].num_skipped == 1
 
 
 # In a gang

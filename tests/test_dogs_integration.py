@@ -1,0 +1,258 @@
+"""The dogs' workflow through the real `pyflyte` script: on generated pictures, and on a bucket of a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from flytekit.types.file import FlyteFile
+from torchvision.datasets import ImageFolder
+
+from browser import Shown, open_deck
+from conftest import REPOSITORY
+from processes import SCRIPTS, nothing_left_behind
+from seaweed import PUBLIC
+from tasks.backbones import Classifier
+from tasks.photos import BREEDS, write_photos
+from tasks.records import EVALUATION, TRAINING, Record, curve, read_records
+from tasks.transfer import Hyperparameters, split, transform
+from wandb_file import read_run
+from workflows.dogs import index
+
+if TYPE_CHECKING:
+    from seaweed import Weed
+
+pytestmark = pytest.mark.timeout(180)
+
+WORKFLOW = REPOSITORY / "workflows" / "dogs.py"
+CHANCE = 1 / len(BREEDS)
+BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
+"""The first two curves of a chart."""
+SMALL_HP = {"backbone": "small", "resize": 64, "crop": 60, "batch_size": 16, "epochs": 1, "num_loader_workers": 1}
+
+
+@dataclass
+class Run:
+    """One run of the workflow, with what it left in its folder."""
+
+    done: subprocess.CompletedProcess[str]
+    folder: Path
+
+    def output(self, name: str) -> str:
+        """As the script printed it."""
+        found = re.search(rf"[( ]{name}=(\[.*?\]|'.*?'|[^,)]+)[,)]", self.done.stdout)
+        assert found, self.done.stdout + self.done.stderr
+        return found[1]
+
+    @property
+    def accuracies(self) -> list[float]:
+        found: list[float] = json.loads(self.output("epoch_accuracies"))
+        return found
+
+    @property
+    def records(self) -> list[Record]:
+        return read_records(self.output("records"))
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether ranks were started, or Flyte's cache had the result."""
+        assert self.accuracies
+        return "train: starting" in self.done.stderr
+
+    @property
+    def deck(self) -> Path:
+        """The Decks of all tasks, which in a local run come together in the last one's."""
+        return max(self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html"), key=os.path.getmtime)
+
+
+def dogs(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = None) -> Run:
+    """Run the workflow, with the home directory that all runs of the folder share, and so Flyte's cache."""
+    own = folder / name
+    (own / "tmp").mkdir(parents=True)
+    folders = {"HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp"), "WANDB_MODE": "offline"}
+    with nothing_left_behind() as mark:
+        done = subprocess.run(
+            [str(SCRIPTS / "pyflyte"), "run", str(WORKFLOW), "dogs", *flags],
+            cwd=own,
+            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, **folders, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+    return Run(done=done, folder=own)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Without a flag."""
+    return dogs(tmp_path_factory.mktemp("usual"), "first")
+
+
+def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Run) -> None:
+    assert "600 images of 20 classes: generated photographs, since no bucket was given" in usual.done.stdout
+    assert "train: starting 2 ranks on 2 workers" in usual.done.stderr
+    assert len(usual.accuracies) == Hyperparameters().epochs
+    assert usual.accuracies[-1] >= 3 * CHANCE
+    said = (
+        f"held-out accuracy {usual.accuracies[-1]:.1%} after epoch 8, where chance is 5.0%; of the 24 held-out images"
+    )
+    assert said in usual.output("summary")
+
+
+def test_the_state_is_that_of_the_accuracy(usual: Run, tmp_path: Path) -> None:
+    classifier = Classifier.load(usual.output("model_state"))
+    assert (classifier.backbone, classifier.classes) == ("small", sorted(BREEDS))
+    hp = Hyperparameters().settled(has_bucket=False)
+    pictures = ImageFolder(str(write_photos(tmp_path)), transform=transform(hp))
+    images, labels = zip(*(pictures[place] for place in split(pictures, hp)[1]), strict=True)
+    with torch.no_grad():
+        guesses = classifier(torch.stack(images)).argmax(dim=1)
+    assert (guesses == torch.tensor(labels)).double().mean().item() == pytest.approx(usual.accuracies[-1], abs=0.01)
+
+
+def test_the_records_are_of_every_step_and_rank(usual: Run) -> None:
+    records = usual.records
+    training = [record for record in records if record.phase == TRAINING]
+    assert sorted((record.step, record.worker) for record in training) == [
+        (s, r) for s in range(1, 121) for r in (0, 1)
+    ]
+    assert sum(record.count for record in training) == 8 * 480
+    assert {record.lr for record in training[:2]} == {0.04}  # base_lr times the number of ranks
+    evaluations = curve(records, EVALUATION)
+    assert [point.step for point in evaluations] == list(range(15, 121, 15))
+    assert [point.accuracy for point in evaluations] == pytest.approx(usual.accuracies)
+    assert evaluations[-1].loss < evaluations[0].loss
+
+
+def test_weights_and_biases_has_the_statistics(usual: Run) -> None:
+    (file,) = (usual.folder / "wandb").glob("offline-run-*/*.wandb")
+    run = read_run(file)
+    assert (run["project"], run["exit_code"]) == ("dogs", 0)
+    by_step = [record for record in run["history"] if "held_out_loss" not in record]
+    assert len(by_step) == 120
+    assert {"loss", "lr", "correct", "epoch", "count", "worker", "sample", "phase"} < set(by_step[0])
+    by_epoch = [record for record in run["history"] if "held_out_loss" in record]
+    assert [record["held_out_accuracy"] for record in by_epoch] == usual.accuracies
+
+
+def test_the_deck_shows_pictures_with_names_and_both_curves(usual: Run, tmp_path: Path) -> None:
+    html = usual.deck.read_text()
+    captions = re.findall(r"<figcaption>([\w-]+) (\d+)%, [\w-]+ \d+%, [\w-]+ \d+%; it is ([\w-]+)</figcaption>", html)
+    assert len(captions) == 24
+    num_right = sum(guess == truth for guess, _, truth in captions)
+    assert f"of the 24 held-out images in the Deck {num_right} are recognised" in html
+    (tmp_path / "pictures").mkdir()
+    pictures = open_deck(usual.deck, "Dogs", tmp_path / "pictures")
+    assert len(pictures) == 24
+    for picture in pictures:
+        assert picture.natural_width == 60
+        assert picture.pixels.shape[:2] == (128, 128)
+        assert picture.pixels.std() > 10  # not blank
+    (tmp_path / "charts").mkdir()
+    charts = open_deck(usual.deck, "Dogs", tmp_path / "charts", pictures="svg")
+    assert len(charts) == 2
+    assert all(is_drawn(chart, color) for chart in charts for color in (BLUE, ORANGE))
+    for text in ("loss", "accuracy", "training", "evaluation", "step"):
+        assert f"<!-- {text} -->" in html
+
+
+def is_drawn(chart: Shown, color: tuple[int, int, int]) -> bool:
+    return bool((np.abs(chart.pixels.astype(int) - color).max(axis=2) < 30).sum() > 50)
+
+
+def test_the_readmes_commands() -> None:
+    assert "pyflyte run workflows/dogs.py dogs\n" in (REPOSITORY / "README.md").read_text()
+
+
+def test_a_bucket_is_trained_on_once(weed: Weed, tmp_path: Path) -> None:
+    """And anew when it holds something else; nothing but the public bucket's address is needed."""
+    photos = write_photos(tmp_path / "photos", num_per_class=5)
+    weed.put_all(PUBLIC, {f"kennel/{file.relative_to(photos)}": file.read_bytes() for file in photos.rglob("*.jpg")})
+    flags = (
+        "--bucket",
+        f"s3://{PUBLIC}/kennel",
+        "--anon",
+        "--endpoint_url",
+        weed.endpoint,
+        "--hp",
+        json.dumps(SMALL_HP),
+    )
+    first = dogs(tmp_path, "first", *flags)
+    assert "100 images of 20 classes in s3://public/kennel\n" in first.done.stdout
+    assert first.has_trained
+    assert sum(record.count for record in first.records if record.phase == TRAINING) == 80
+    again = dogs(tmp_path, "again", *flags)
+    assert not again.has_trained
+    assert again.accuracies == first.accuracies
+
+
+@pytest.mark.slow
+def test_a_bucket_that_has_changed_is_trained_on_again(weed: Weed, tmp_path: Path) -> None:
+    """From the state of an earlier run, and with a picture that is broken."""
+    photos = write_photos(tmp_path / "photos", num_per_class=5)
+    objects = {f"pound/{file.relative_to(photos)}": file.read_bytes() for file in photos.rglob("*.jpg")}
+    weed.put_all(PUBLIC, objects)
+    flags = ("--bucket", PUBLIC, "--prefix", "pound", "--anon", "--endpoint_url", weed.endpoint)
+    first = dogs(tmp_path, "first", *flags, "--hp", json.dumps(SMALL_HP))
+    weed.put(PUBLIC, f"pound/{BREEDS[0]}/0000.jpg", b"no picture")
+    hp = json.dumps(SMALL_HP | {"on_error": "skip"})
+    again = dogs(tmp_path, "again", *flags, "--state", first.output("model_state"), "--hp", hp)
+    assert again.has_trained
+    assert sum(record.count for record in again.records) == 99
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prefix": "dogs", "anon": True}, r"prefix='dogs', anon=True without a bucket"),
+        (
+            {"hp": Hyperparameters(backbone="resnet5")},
+            "backbone='resnet5': must be auto, small or one of torchvision's",
+        ),
+        ({"hp": Hyperparameters(crop=100)}, "crop=100: must not be above resize=64"),
+        ({"hp": Hyperparameters(held_out=0.001)}, r"held_out=0\.001 of 600 items in 20 classes leaves nothing to test"),
+        ({"state": b"no weights"}, r"cannot read the weights in .*state\.pt: "),
+        ({"state": {"weight": torch.zeros(1)}}, "the weights to start from are not those of SmallNet"),
+        ({"bucket": "s3://public/nothing-here"}, "s3://public/nothing-here/ has no pictures"),
+    ],
+)
+def test_bad_input_is_refused_before_a_cluster_starts(
+    tmp_path: Path, weed: Weed, given: dict[str, Any], said: str
+) -> None:
+    inputs = {"bucket": "", "prefix": "", "anon": False, "endpoint_url": "", "state": None, "hp": Hyperparameters()}
+    inputs |= given
+    if inputs["bucket"]:
+        inputs |= {"anon": True, "endpoint_url": weed.endpoint}
+    if inputs["state"] is not None:
+        path = tmp_path / "state.pt"
+        path.write_bytes(given["state"]) if isinstance(given["state"], bytes) else torch.save(given["state"], path)
+        inputs["state"] = FlyteFile(str(path))
+    with pytest.raises(Exception, match=said):
+        index(**inputs)
+
+
+def test_too_few_pictures_for_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOGS_WORKERS", "500")
+    alone = runpy.run_path(str(WORKFLOW), run_name="dogs_on_many")["index"]
+    with pytest.raises(Exception, match=r"images to train on: 480 items cannot be shared by 500 ranks\. Set DOGS_"):
+        alone(bucket="", prefix="", anon=False, endpoint_url="", state=None, hp=Hyperparameters())
+
+
+def test_a_worker_with_gpus_has_a_rank_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOGS_WORKERS", "3")
+    monkeypatch.setenv("DOGS_GPUS", "4")
+    train = runpy.run_path(str(WORKFLOW), run_name="dogs_on_gpus")["train"]
+    assert train.task_config.workers.number_of_workers == 3
+    assert train.task_config.workers.limits.gpu == "4"
+    assert train.environment == {"DOGS_WORKERS": "3", "DOGS_GPUS": "4"}  # the pods read them again
