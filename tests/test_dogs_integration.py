@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import runpy
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from flytekit.types.file import FlyteFile
@@ -20,7 +23,7 @@ from torchvision.datasets import ImageFolder
 
 from browser import Shown, open_deck
 from conftest import REPOSITORY
-from processes import SCRIPTS, nothing_left_behind
+from processes import MARK, SCRIPTS, nothing_left_behind, until
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
 from tasks.photos import BREEDS, write_photos
@@ -75,22 +78,30 @@ class Run:
         return max(self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html"), key=os.path.getmtime)
 
 
-def dogs(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = None) -> Run:
+def dogs(folder: Path, name: str, *flags: str, meanwhile: Callable[[str], None] | None = None) -> Run:
     """Run the workflow, with the home directory that all runs of the folder share, and so Flyte's cache."""
     own = folder / name
     (own / "tmp").mkdir(parents=True)
     folders = {"HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp"), "WANDB_MODE": "offline"}
     with nothing_left_behind() as mark:
+        if meanwhile is not None:
+            meanwhile(mark)
         done = subprocess.run(
             [str(SCRIPTS / "pyflyte"), "run", str(WORKFLOW), "dogs", *flags],
             cwd=own,
-            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, **folders, **(env or {})},
+            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, **folders},
             capture_output=True,
             text=True,
             timeout=170,
             check=False,
         )
     return Run(done=done, folder=own)
+
+
+@pytest.fixture
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short name: loader workers listen on sockets below it, whose paths may have 107 characters."""
+    return tmp_path_factory.mktemp("d")
 
 
 @pytest.fixture(scope="module")
@@ -175,41 +186,70 @@ def test_the_readmes_commands() -> None:
     assert "pyflyte run workflows/dogs.py dogs\n" in (REPOSITORY / "README.md").read_text()
 
 
-def test_a_bucket_is_trained_on_once(weed: Weed, tmp_path: Path) -> None:
-    """And anew when it holds something else; nothing but the public bucket's address is needed."""
-    photos = write_photos(tmp_path / "photos", num_per_class=5)
-    weed.put_all(PUBLIC, {f"kennel/{file.relative_to(photos)}": file.read_bytes() for file in photos.rglob("*.jpg")})
-    flags = (
-        "--bucket",
-        f"s3://{PUBLIC}/kennel",
-        "--anon",
-        "--endpoint_url",
-        weed.endpoint,
-        "--hp",
-        json.dumps(SMALL_HP),
-    )
-    first = dogs(tmp_path, "first", *flags)
-    assert "100 images of 20 classes in s3://public/kennel\n" in first.done.stdout
-    assert first.has_trained
-    assert sum(record.count for record in first.records if record.phase == TRAINING) == 80
-    again = dogs(tmp_path, "again", *flags)
-    assert not again.has_trained
-    assert again.accuracies == first.accuracies
+def test_a_bucket_needs_nothing_but_its_address(weed: Weed, home: Path) -> None:
+    flags = bucket_of(weed, "kennel", write_photos(home / "photos", num_per_class=5))
+    run = dogs(home, "first", *flags, "--hp", json.dumps(SMALL_HP))
+    assert "100 images of 20 classes in s3://public/kennel\n" in run.done.stdout
+    assert run.has_trained
+    assert sum(record.count for record in run.records if record.phase == TRAINING) == 80
 
 
 @pytest.mark.slow
-def test_a_bucket_that_has_changed_is_trained_on_again(weed: Weed, tmp_path: Path) -> None:
-    """From the state of an earlier run, and with a picture that is broken."""
-    photos = write_photos(tmp_path / "photos", num_per_class=5)
-    objects = {f"pound/{file.relative_to(photos)}": file.read_bytes() for file in photos.rglob("*.jpg")}
-    weed.put_all(PUBLIC, objects)
-    flags = ("--bucket", PUBLIC, "--prefix", "pound", "--anon", "--endpoint_url", weed.endpoint)
-    first = dogs(tmp_path, "first", *flags, "--hp", json.dumps(SMALL_HP))
-    weed.put(PUBLIC, f"pound/{BREEDS[0]}/0000.jpg", b"no picture")
+@pytest.mark.timeout(300)
+def test_a_bucket_is_trained_on_once_until_it_changes(weed: Weed, home: Path) -> None:
+    """Then from the state of the earlier run, and without a picture that is broken."""
+    flags = bucket_of(weed, "pound", write_photos(home / "photos", num_per_class=5))
     hp = json.dumps(SMALL_HP | {"on_error": "skip"})
-    again = dogs(tmp_path, "again", *flags, "--state", first.output("model_state"), "--hp", hp)
-    assert again.has_trained
-    assert sum(record.count for record in again.records) == 99
+    first = dogs(home, "first", *flags, "--hp", hp)
+    assert first.has_trained
+    again = dogs(home, "again", *flags, "--hp", hp)
+    assert not again.has_trained
+    assert again.accuracies == first.accuracies
+    weed.put(PUBLIC, f"pound/{BREEDS[0]}/0000.jpg", b"no picture")
+    changed = dogs(home, "changed", *flags, "--state", first.output("model_state"), "--hp", hp)
+    assert changed.has_trained
+    assert sum(record.count for record in changed.records) == 99
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_killed_in_mid_epoch_changes_nothing(home: Path) -> None:
+    """Nor do its loader's workers outlive it."""
+    hp = {"epochs": 3, "checkpoint_interval": 4, "num_loader_workers": 1}
+    undisturbed = dogs(home, "undisturbed", "--hp", json.dumps(hp))
+    killers: list[threading.Thread] = []
+
+    def kill(mark: str) -> None:
+        killers.append(threading.Thread(target=kill_a_rank, args=(mark, home / "killed")))
+        killers[0].start()
+
+    # Another interval changes the key of Flyte's cache, and nothing else.
+    killed = dogs(home, "killed", "--hp", json.dumps(hp | {"log_interval": 1}), meanwhile=kill)
+    killers[0].join()
+    assert "ended by signal 9, SIGKILL" in killed.done.stderr
+    assert killed.accuracies == undisturbed.accuracies
+    assert sorted(map(repr, killed.records)) == sorted(map(repr, undisturbed.records))
+
+
+def kill_a_rank(mark: str, folder: Path) -> None:
+    """Once the second epoch has begun; a rank is the parent of what watches over its loader's workers."""
+    until(lambda: list(folder.glob("tmp/flyte*/raw/*/epoch-002/train-rank-1.json")), "the second epoch")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            environment = process.environ()
+            if environment.get(MARK) == mark and environment.get("RANK") == "1" and is_tracker(process):
+                process.parent().kill()
+                return
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+
+
+def bucket_of(weed: Weed, prefix: str, photos: Path) -> tuple[str, ...]:
+    """Put photographs into the public bucket; the flags that name them."""
+    weed.put_all(PUBLIC, {f"{prefix}/{file.relative_to(photos)}": file.read_bytes() for file in photos.rglob("*.jpg")})
+    return "--bucket", f"s3://{PUBLIC}/{prefix}", "--anon", "--endpoint_url", weed.endpoint
 
 
 @pytest.mark.parametrize(
