@@ -63,6 +63,8 @@ class Place(NamedTuple):
 
 # Workers are forked before their parent reads: libraries with threads of their own do not bear it the other way round.
 PLACES = [Place(False, 2), Place(True, 2), Place(False, 0), Place(True, 0)]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""For PyTorch's operations, in all processes, as loader workers have it."""
 GOALS = [
     ("forerunner", False, 10.0),
     ("forerunner", True, 25.0),
@@ -157,7 +159,7 @@ def start(way: str, folder: Path, near: str, far: str, environment: dict[str, st
     """Start a way's process."""
     script = Path(__file__).with_name("s3_readers.py")
     command = [sys.executable, str(script), way, str(folder / "images"), near, far, PREFIX]
-    return Program(command, folder / way, environment)
+    return Program(command, folder / way, environment | ONE_THREAD)
 
 
 def write(folder: Path, pictures: dict[str, bytes]) -> None:
