@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -n 2`, the tests that start processes run one after the other, beside all others."""
+    for item in items:
+        if item.path.stem.endswith("_integration") or item.path.stem == "test_readme":
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of real data beside the checkout, or wherever DASKPYTORCH_TEST_DATA says."""
