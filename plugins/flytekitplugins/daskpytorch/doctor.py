@@ -1,0 +1,429 @@
+"""Looks for whatever would keep a gang from training, here and on a cluster. Runs in the process of `__main__`.
+
+Each check gives findings and ends by itself: whoever is asked is asked with a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from packaging.requirements import Requirement
+
+from flytekitplugins.daskpytorch.blame import GangError
+from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE, Gang
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.observer import Observer, Shape
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from flytekitplugins.daskpytorch.roster import AgentLauncher
+
+__all__ = [
+    "Finding",
+    "all_reduce",
+    "compare_versions",
+    "examine",
+    "examine_cluster",
+    "examine_command",
+    "examine_requirement",
+    "judge_gpus",
+    "meeting_point",
+    "surviving",
+    "try_gang",
+]
+
+Verdict = Literal["ok", "warning", "problem"]
+
+PACKAGE = "flytekitplugins-daskpytorch"
+EQUAL: dict[str, Verdict] = {
+    "python": "problem",
+    "torch": "problem",  # the scheduler needs none
+    PACKAGE: "problem",
+    "dask": "warning",
+    "distributed": "warning",
+    "cloudpickle": "warning",
+}
+"""What all processes of a cluster should have in one version -> what it is if they do not."""
+CONSEQUENCES: dict[Verdict, str] = {
+    "problem": "A gang is refused there, or fails.",
+    "warning": "What one version writes, another may not read.",
+}
+CONNECT_TIMEOUT = 10.0
+"""Seconds, at most, for the scheduler to answer, and for all workers to tell their versions."""
+TORCH_TIMEOUT = 90.0
+"""Seconds for torch to be imported and to look at the GPUs."""
+CANCEL_TIMEOUT = 20.0
+"""Seconds for the ranks of a gang that is given up to end."""
+FIREWALL = (
+    "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
+    "On a slow or busy machine raise --timeout."
+)
+NUM_RANKS = 2
+NUM_VALUES = 2**18
+"""What is summed: a MiB of float32."""
+NUM_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    what: str
+    """What was looked at."""
+    value: str
+    """What was found."""
+    verdict: Verdict = "ok"
+    """A problem keeps gangs from running; a warning may, or slows them down."""
+    advice: str = ""
+    """The likely cause and the next step; empty where all is well."""
+
+
+def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
+    """Look at this machine, and at the cluster if there is one; findings come as soon as they are made.
+
+    Args:
+        scheduler: The address of a Dask scheduler; None: there is no cluster.
+        with_gangs: Have two ranks meet, here and on the cluster.
+        timeout: Seconds for such ranks to meet, and, but never more than ten, for a scheduler to answer.
+    """
+    yield from surviving("versions", _versions)
+    yield from surviving("commands", _commands)
+    yield from surviving("GPUs", _gpus)
+    yield from surviving("cores", _cores)
+    yield Finding(what="start method", value="ranks are forked from a process that has torch imported (forkserver)")
+    if with_gangs:
+        yield from surviving("ranks on this node", lambda: _gang_here(timeout))
+    if scheduler is None:
+        yield Finding(what="scheduler", value=f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
+    else:
+        yield from surviving("scheduler", lambda: examine_cluster(scheduler, with_gangs=with_gangs, timeout=timeout))
+
+
+def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """The findings of one check; should it break, that is a problem and the others still run."""
+    try:
+        yield from check()
+    except Exception as error:
+        advice = "The check itself broke off here: mend what the error names, and run it again."
+        yield Finding(what=what, value=f"{type(error).__name__}: {error}", verdict="problem", advice=advice)
+
+
+# ---- This machine
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding(what="python", value=f"{platform.python_version()} ({sys.executable})")
+    yield Finding(what=PACKAGE, value=version(PACKAGE))
+    for requirement in map(Requirement, distribution(PACKAGE).requires or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield examine_requirement(requirement)
+
+
+def examine_requirement(requirement: Requirement) -> Finding:
+    """Whether something that this package needs is installed, in a version that will do."""
+    advice = f"Install what this package needs: pip install '{requirement}'."
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return Finding(what=requirement.name, value="not installed", verdict="problem", advice=advice)
+    if not requirement.specifier.contains(found, prereleases=True):
+        value = f"{found}, which is not {requirement.specifier}"
+        return Finding(what=requirement.name, value=value, verdict="problem", advice=advice)
+    return Finding(what=requirement.name, value=found)
+
+
+def _commands() -> Iterator[Finding]:
+    package = distribution(PACKAGE)
+    mine = {Path(str(file.locate())).resolve() for file in package.files or ()}
+    for name in ("dask-scheduler", "dask-worker"):
+        for entry in package.entry_points.select(group="console_scripts", name=name):
+            entry.load()  # distributed may have moved what it calls
+        yield examine_command(name, mine)
+
+
+def examine_command(name: str, mine: set[Path]) -> Finding:
+    """Whether the command that Flyte's backend starts is this package's."""
+    beside = Path(sysconfig.get_path("scripts"), name)
+    if (found := shutil.which(name)) is not None and Path(found).resolve() in mine:
+        return Finding(what=name, value=f"{found}, of this package")
+    if found is not None:
+        value, advice = f"{found}, not of this package", "It may start another Python than this one"
+    elif beside.exists():
+        value, advice = f"{beside}, not on PATH", "Flyte's backend starts it by its name alone"
+    else:
+        advice = f"Flyte's backend starts schedulers and workers by it. Install it: pip install {PACKAGE}."
+        return Finding(what=name, value="not installed", verdict="problem", advice=advice)
+    return Finding(what=name, value=value, verdict="warning", advice=f"{advice}: put {beside.parent} first on PATH.")
+
+
+QUESTION = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+nccl = torch.distributed.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
+print(json.dumps({"cuda": torch.version.cuda, "nccl": nccl, "gpus": [[gpu.name, gpu.total_memory] for gpu in gpus]}))
+"""
+
+
+def _gpus() -> Iterator[Finding]:
+    """Asked in a process of its own, since the one that ranks are forked from may not touch CUDA."""
+    command = [sys.executable, "-P", "-W", "ignore", "-c", QUESTION]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TORCH_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        value = f"torch did not answer within {TORCH_TIMEOUT:g} s"
+        advice = "A driver that hangs, or a very slow disk: does nvidia-smi answer?"
+        yield Finding(what="GPUs", value=value, verdict="problem", advice=advice)
+        return
+    if answer.returncode != 0:
+        value = answer.stderr.strip().rpartition("\n")[2] or f"torch ended with exit code {answer.returncode}"
+        advice = "torch cannot be imported, or not use its GPUs: install it anew, and see whether nvidia-smi works."
+        yield Finding(what="GPUs", value=value, verdict="problem", advice=advice)
+        return
+    has_driver = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+    yield judge_gpus(json.loads(answer.stdout), has_driver=has_driver)
+
+
+def judge_gpus(answer: Mapping[str, Any], *, has_driver: bool) -> Finding:
+    """What torch says of its GPUs, beside whether the machine has a driver for some."""
+    built_for = f"CUDA {answer['cuda']}, NCCL {answer['nccl'] or 'none'}" if answer["cuda"] else "no CUDA"
+    names = [f"{index}: {name}, {memory / 2**30:.0f} GiB" for index, (name, memory) in enumerate(answer["gpus"])]
+    if names and not answer["nccl"]:
+        advice = "Ranks will talk by gloo, through the CPU: install a torch that has NCCL."
+        return Finding(what="GPUs", value=f"{'; '.join(names)} ({built_for})", verdict="warning", advice=advice)
+    if names:
+        return Finding(what="GPUs", value=f"{'; '.join(names)} ({built_for})")
+    value = f"none; ranks train on the CPU (torch is built for {built_for})"
+    if not has_driver:
+        return Finding(what="GPUs", value=value)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    advice = (
+        "The machine has a GPU driver, but torch finds no GPU. Likely causes: a torch that is built without CUDA, a "
+        f"driver older than that CUDA (see nvidia-smi), or CUDA_VISIBLE_DEVICES={visible!r}."
+    )
+    return Finding(what="GPUs", value=value, verdict="warning", advice=advice)
+
+
+def _cores() -> Iterator[Finding]:
+    from flytekitplugins.daskpytorch.node import describe_node
+    from flytekitplugins.daskpytorch.placement import place_ranks
+
+    node = describe_node("here", None)
+    counts = sorted({1, NUM_RANKS, len(node.gpus) or 1})
+    shares = [f"{place_ranks([node], count)[0][0].num_threads} for each of {count}" for count in counts]
+    yield Finding(what="cores", value=f"{node.num_cores}; threads of a rank: {', '.join(shares)}")
+
+
+def _gang_here(timeout: float) -> Iterator[Finding]:
+    from flytekitplugins.daskpytorch import forkserver
+    from flytekitplugins.daskpytorch.spawn import OwnNode
+
+    node = OwnNode()
+    yield meeting_point("meeting point here", node.host, ())
+    try:
+        yield try_gang("ranks on this node", node, NUM_RANKS, timeout)
+    finally:
+        forkserver.shutdown()
+
+
+# ---- The cluster
+
+
+def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
+    """Look at the cluster of this scheduler; the arguments are those of `examine`."""
+    from distributed import Client
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # Dask's own of differing versions: the findings say it
+        try:
+            client = stack.enter_context(Client(address, timeout=min(timeout, CONNECT_TIMEOUT)))
+        except (OSError, TimeoutError, ValueError) as error:
+            advice = (
+                "Is the address right (tcp://HOST:8786), and the port open to this machine? Has the scheduler started: "
+                "in Kubernetes see its pod's log; an image without this package has no dask-scheduler command."
+            )
+            value = f"no answer from {address}: {error}"
+            yield Finding(what="scheduler", value=value, verdict="problem", advice=advice)
+            return
+        yield from _connected(client, with_gangs, timeout)
+
+
+def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Finding]:
+    from distributed.comm import get_address_host
+
+    from flytekitplugins.daskpytorch.dispatch import DaskAgents
+
+    agents = DaskAgents(client)
+    yield Finding(what="scheduler", value=f"{agents.scheduler} has {len(agents.workers)} workers")
+    if not agents.workers:
+        advice = "Start dask-worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
+        yield Finding(what="workers", value="none", verdict="problem", advice=advice)
+        return
+    yield from (versions := _versions_on(client, agents.workers, min(timeout, CONNECT_TIMEOUT)))
+    hosts = [get_address_host(address) for address in agents.addresses.values()]
+    yield (meeting := meeting_point("meeting point on the cluster", agents.host, hosts))
+    if not with_gangs:
+        return
+    if any(finding.verdict == "problem" for finding in (*versions, meeting)):
+        advice = "Mend the problems above first: a gang would be refused, or would not meet."
+        yield Finding(what="ranks on the cluster", value="not tried", verdict="warning", advice=advice)
+        return
+    num_workers = min(NUM_RANKS, len(agents.workers))
+    yield try_gang("ranks on the cluster", DaskAgents(client, num_workers), NUM_RANKS // num_workers, timeout)
+
+
+def _versions_on(client: Client, workers: Sequence[str], timeout: float) -> list[Finding]:
+    packages = EQUAL.keys() - {"python"}  # that comes unasked
+    try:
+        # Needs nothing there but Dask.
+        found = client.sync(client.get_versions, packages=sorted(packages), callback_timeout=timeout)
+    except TimeoutError:
+        value = f"some of {', '.join(workers)} did not answer within {timeout:g} s"
+        advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
+        return [Finding(what="workers", value=value, verdict="problem", advice=advice)]
+    return compare_versions(
+        found["client"]["packages"],
+        found["scheduler"]["packages"],
+        {worker: answer["packages"] for worker, answer in found["workers"].items()},
+    )
+
+
+def compare_versions(
+    mine: Mapping[str, str | None], scheduler: Mapping[str, str | None], workers: Mapping[str, Mapping[str, str | None]]
+) -> list[Finding]:
+    """Whether scheduler and workers have what this process has; each a mapping from package to version, or None."""
+    findings = []
+    for package, verdict in EQUAL.items():
+        theirs = workers if package == "torch" else {"the scheduler": scheduler, **workers}
+        own, others = _version_in(mine, package), defaultdict(list)
+        for who, versions in theirs.items():
+            others[_version_in(versions, package) or "missing"].append(who)
+        others.pop(own or "missing", None)
+        if others:
+            value = "; ".join(f"{found} on {', '.join(who)}" for found, who in others.items())
+            findings.append(
+                Finding(
+                    what=f"{package} on the cluster",
+                    value=f"{value}; {own} here",
+                    verdict=verdict,
+                    advice=f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes.",
+                )
+            )
+    return findings or [Finding(what="versions on the cluster", value=f"scheduler and {len(workers)} workers as here")]
+
+
+def _version_in(versions: Mapping[str, str | None], package: str) -> str | None:
+    found = versions.get(package)
+    return ".".join(found.split(".")[:2]) if found and package == "python" else found
+
+
+def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
+    """The address of this process at which ranks meet, and whether those on these hosts can reach it."""
+    from flytekitplugins.daskpytorch.node import interface_of
+
+    interface = interface_of(host)
+    value = f"{host} (interface {interface or 'unknown'})"
+    away = [other for other in dict.fromkeys(worker_hosts) if interface_of(other) is None]
+    if interface == "lo" and away:
+        advice = (
+            "The scheduler is reached through this machine's loopback address, as by a forwarded port, so that workers "
+            "elsewhere cannot connect to this process. Run it in their network, and name the scheduler's address there."
+        )
+        value = f"{value}, which the workers on {', '.join(away)} cannot reach"
+        return Finding(what=what, value=value, verdict="problem", advice=advice)
+    return Finding(what=what, value=value)
+
+
+# ---- Two ranks
+
+
+def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
+    """Have ranks meet and sum something, and take the time."""
+    from flytekitplugins.daskpytorch.dispatch import GangFutures, request_for
+    from flytekitplugins.daskpytorch.gang import Supervisor
+
+    settings = Gang(
+        ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=max(1.0, timeout / 2)
+    )
+    witness = _Witness()
+    supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [witness])
+    futures = GangFutures(supervisor, NUM_RANKS)
+    try:
+        seconds = max(futures.result(2 * timeout))  # in which it is formed, and then found to hang
+    except Exception as error:
+        futures.cancel()
+        wait(futures, CANCEL_TIMEOUT)
+        return Finding(what=what, value=_in_words(error, timeout), verdict="problem", advice=FIREWALL)
+    return Finding(
+        what=what,
+        value=f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
+        f"an all-reduce of {NUM_VALUES * 4 // 2**20} MiB takes {1000 * seconds:.1f} ms",
+    )
+
+
+def all_reduce() -> float:
+    """Sum numbers over the ranks of a gang; the seconds that this takes, the median of some rounds.
+
+    Raises:
+        ArithmeticError: The sum is wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    here = current_rank()
+    values = torch.full((NUM_VALUES,), 10.0**here.rank, device=here.device)
+    dist.all_reduce(values)
+    expected = sum(10.0**rank for rank in range(here.world_size))
+    if not bool((values == expected).all()):
+        raise ArithmeticError(
+            f"the sum over {here.world_size} ranks is {values.min()} to {values.max()}, not {expected}"
+        )
+    seconds = []
+    for _ in range(NUM_ROUNDS):
+        began_at = time.perf_counter()
+        dist.all_reduce(values)
+        values[0].item()  # waits for the GPU
+        seconds.append(time.perf_counter() - began_at)
+    return sorted(seconds)[NUM_ROUNDS // 2]
+
+
+class _Witness(Observer):
+    """Remembers how a gang was formed."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.shape = ""
+
+    def placed(self, shape: Shape) -> None:
+        """Remember where, in words."""
+        hosts = ", ".join(dict.fromkeys(node.host for node in shape.nodes))
+        num_threads = shape.places[0][0].num_threads
+        self.shape = f"{shape.world_size} ranks on {hosts} ({shape.backend}; threads of each: {num_threads})"
+
+    def formed(self, seconds: float) -> None:
+        """Remember how fast."""
+        self.seconds = seconds
+
+
+def _in_words(error: Exception, timeout: float) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"the ranks had not met and summed within {2 * timeout:g} s"
+    blame = error.__cause__ if isinstance(error.__cause__, GangError) else error  # has the rank and its log's end
+    return f"{type(blame).__name__}: {blame}"
