@@ -105,9 +105,11 @@ def dask_cluster(
         yield cluster
 
 
-def start_worker(address: str, index: int, folder: Path) -> Callable[[], None]:
+def start_worker(
+    address: str, index: int, folder: Path, environment: Mapping[str, str] | None = None
+) -> Callable[[], None]:
     """Start one more worker; returns what ends it."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(environment or {})
     command = [str(SCRIPTS / "dask-worker"), "--name", f"late-{index}", "--nthreads", "1", "--memory-limit", "2Gi"]
     process = subprocess.Popen(
         command,

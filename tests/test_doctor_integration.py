@@ -1,0 +1,90 @@
+"""The doctor on a real cluster: all well, a worker with another torch, workers that are busy or do not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from flytekitplugins.daskpytorch import doctor
+from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, wait_for_workers
+
+pytestmark = pytest.mark.timeout(120)
+
+COMMAND = [sys.executable, "-m", "flytekitplugins.daskpytorch"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with dask_cluster(tmp_path_factory.mktemp("doctor")) as running:
+        yield running
+
+
+def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [*COMMAND, "--scheduler", cluster.address, "--json"]
+    with nothing_left_behind() as mark:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**environment, "DASKPYTORCH_TEST_MARK": mark},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert not {name for name, finding in found.items() if finding["verdict"] != "ok" and name != "GPUs"}
+    assert "torch is built for" in found["GPUs"]["value"] or "GiB" in found["GPUs"]["value"]
+    assert found["scheduler"]["value"] == f"{cluster.address} has 2 workers"
+    assert found["versions on the cluster"]["value"] == "scheduler and 2 workers as here"
+    for where in ("on this node", "on the cluster"):
+        assert found[f"ranks {where}"]["value"].startswith("2 ranks on ")
+        assert "an all-reduce of 1 MiB takes " in found[f"ranks {where}"]["value"]
+
+
+def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(cluster: Cluster) -> None:
+    with Client(cluster.address) as client:
+        busy = client.map(time.sleep, [600, 601], pure=False)
+        *_, last = doctor.examine_cluster(cluster.address, timeout=3)
+        client.cancel(busy, force=True)
+    assert (last.what, last.verdict) == ("ranks on the cluster", "problem")
+    assert "only 0 of 2 workers started" in last.value
+
+
+def test_a_worker_that_does_not_answer_is_a_problem(cluster: Cluster) -> None:
+    worker = cluster.worker_process(0)
+    worker.send_signal(signal.SIGSTOP)
+    try:
+        findings = list(doctor.examine_cluster(cluster.address, timeout=1))
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    assert ("workers", "problem") in {(finding.what, finding.verdict) for finding in findings}
+    assert findings[-1].value == "not tried"
+
+
+def test_a_worker_with_another_torch_is_named_and_the_gang_not_tried(cluster: Cluster, tmp_path: Path) -> None:
+    other = tmp_path / "site" / "torch-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
+    end_worker = start_worker(cluster.address, 2, tmp_path, {"PYTHONPATH": str(other.parent)})
+    try:
+        wait_for_workers(cluster.address, 3)
+        with Client(cluster.address) as client:
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+        [guilty] = [address for address, info in workers.items() if info["name"] == "late-2"]
+        found = {finding.what: finding for finding in doctor.examine_cluster(cluster.address)}
+    finally:
+        end_worker()
+    assert found["torch on the cluster"].verdict == "problem"
+    assert found["torch on the cluster"].value.startswith(f"0.0.1 on {guilty}; ")
+    assert found["ranks on the cluster"].value == "not tried"
