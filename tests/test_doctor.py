@@ -179,12 +179,17 @@ def test_a_scheduler_that_never_answers_is_a_problem() -> None:
 # ---- The command
 
 
-def test_a_problem_makes_the_exit_code_1_and_its_line_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
     assert __main__.main(["--no-gang", "--timeout", "0.5"]) == 1
     text = capsys.readouterr().out
+    assert f"\nok       torch                        {version('torch')}" in text
+    assert "\nproblem  GPUs                         ImportError: libcudart.so.13: cannot open" in text
+    assert "install it anew" in text
     assert "\nproblem  scheduler                    no answer from tcp://127.0.0.1:9" in text
     assert "pod's log" in text
 

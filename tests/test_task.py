@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections import OrderedDict
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+from distributed.worker_memory import parse_memory_limit
 from flytekit import PodTemplate, Resources, Secret, dynamic, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import FlyteContextManager
@@ -263,6 +265,27 @@ def test_worker_command_takes_the_backends_arguments() -> None:
     assert params["name"] == "f3a-default-worker-0"
     assert params["nthreads"] == 2
     assert params["memory_limit"] == "1536Mi"
+
+
+def test_worker_command_takes_no_more_than_a_name_where_there_are_no_limits() -> None:
+    params = parsed("dask-worker", ["--name", "f3a-default-worker-0"])
+    assert params["memory_limit"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "num_bytes"),
+    [
+        ("0", None),
+        ("512Ki", 2**19),
+        ("1536Mi", 1536 * 2**20),
+        ("500M", 500 * 10**6),
+        ("1e9", 10**9),
+        ("128974848", 128974848),
+    ],
+)
+def test_worker_understands_what_kubernetes_writes_for_memory(quantity: str, num_bytes: int | None) -> None:
+    limit = parsed("dask-worker", ["--name", "w", "--nthreads", "0", "--memory-limit", quantity])["memory_limit"]
+    assert parse_memory_limit(limit, 1, 1, logger=logging.getLogger(__name__)) == num_bytes
 
 
 def test_scheduler_command_takes_no_arguments() -> None:
