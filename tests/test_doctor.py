@@ -47,7 +47,7 @@ def test_equal_versions_take_one_line() -> None:
     workers = {worker: {**HERE, "python": "3.11.9.final.0"} for worker in WORKERS}
     without_torch = {**HERE, "torch": None}
     [finding] = doctor.compare_versions(HERE, without_torch, workers)
-    assert (finding.value, finding.verdict) == ("scheduler and 2 workers as here", "ok")
+    assert (finding.value, finding.verdict) == ("those of the scheduler and of all workers are as here", "ok")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,12 @@ def test_a_scheduler_without_this_package_is_a_problem() -> None:
     scheduler = {**HERE, "flytekitplugins-daskpytorch": None}
     [finding] = doctor.compare_versions(HERE, scheduler, {WORKERS[0]: HERE})
     assert (finding.value, finding.verdict) == ("missing on the scheduler; 0.1.0 here", "problem")
+
+
+def test_of_many_workers_the_first_are_named() -> None:
+    workers = {f"tcp://10.0.0.{host}:4000": {**HERE, "torch": "2.8.0"} for host in range(1, 31)}
+    [finding] = doctor.compare_versions(HERE, HERE, workers)
+    assert "tcp://10.0.0.4:4000 and 26 more; 2.9.0 here" in finding.value
 
 
 # ---- GPUs

