@@ -70,8 +70,8 @@ CONNECT_TIMEOUT = 10.0
 """Seconds, at most, for the scheduler to answer, and for all workers to tell their versions."""
 TORCH_TIMEOUT = 90.0
 """Seconds for torch to be imported and to look at the GPUs."""
-CANCEL_TIMEOUT = 20.0
-"""Seconds for the ranks of a gang that is given up to end."""
+GRACE = 20.0
+"""Seconds for a gang to end, once its own time limits have passed, or once it is given up."""
 FIREWALL = (
     "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
     "On a slow or busy machine raise --timeout."
@@ -104,7 +104,7 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
     Args:
         scheduler: The address of a Dask scheduler; None: there is no cluster.
         with_gangs: Have two ranks meet, here and on the cluster.
-        timeout: Seconds for such ranks to meet, and, but never more than ten, for a scheduler to answer.
+        timeout: Seconds for such ranks to meet, and again to sum; and, at most ten, for a scheduler to answer.
     """
     yield from surviving("versions", _versions)
     yield from surviving("commands", _commands)
@@ -398,18 +398,17 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     from flytekitplugins.daskpytorch.dispatch import GangFutures, request_for
     from flytekitplugins.daskpytorch.gang import Supervisor
 
-    settings = Gang(
-        ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=max(1.0, timeout / 2)
-    )
+    settings = Gang(ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)
     witness = _Witness()
     supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [witness])
     futures = GangFutures(supervisor, NUM_RANKS)
+    limit = 2 * timeout + GRACE  # in which it is formed, and then found to hang
     try:
-        seconds = max(futures.result(2 * timeout))  # in which it is formed, and then found to hang
+        seconds = max(futures.result(limit))
     except Exception as error:
         futures.cancel()
-        wait(futures, CANCEL_TIMEOUT)
-        return Finding(what=what, value=_in_words(error, timeout), verdict="problem", advice=FIREWALL)
+        wait(futures, GRACE)
+        return Finding(what=what, value=_in_words(error, limit), verdict="problem", advice=FIREWALL)
     return Finding(
         what=what,
         value=f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
@@ -461,8 +460,8 @@ class _Witness(Observer):
         self.seconds = seconds
 
 
-def _in_words(error: Exception, timeout: float) -> str:
+def _in_words(error: Exception, limit: float) -> str:
     if isinstance(error, TimeoutError) and not str(error):
-        return f"the ranks had not met and summed within {2 * timeout:g} s"
+        return f"the ranks had not met and summed within {limit:g} s"
     blame = error.__cause__ if isinstance(error.__cause__, GangError) else error  # has the rank and its log's end
     return f"{type(blame).__name__}: {blame}"
