@@ -93,7 +93,7 @@ class Access:
     """None: as the environment or the profile says, else us-east-1."""
     addressing_style: Style = "auto"
     """Whether the bucket is in the URL's path or its host; auto: in the path where the server is not AWS's."""
-    num_connections: int = 16
+    num_connections: int = 32
     """The most requests in flight per process."""
     timeout: float = 30.0
     """Seconds without an answer after which a request has failed."""
