@@ -146,7 +146,7 @@ def test_the_two_commands_install_and_start_what_they_say() -> None:
     main, tests = (block.strip().split(" && ") for block in blocks("bash")[:2])
     assert main[1] == ".venv/bin/pip install '.[workflows]'"
     assert main[2].startswith(".venv/bin/pyflyte run workflows/pet_names.py")
-    assert tests[1:] == [".venv/bin/pip install -e '.[dev]'", ".venv/bin/pytest"]
+    assert tests[1:] == [".venv/bin/pip install -e '.[dev]'", ".venv/bin/pytest -n 2"]
     assert "pip install --quiet --editable '.[dev]'" in (REPOSITORY / ".ci" / "run").read_text()
 
 
