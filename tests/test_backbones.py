@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,6 +137,7 @@ def test_names_that_are_none(backbone: str, weights: str, problem: str | None) -
 
 
 def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urllib keeps the proxies that it was first used with
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")

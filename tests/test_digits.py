@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 
 
 def ask_only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urllib keeps the proxies that it was first used with
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{port}/"])
