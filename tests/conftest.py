@@ -20,9 +20,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n 2`, the tests that start processes run one after the other, beside all others."""
+    """With `pytest -n 2`, the integration tests run one after the other, beside all others."""
     for item in items:
-        if item.path.stem.endswith("_integration") or item.path.stem == "test_readme":
+        if item.path.stem.endswith("_integration"):
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 
