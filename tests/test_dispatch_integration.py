@@ -313,6 +313,28 @@ def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest
     assert dispatch.run(client, linger_at_exit).result(30) == [0, 1]
 
 
+def test_a_scheduler_that_is_busy_for_a_while_is_not_lost(cluster: Cluster, client: Client) -> None:
+    cluster.scheduler.send_signal(signal.SIGSTOP)
+    wake = threading.Timer(2 * dispatch.LOOK_TIMEOUT, cluster.scheduler.send_signal, [signal.SIGCONT])
+    wake.start()
+    try:
+        assert dispatch.run(client, weighted_sum, 1).result(60) == [(0, 11), (1, 11)]
+    finally:
+        wake.join()
+
+
+def test_a_scheduler_that_says_nothing_is_named(
+    cluster: Cluster, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "FIRST_LOOK_TIMEOUT", 0.5)
+    cluster.scheduler.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(GangStartError, match=rf"{cluster.address} is connected, but did not say within 0.5 s"):
+            dispatch.run(client, weighted_sum, 1)
+    finally:
+        cluster.scheduler.send_signal(signal.SIGCONT)
+
+
 def test_a_lost_scheduler_ends_the_gang(tmp_path: Path) -> None:
     started = str(tmp_path / "rank")
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:

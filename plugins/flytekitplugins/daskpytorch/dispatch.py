@@ -42,7 +42,9 @@ __all__ = ["DaskAgents", "Echo", "GangFutures", "map", "request_for", "run"]
 AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
 LOOK_TIMEOUT = 2.0
-"""Seconds for the scheduler to say which workers it has."""
+"""Seconds for the scheduler to say which workers it has, to a gang that has other things to do and asks again."""
+FIRST_LOOK_TIMEOUT = 30.0
+"""The same for one that cannot begin without: a busy scheduler is none that is lost. Dask's own for connecting."""
 
 
 def run(
@@ -72,7 +74,7 @@ def run(
         One future per rank, in the order of the ranks; the whole has `result`, `exception` and `cancel` too.
 
     Raises:
-        GangStartError: The cluster has no workers, or fewer than `gang.min_workers`.
+        GangStartError: The cluster has no workers, or fewer than `gang.min_workers`, or its scheduler does not answer.
         TypeError: The function or an argument cannot be pickled.
     """
     settings = gang or Gang()
@@ -258,7 +260,13 @@ class DaskAgents:
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
         self._stay = stay
-        self._addresses = self._look()
+        try:
+            self._addresses = self._look(FIRST_LOOK_TIMEOUT)
+        except TimeoutError as error:
+            raise GangStartError(
+                f"the Dask scheduler at {self.scheduler} is connected, but did not say within {FIRST_LOOK_TIMEOUT:g} s "
+                "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
+            ) from error
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
@@ -294,16 +302,16 @@ class DaskAgents:
 
     def present(self) -> list[str]:
         """All the workers that the scheduler knows now."""
-        self._addresses |= (here := self._look())
+        self._addresses |= (here := self._look(LOOK_TIMEOUT))
         return list(here)
 
     def is_connected(self) -> bool:
         """Whether the scheduler is there, as far as the client knows."""
         return bool(self._client.status == "running")
 
-    def _look(self) -> dict[str, str]:
+    def _look(self, timeout: float) -> dict[str, str]:
         """What users call the workers -> their addresses. In-process ones have addresses without an order."""
-        infos = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)["workers"]
+        infos = self._client.sync(self._client.scheduler.identity, callback_timeout=timeout)["workers"]
         return {
             f"local worker {info['name']}" if address.startswith("inproc:") else address: address
             for address, info in infos.items()
