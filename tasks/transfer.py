@@ -494,11 +494,10 @@ class _Trainer:
         for record in found:
             metrics = {name: value for name, value in asdict(record).items() if name != "step"}
             self.rank.log(metrics, step=record.step, num_steps=self._num_steps)
-        self._submit(record for record in self.records if (record.epoch, record.phase) == (found[0].epoch, TRAINING))
 
     def _note(self, phase: str, sums: _Sums, unread: Sequence[tuple[int, float, int, Tensor]]) -> list[Record]:
         """Make records of what lies on the device."""
-        sample = sum(record.count for record in self.records if self._is_own(record) and record.phase == phase)
+        sample = next((r.sample for r in reversed(self.records) if self._is_own(r) and r.phase == phase), 0)
         found = []
         rows = torch.stack([row for *_, row in unread]).tolist()
         for (step, learning_rate, count, _), (loss_sum, correct) in zip(unread, rows, strict=True):
@@ -523,7 +522,10 @@ class _Trainer:
         return record.worker == self.rank.rank
 
     def _submit(self, records: Iterable[Record]) -> None:
-        """Have the driver write them down, where there is one that does."""
+        """Have the driver write them down, where there is one that does, in place of those of the same epoch and rank.
+
+        When a checkpoint has them, too: the whole epoch anew at each reading would be too much in a long one.
+        """
         if self.rank.submit is not None:
             for path, text in as_files(records).items():
                 self.results.submit_result(path, text)
@@ -565,7 +567,7 @@ class _Trainer:
             found = [F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(dim=1) == labels).sum()]
             unread.append((self.step, self._learning_rate, len(labels), torch.stack(found)))
         sums = _Sums()
-        self._submit(self._note(EVALUATION, sums, unread))
+        self._note(EVALUATION, sums, unread)
         return self._means(sums, self.num_held_out, "held-out")
 
     def _share_buffers(self) -> None:
@@ -607,6 +609,7 @@ class _Trainer:
             ranks=gather_from_ranks(own),
         )
         self.rank.checkpoint.save(state, self.step)
+        self._submit(record for record in self.records if record.epoch == self.records[-1].epoch)
 
 
 def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

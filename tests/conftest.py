@@ -26,6 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models that are too small for more: threads that wait for busy cores cost minutes."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of real data beside the checkout, or wherever DASKPYTORCH_TEST_DATA says."""

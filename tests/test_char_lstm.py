@@ -35,6 +35,8 @@ from tasks.char_lstm import (
 from tasks.embedded_names import EMBEDDED_NAMES
 from tasks.names import ALPHABET, load_names
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SEATTLE = DATA / "seattle_pet_licenses.csv"
 
@@ -54,15 +56,6 @@ SAVE = {"mid_epoch": 4, "end_of_epoch": 3, "end": 9}
 """The save after which the ranks die."""
 STOP_AFTER = {"between_saves": 6, "at_a_save": 7, "last_step_of_an_epoch": 9}
 """Calls of `should_stop` before the one that is true."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for more, and threads that wait for busy cores cost minutes."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -25,6 +24,8 @@ from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
 from tasks.digits import Digits, DigitSet, small_digits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIGITS = small_digits(seed=0)
 NUM_TRAINING, NUM_TEST = len(DIGITS.training), len(DIGITS.test)
 SMALL = Digits(
@@ -37,15 +38,6 @@ SHARED = Hyperparameters(epochs=2, batch_size=48, test_batch_size=100, log_inter
 """Gangs of one, two and three share a batch evenly; neither two nor three share the 359 test images evenly."""
 NOTHING = Recorded()
 UNEVEN = Hyperparameters(epochs=1, batch_size=50, test_batch_size=7, log_interval=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is too small for more, and threads that wait for busy cores cost minutes."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class KilledError(Exception):

@@ -95,6 +95,11 @@ def test_another_number_of_ranks_goes_on_with_the_right_next_item() -> None:
     assert Counter(seen) == Counter(range(100))
 
 
+def test_a_larger_gang_may_have_ranks_without_an_item_at_the_end_of_an_epoch() -> None:
+    [step] = batches(10, 2, 4, num_seen=8)
+    assert [len(share) for share in step] == [1, 1, 0, 0]
+
+
 def test_epochs_differ_in_their_order() -> None:
     assert batches(50, 10, 2, epoch=1) != batches(50, 10, 2, epoch=2)
     sampler = RankBatches([5, 3, 8], 2, shuffle=False, rank=0, world_size=1)

@@ -22,6 +22,8 @@ from tasks.photos import BREEDS, write_photos
 from tasks.records import EVALUATION, TRAINING, Record
 from tasks.transfer import Hyperparameters, TrainingResult, split, train, transform
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_TRAINING, NUM_HELD_OUT = 100, 20
 HP = Hyperparameters(
     backbone="small",  # has batch normalisation and dropout
@@ -41,15 +43,6 @@ SAVE = {"frozen": 1, "at_the_thaw": 3, "mid_epoch": 5}
 """The save after which the ranks die."""
 STOP_AFTER = {"between_saves": 8, "last_step_of_an_epoch": 11}
 """Calls of `should_stop` before the one that is true."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for more, and threads that wait for busy cores cost minutes."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

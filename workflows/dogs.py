@@ -35,6 +35,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -83,13 +84,27 @@ HashedState = Annotated[PythonPickledFile, HashMethod(_content_hash)]
 """What is equal is the same to Flyte's cache, whenever it was listed and wherever it came from."""
 
 
+@dataclass
+class Place:
+    """Where the pictures are."""
+
+    bucket: str = ""
+    """Its name, or s3://bucket/prefix; empty: they are generated."""
+    prefix: str = ""
+    anon: bool = False
+    endpoint_url: str = ""
+
+
 class Source(NamedTuple):
-    """What to train on, and from."""
+    """What to train on, from and how, checked."""
 
     pictures: HashedPictures
     """The bucket's listing, or the generated pictures themselves."""
+    place: Place
     start: HashedState
     """The weights to start from."""
+    hp: Hyperparameters
+    """Settled."""
 
 
 class TrainingOutputs(NamedTuple):
@@ -123,13 +138,16 @@ def index(
     folder.mkdir()
     if not bucket:
         write_photos(folder, seed=hp.seed)
-    pictures = _open(str(folder), bucket, prefix, anon, endpoint_url, hp)
-    print(_describe(pictures, bucket, prefix))
+    place = Place(bucket=bucket, prefix=prefix, anon=anon, endpoint_url=endpoint_url)
+    pictures = _open(str(folder), place, hp)
+    print(_describe(pictures, place))
     _check_number(pictures, hp)
     start = _start(state, hp, pictures.classes)
     path = Path(current_context().working_directory, "start.pt")
     backbones.save_start(start, path)
-    return Source(pictures=FlyteDirectory(path=str(folder)), start=PythonPickledFile(path=str(path)))
+    return Source(
+        pictures=FlyteDirectory(path=str(folder)), place=place, start=PythonPickledFile(path=str(path)), hp=hp
+    )
 
 
 @task(
@@ -142,21 +160,12 @@ def index(
     requests=Resources(cpu="1", mem="2Gi"),
     environment=SETTINGS,
     retries=2,
-    cache=Cache(version="1", ignored_inputs=("bucket", "prefix", "anon", "endpoint_url")),
+    cache=Cache(version="1", ignored_inputs=("place",)),
     enable_deck=True,
 )
-def train(
-    pictures: FlyteDirectory,
-    start: PythonPickledFile,
-    bucket: str,
-    prefix: str,
-    anon: bool,
-    endpoint_url: str,
-    hp: Hyperparameters,
-) -> TrainingOutputs:
+def train(pictures: FlyteDirectory, place: Place, start: PythonPickledFile, hp: Hyperparameters) -> TrainingOutputs:
     """Train in every rank; the first rank's outputs are the task's."""
-    hp = hp.settled(has_bucket=bool(bucket))
-    opened = _open(pictures.download(), bucket, prefix, anon, endpoint_url, hp)
+    opened = _open(pictures.download(), place, hp)
     result = transfer.train(opened, hp, backbones.read_start(start.download()))
     home = Path(current_context().working_directory)
     if current_rank().is_main:
@@ -171,19 +180,15 @@ def train(
 @task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS, enable_deck=True)
 def classify(
     pictures: FlyteDirectory,
+    place: Place,
+    hp: Hyperparameters,
     model_state: PythonPickledFile,
     statistics: FlyteDirectory,
     epoch_accuracies: list[float],
-    bucket: str,
-    prefix: str,
-    anon: bool,
-    endpoint_url: str,
-    hp: Hyperparameters,
 ) -> str:
     """Try the weights that arrived on held-out images; say in a line, and show in a Deck, how it went."""
-    hp = hp.settled(has_bucket=bool(bucket))
     classifier = Classifier.load(model_state.download())
-    opened = _open(pictures.download(), bucket, prefix, anon, endpoint_url, hp)
+    opened = _open(pictures.download(), place, hp)
     shown = _classify(classifier, opened, _sample(transfer.split(opened, hp)[1]))
     num_right = sum(not picture.is_wrong for picture in shown)
     text = (
@@ -216,25 +221,14 @@ def dogs(
         hp: How to train, as a JSON object of Hyperparameters' fields.
     """
     source = index(bucket=bucket, prefix=prefix, anon=anon, endpoint_url=endpoint_url, state=state, hp=hp)
-    trained = train(
-        pictures=source.pictures,
-        start=source.start,
-        bucket=bucket,
-        prefix=prefix,
-        anon=anon,
-        endpoint_url=endpoint_url,
-        hp=hp,
-    )
+    trained = train(pictures=source.pictures, place=source.place, start=source.start, hp=source.hp)
     summary = classify(
         pictures=source.pictures,
+        place=source.place,
+        hp=source.hp,
         model_state=trained.model_state,
         statistics=trained.records,
         epoch_accuracies=trained.epoch_accuracies,
-        bucket=bucket,
-        prefix=prefix,
-        anon=anon,
-        endpoint_url=endpoint_url,
-        hp=hp,
     )
     return Dogs(
         epoch_accuracies=trained.epoch_accuracies,
@@ -260,15 +254,15 @@ def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
             raise ValueError(f"the images {kind}: {error}. Set DOGS_WORKERS lower, or give more images.") from error
 
 
-def _open(folder: str, bucket: str, prefix: str, anon: bool, endpoint_url: str, hp: Hyperparameters) -> Pictures:
+def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
     """The bucket's pictures, by the listing in the folder where there is one already, or the folder's own pictures."""
-    if bucket:
+    if place.bucket:
         return S3ImageFolder(
-            bucket,
-            prefix,
+            place.bucket,
+            place.prefix,
             transform=transfer.transform(hp),
-            anon=anon,
-            endpoint_url=endpoint_url or None,
+            anon=place.anon,
+            endpoint_url=place.endpoint_url or None,
             decoder="torchvision",
             on_error=hp.on_error,
             index=Path(folder, INDEX),
@@ -278,11 +272,11 @@ def _open(folder: str, bucket: str, prefix: str, anon: bool, endpoint_url: str, 
     return ImageFolder(folder, transform=transfer.transform(hp))
 
 
-def _describe(pictures: Pictures, bucket: str, prefix: str) -> str:
+def _describe(pictures: Pictures, place: Place) -> str:
     """One line for people."""
     numbers = f"{len(pictures.targets):,} images of {len(pictures.classes)} classes"
-    if bucket:
-        return f"{numbers} in {'/'.join(filter(None, ('s3://' + bucket.removeprefix('s3://'), prefix)))}"
+    if place.bucket:
+        return f"{numbers} in {'/'.join(filter(None, ('s3://' + place.bucket.removeprefix('s3://'), place.prefix)))}"
     return f"{numbers}: generated photographs, since no bucket was given (--bucket s3://bucket/prefix)"
 
 

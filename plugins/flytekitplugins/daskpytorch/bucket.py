@@ -49,7 +49,7 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "AuthorizationHeaderMalformed": (PermissionError, "is in another region. Name it: region=..."),
 }
 """S3's error code -> what it is, and what the user can do. All others are worth another try."""
-HTTP_CODES = {"400": "ExpiredToken", "403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
+HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
 """For answers without a body."""
 
 
@@ -173,8 +173,8 @@ class Bucket:
     def __init__(self, name: str, access: Access) -> None:
         self.name = name
         self.access = access
-        self._reader: _Reader | None = None
         self._plain: _Botocore | None = None
+        self._quick: _Reader | None = None
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
@@ -218,7 +218,7 @@ class Bucket:
             if retry:
                 time.sleep(random.uniform(0.5, 1) * min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** (retry - 1)))
             try:
-                body, etag = self._reader_of(listed.key).get(self.name, listed.key)
+                body, etag = self._reader_of(listed.key).get(listed.key)
                 self._verify(uri, listed, body, etag, seen)
             except FINAL:
                 raise
@@ -230,16 +230,16 @@ class Bucket:
         raise type(failure)(f"{failure}. Tried {num_tries} times; timeout={self.access.timeout:g} s") from failure
 
     def _reader_of(self, key: str) -> _Reader:
-        if _is_plain(key):
-            return self._plainly()
         plain = self._plainly()
+        if not _is_path(key):
+            return plain
         with self._lock:
-            self._reader = self._reader or _reader(self.name, self.access, plain)
-        return self._reader
+            self._quick = self._quick or _quick_reader(self.name, self.access, plain)
+        return self._quick
 
     def _plainly(self) -> _Botocore:
         with self._lock:
-            self._plain = self._plain or _Botocore(self.access)
+            self._plain = self._plain or _Botocore(self.name, self.access)
         return self._plain
 
     def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
@@ -277,7 +277,7 @@ class Bucket:
 
 
 class _Reader(Protocol):
-    def get(self, bucket: str, key: str) -> tuple[bytes, str]:
+    def get(self, key: str) -> tuple[bytes, str]:
         """An object and its ETag; one try. Raises what `Bucket.read` does."""
 
 
@@ -285,6 +285,7 @@ class _Obstore:
     def __init__(self, bucket: str, access: Access, plain: _Botocore) -> None:
         from obstore.store import S3Store
 
+        self._bucket = bucket
         endpoint: str = plain.client.meta.endpoint_url
         in_path = access.addressing_style == "path" or not is_aws(endpoint) or "." in bucket
         if access.addressing_style == "virtual" and not is_aws(endpoint):
@@ -306,30 +307,31 @@ class _Obstore:
             retry_config={"max_retries": 0},  # `Bucket.read` tries again
         )
 
-    def get(self, bucket: str, key: str) -> tuple[bytes, str]:
+    def get(self, key: str) -> tuple[bytes, str]:
         import obstore
 
         try:
             answer = obstore.get(self._store, key)
             return bytes(answer.bytes()), (answer.meta["e_tag"] or "").strip('"')
         except Exception as error:
-            raise _from_obstore(error, f"s3://{bucket}/{key}") from None  # its text has what is of use
+            raise _from_obstore(error, f"s3://{self._bucket}/{key}") from None  # its text has what is of use
 
 
 class _Botocore:
-    def __init__(self, access: Access) -> None:
+    def __init__(self, bucket: str, access: Access) -> None:
+        self._bucket = bucket
         self.session = access.session()
         self.client = access.client(self.session)
 
-    def get(self, bucket: str, key: str) -> tuple[bytes, str]:
+    def get(self, key: str) -> tuple[bytes, str]:
         try:
-            answer = self.client.get_object(Bucket=bucket, Key=key)
+            answer = self.client.get_object(Bucket=self._bucket, Key=key)
             return answer["Body"].read(), answer.get("ETag", "").strip('"')
         except Exception as error:
-            raise _from_botocore(error, f"s3://{bucket}/{key}") from error
+            raise _from_botocore(error, f"s3://{self._bucket}/{key}") from error
 
 
-def _reader(bucket: str, access: Access, plain: _Botocore) -> _Reader:
+def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Reader:
     if _inherited_threads:
         logger.warning(
             "this process was forked from one that had read by obstore already, which cannot be used after that: it "
@@ -340,9 +342,9 @@ def _reader(bucket: str, access: Access, plain: _Botocore) -> _Reader:
     return _Obstore(bucket, access, plain)
 
 
-def _is_plain(key: str) -> bool:
-    """Whether obstore cannot name an object: it takes keys for paths."""
-    return any(part in ("", ".", "..") for part in key.split("/"))
+def _is_path(key: str) -> bool:
+    """Whether obstore can name an object, since it takes keys for paths."""
+    return not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _credentials(session: Any) -> Any:

@@ -141,7 +141,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             timeout=timeout,
             num_retries=num_retries,
             addressing_style=addressing_style,
-            **_credentials(storage_options or {}, anon=anon, endpoint_url=endpoint_url, region=region),
+            **_access_options(storage_options or {}, anon=anon, endpoint_url=endpoint_url, region=region),
         )
         self.transform = transform
         self.target_transform = target_transform
@@ -209,9 +209,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 "see the log for the reasons"
             )
         return items
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -376,7 +373,7 @@ def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def _credentials(
+def _access_options(
     options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None, region: str | None
 ) -> dict[str, Any]:
     """The arguments of `Access` among those of s3fs; what is named outside of them comes first."""

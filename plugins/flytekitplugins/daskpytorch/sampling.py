@@ -151,7 +151,8 @@ class RankBatches(Sampler[list[int]]):
         Args:
             epoch: Any number; it decides on the order.
             num_seen: How many items all ranks together have seen of it. The rest is the same whatever the number of
-                ranks was that saw them.
+                ranks was that saw them. Where fewer items are left than there are ranks now, some ranks are given an
+                empty batch.
 
         Raises:
             ValueError: `num_seen` is not from 0 to the number of items.
