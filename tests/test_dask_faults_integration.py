@@ -15,12 +15,10 @@ from distributed import Client
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch, roster
-from processes import Cluster, dask_cluster, is_alive, nothing_left_behind, start_worker, until
+from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, start_worker, until
 
 pytestmark = pytest.mark.timeout(120)
 
-MAX_SECONDS = 20.0
-"""From a fault to the next generation, where no worker has to come back; a bound for a busy host, not a measurement."""
 SMALLER = Gang(min_workers=1)
 
 

@@ -25,7 +25,7 @@ import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.mirror import MANIFEST, Mirror, MirrorPaths
-from processes import Cluster, dask_cluster, is_alive, nothing_left_behind, until
+from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -41,8 +41,6 @@ from wandb_file import read_run
 
 pytestmark = pytest.mark.timeout(150)
 
-MAX_SECONDS = 15.0
-"""From a fault to the end of its attempt, or to the next generation, even on a busy host."""
 MAX_ATTEMPT_SECONDS = 75.0
 """A whole attempt, the start of the container's command included."""
 RUN_ID = "f3a-n0"
@@ -285,7 +283,7 @@ def test_43_weights_and_biases_is_down(execution: Execution) -> None:
         ended_at = time.time()
     assert result(attempt) == expected(20)
     times = [float(line) for line in execution.lines("epochs-0-0")]
-    assert max(after - before for before, after in pairwise(times)) < 1.5
+    assert max(after - before for before, after in pairwise(times)) < 5
     assert ended_at - times[-1] < MAX_SECONDS
     assert "Weights & Biases: " in attempt.output
     assert "The run is recorded offline" in attempt.output

@@ -19,12 +19,9 @@ from distributed import Client
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, forkserver
-from processes import dask_cluster, nothing_left_behind, until
+from processes import MAX_SECONDS, dask_cluster, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
-
-MAX_SECONDS = 15.0
-"""From a fault to the next generation, or to the error: far below any time-out of gloo or NCCL, even on a busy host."""
 
 
 EVERYWHERE = ["DaskDDP", "SpawnDDP"]

@@ -29,14 +29,12 @@ import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, vault
 from flytekitplugins.daskpytorch import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.mirror import MANIFEST
-from processes import Cluster, dask_cluster, nothing_left_behind, until
+from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, until
 from tasks import char_lstm
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute, expected, result
 
 pytestmark = pytest.mark.timeout(150)
 
-MAX_SECONDS = 15.0
-"""From a fault to the next generation, or to the error, even on a busy host."""
 HOSTS = ["127.0.0.2", "127.0.0.3"]
 SAVED_NEXT = 2 * ft.SAVED_AT
 """The step of the checkpoint that goes wrong; the one before is safe."""
