@@ -1,0 +1,393 @@
+"""A registry of models: versions that never change, and which of them is the champion.
+
+Runs in ordinary tasks, and by hand:
+
+    python -m tasks.registry --registry s3://bucket/models history
+    python -m tasks.registry --registry s3://bucket/models roll-back --reason "too many names with q"
+
+What is where below the registry's URI:
+
+    versions/ID/...         the version's files and its card.json
+    versions/ID.json        the files' sizes and checksums; written last, so that a version is there whole or not at all
+    promotions/00000001.json ...   who became champion when, why, and instead of whom; the newest is the champion
+
+A promotion is made by creating the object with the next number, which of several at once only one can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tasks.stores import open_store
+
+__all__ = ["VARIABLE", "ChampionChangedError", "DamagedFileError", "Promotion", "Registry"]
+
+VARIABLE = "PET_NAMES_REGISTRY"
+"""The environment variable with the URI of the registry."""
+CARD = "card.json"
+VERSION = re.compile(r"\d{8}T\d{12}Z-[0-9a-f]{12}", re.ASCII)
+"""UTC to the microsecond, and the beginning of the contents' checksum."""
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+PROMOTION = re.compile(r"\d{8}\.json", re.ASCII)
+
+
+class ChampionChangedError(RuntimeError):
+    """Somebody else has promoted meanwhile; nothing was changed."""
+
+
+class DamagedFileError(RuntimeError):
+    """A file of a version is not what was added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """A version became the champion."""
+
+    number: int
+    """1, 2, ...; the newest is the champion."""
+    version: str
+    """The version that became champion."""
+    previous: str | None
+    """The version that it replaced; None the first time."""
+    reason: str
+    """Why, for people."""
+    at: str
+    """When, in UTC, as ISO 8601 writes it."""
+
+
+class Registry:
+    """Versions of a model, and which of them is the champion.
+
+    Args:
+        uri: A local folder, which is made if need be, or `s3://bucket/prefix`.
+        storage_options: What fsspec needs to reach it, besides what the environment says.
+
+    Raises:
+        ValueError: The URI is none of these.
+    """
+
+    def __init__(self, uri: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._uri = uri
+        self._store = open_store(uri, storage_options)
+        self._is_checked = False
+
+    def check(self) -> None:
+        """Try whether one can write here, and whether of two that promote at once only one can; once per object.
+
+        `add` and `promote` do so, too. Call it before a long training, to have an error before it.
+
+        Raises:
+            RuntimeError: Two could; or the folder cannot be written.
+            OSError: The bucket cannot be reached or written.
+        """
+        if not self._is_checked:
+            self._store.check()
+            self._is_checked = True
+
+    # ---- Versions
+
+    def add(self, files: Mapping[str, Path], card: Mapping[str, Any]) -> str:
+        """Add a version: whole or, if this fails or is killed, not at all. It never changes afterwards.
+
+        Args:
+            files: Local files by the names that they get: letters, digits, `_`, `-` and `.`.
+            card: What people should know of the version; what JSON can write.
+
+        Returns:
+            The version's id. Ids sort by time.
+
+        Raises:
+            ValueError: A name cannot be, or a file is missing; the message names all of them.
+            RuntimeError, OSError: As `check` says.
+        """
+        _refuse(files)
+        self.check()
+        sources: dict[str, Path | bytes] = {**files, CARD: json.dumps(dict(card), indent=2).encode()}
+        manifest = _json({name: _fingerprint(source) for name, source in sources.items()})
+        version = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{hashlib.sha256(manifest).hexdigest()[:12]}"
+        for name, source in sources.items():
+            self._store.write(f"versions/{version}/{name}", source)
+        self._store.write(f"versions/{version}.json", manifest)
+        return version
+
+    def versions(self) -> list[str]:
+        """The ids of all versions, oldest first."""
+        ids = (name.removesuffix(".json") for name in self._store.names("versions") if name.endswith(".json"))
+        return [version for version in ids if VERSION.fullmatch(version)]
+
+    def files(self, version: str) -> dict[str, int]:
+        """The names and sizes in bytes of a version's files, its card among them.
+
+        Raises:
+            ValueError: There is no such version.
+        """
+        return {name: entry["size"] for name, entry in self._manifest(version).items()}
+
+    def card(self, version: str) -> dict[str, Any]:
+        """What people should know of a version.
+
+        Raises:
+            ValueError: There is no such version.
+            DamagedFileError: The card is not what was added.
+        """
+        entry = self._manifest(version)[CARD]
+        (found,) = self._store.read([f"versions/{version}/{CARD}"])
+        self._compare(version, CARD, entry, _fingerprint(found))
+        card: dict[str, Any] = json.loads(found)
+        return card
+
+    def fetch(self, version: str, name: str, folder: Path) -> Path:
+        """Copy a file of a version into a local folder, which is made if need be.
+
+        It is what was added, but whoever may write to the registry may have added anything: load states with
+        `torch.load(path, weights_only=True)`.
+
+        Raises:
+            ValueError: There is no such version, or it has no such file.
+            DamagedFileError: The file is not what was added; nothing is left in the folder.
+        """
+        manifest = self._manifest(version)
+        if name not in manifest:
+            raise ValueError(f"version {version} of {self._uri} has no file {name!r}; it has {', '.join(manifest)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        path, part = folder / name, folder / f".{name}.part"
+        try:
+            self._store.download(f"versions/{version}/{name}", part)
+            self._compare(version, name, manifest[name], _fingerprint(part))
+            return part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    # ---- Promotions
+
+    def champion(self) -> Promotion | None:
+        """The newest promotion; None as long as there has been none."""
+        newest = self._read_promotions(self._promotions()[-1:])
+        return newest[0] if newest else None
+
+    def history(self) -> list[Promotion]:
+        """All promotions, oldest first; a roll-back is one, too."""
+        return self._read_promotions(self._promotions())
+
+    def promote(self, version: str, *, instead_of: Promotion | None, reason: str) -> Promotion:
+        """Make a version the champion, unless the champion has changed. The same promotion twice is one.
+
+        Args:
+            version: An id.
+            instead_of: The champion that the version was compared with; None if there was none.
+            reason: Why, for people.
+
+        Raises:
+            ChampionChangedError: The champion is not `instead_of`; nothing was changed.
+            ValueError: There is no such version, or it is the champion already.
+            RuntimeError, OSError: As `check` says.
+        """
+        self._manifest(version)
+        if instead_of is not None and instead_of.version == version:
+            raise ValueError(
+                f"version {version} is the champion of {self._uri} already, by promotion {instead_of.number}"
+            )
+        self.check()
+        wanted = Promotion(
+            number=instead_of.number + 1 if instead_of else 1,
+            version=version,
+            previous=instead_of.version if instead_of else None,
+            reason=reason,
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        champion = self.champion()
+        if champion == instead_of:
+            champion = self._create(wanted)
+        # The same one: the answer to our own request was lost and it was sent again, or the whole task is run again.
+        if champion is None or (champion.number, champion.version) != (wanted.number, version):
+            raise ChampionChangedError(
+                f"version {version} was not promoted in {self._uri}: it was to replace {_described(instead_of)}, but "
+                f"the champion is {_described(champion)} by now. Both are kept: compare them, and promote again if "
+                "need be."
+            )
+        return champion
+
+    def roll_back(self, *, to: str | None = None, reason: str = "rolled back") -> Promotion:
+        """Make an earlier champion the champion again.
+
+        Args:
+            to: A version that has been champion. By default the one before the champion; done twice, this goes back
+                by two, not to and fro.
+            reason: Why, for people.
+
+        Raises:
+            ChampionChangedError: Somebody has promoted at the same time; nothing was changed.
+            ValueError: There is nothing to go back to, or `to` has not been champion or is it now.
+            RuntimeError, OSError: As `check` says.
+        """
+        history = self.history()
+        standing = _standing(history)
+        if to is None and len(standing) < 2:
+            raise ValueError(
+                f"there is nothing to go back to in {self._uri}: the champion is {', '.join(standing) or None}"
+            )
+        if to is not None and to not in {promotion.version for promotion in history}:
+            raise ValueError(f"version {to!r} has never been champion of {self._uri}; promote it if you mean it")
+        return self.promote(to or standing[-2], instead_of=history[-1], reason=reason)
+
+    # ---- What is in the store
+
+    def _manifest(self, version: str) -> dict[str, dict[str, Any]]:
+        if not VERSION.fullmatch(version):
+            raise ValueError(f"{version!r} is no version's id, such as 20260131T060000000000Z-0123456789ab")
+        try:
+            (found,) = self._store.read([f"versions/{version}.json"])
+        except FileNotFoundError as error:
+            raise ValueError(f"there is no version {version} in {self._uri}") from error
+        manifest: dict[str, dict[str, Any]] = json.loads(found)
+        return manifest
+
+    def _compare(self, version: str, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        if found != wanted:
+            raise DamagedFileError(
+                f"{name} of version {version} in {self._uri} is damaged: it should have {wanted['size']:,} bytes with "
+                f"SHA-256 {wanted['sha256'][:12]}..., and has {found['size']:,} with {found['sha256'][:12]}.... "
+                "Roll back to another version."
+            )
+
+    def _promotions(self) -> list[str]:
+        return [name for name in self._store.names("promotions") if PROMOTION.fullmatch(name)]
+
+    def _read_promotions(self, names: Sequence[str]) -> list[Promotion]:
+        return [Promotion(**json.loads(found)) for found in self._store.read([f"promotions/{name}" for name in names])]
+
+    def _create(self, promotion: Promotion) -> Promotion:
+        """The promotion that has this number now: this one, or that of somebody who was faster."""
+        name = f"{promotion.number:08}.json"
+        try:
+            self._store.create(f"promotions/{name}", _json(asdict(promotion)))
+        except OSError:
+            if name not in self._promotions():
+                raise
+            return self._read_promotions([name])[0]
+        return promotion
+
+
+def _refuse(files: Mapping[str, Path]) -> None:
+    problems = [
+        f"{name!r}: a name is made of letters, digits, '_', '-' and '.', and begins with none of the last two"
+        for name in files
+        if not FILE.fullmatch(name)
+    ]
+    problems += [f"{name!r}: is the card's own name" for name in files if name == CARD]
+    problems += [f"{name!r}: there is no file {path}" for name, path in files.items() if not path.is_file()]
+    if problems:
+        raise ValueError("no version was added; " + "; ".join(problems))
+
+
+def _fingerprint(source: Path | bytes) -> dict[str, Any]:
+    if isinstance(source, bytes):
+        return {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
+    with source.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode()
+
+
+def _described(promotion: Promotion | None) -> str:
+    return f"{promotion.version} (promotion {promotion.number})" if promotion else "none"
+
+
+def _standing(history: Sequence[Promotion]) -> list[str]:
+    """The champions that came one upon the other; who goes back to one takes away those above it."""
+    standing: list[str] = []
+    for version in (promotion.version for promotion in history):
+        standing = [*standing[: standing.index(version)], version] if version in standing else [*standing, version]
+    return standing
+
+
+# ---- The command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says, and return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.registry:
+        parser.error(f"say which registry: --registry URI, or the environment variable {VARIABLE}")
+    try:
+        options.command(Registry(options.registry), options)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.registry", description="Shows a registry of models, and changes its champion."
+    )
+    parser.add_argument(
+        "--registry",
+        metavar="URI",
+        default=os.environ.get(VARIABLE),
+        help=f"a local folder or s3://bucket/prefix (default: ${VARIABLE})",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="the versions, oldest first; * marks the champion")
+    listing.set_defaults(command=_list)
+    show = commands.add_parser("show", help="a version's files and card")
+    show.add_argument("version", metavar="VERSION")
+    show.set_defaults(command=_show)
+    history = commands.add_parser("history", help="the promotions, oldest first")
+    history.set_defaults(command=_history)
+    promote = commands.add_parser("promote", help="make a version the champion")
+    promote.add_argument("version", metavar="VERSION")
+    promote.add_argument("--reason", required=True)
+    promote.set_defaults(command=_promote)
+    back = commands.add_parser("roll-back", help="make the champion before the champion again")
+    back.add_argument("--to", metavar="VERSION", help="make this one champion again")
+    back.add_argument("--reason", required=True)
+    back.set_defaults(command=_roll_back)
+    return parser
+
+
+def _list(registry: Registry, _: argparse.Namespace) -> None:
+    champion = registry.champion()
+    for version in registry.versions():
+        print("*" if champion and champion.version == version else " ", version)
+
+
+def _show(registry: Registry, options: argparse.Namespace) -> None:
+    for name, size in registry.files(options.version).items():
+        print(f"{size:>15,} {name}")
+    print(json.dumps(registry.card(options.version), indent=2))
+
+
+def _history(registry: Registry, _: argparse.Namespace) -> None:
+    for promotion in registry.history():
+        _print(promotion)
+
+
+def _promote(registry: Registry, options: argparse.Namespace) -> None:
+    _print(registry.promote(options.version, instead_of=registry.champion(), reason=options.reason))
+
+
+def _roll_back(registry: Registry, options: argparse.Namespace) -> None:
+    _print(registry.roll_back(to=options.to, reason=options.reason))
+
+
+def _print(promotion: Promotion) -> None:
+    instead = f" instead of {promotion.previous}" if promotion.previous else ""
+    print(f"{promotion.number} {promotion.at} {promotion.version}{instead}: {promotion.reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Where a registry keeps its objects, each whole or not at all: a local folder or a bucket. Runs in ordinary tasks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
+
+__all__ = ["Bucket", "Folder", "Store", "open_store"]
+
+NUM_RIVALS = 4
+"""How many try to create one object at once, to see whether only one of them can."""
+MAX_TRIES = 5
+"""How often an object is created anew after S3 says 409, which means: again, please."""
+
+
+class Store(Protocol):
+    """Objects by keys such as `folder/name`."""
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted; nothing where there is no such folder."""
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """The objects' bytes; FileNotFoundError if one is missing."""
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy an object to a local file; FileNotFoundError if it is missing."""
+
+    def write(self, key: str, source: Path | bytes) -> None:
+        """Write an object, in place of one that is there."""
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write an object that is not there yet; FileExistsError if it is. Of several at once one succeeds."""
+
+    def check(self) -> None:
+        """Try whether one can write here, and whether `create` keeps its word; RuntimeError if not."""
+
+
+def open_store(uri: str, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """The store at a URI.
+
+    Args:
+        uri: A local folder, or `s3://bucket/prefix`.
+        storage_options: What fsspec needs to reach it, besides what the environment says.
+
+    Raises:
+        ValueError: The URI is none of these.
+    """
+    fs, root = url_to_fs(uri, **(storage_options or {}))
+    if isinstance(fs, LocalFileSystem) and uri:
+        return Folder(Path(root))
+    if "s3" in fs.protocol and root:
+        return Bucket(fs, root)
+    raise ValueError(
+        f"a registry cannot be kept at {uri!r}: it needs a store where of two that create one object at once only one "
+        "succeeds, which is known of local folders and s3://bucket/prefix. Give one of these."
+    )
+
+
+class Folder:
+    """A local folder, also one that several machines share."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, but for what a killed process has left half-written."""
+        try:
+            return sorted(path.name for path in self._path(folder).iterdir() if not path.name.startswith("."))
+        except FileNotFoundError:
+            return []
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """The files' bytes."""
+        return [self._path(key).read_bytes() for key in keys]
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy a file."""
+        shutil.copyfile(self._path(key), path)
+
+    def write(self, key: str, source: Path | bytes) -> None:
+        """Write a file."""
+        with self._whole(key, source) as whole:
+            whole.replace(self._path(key))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a file that is not there yet."""
+        with self._whole(key, data) as whole:
+            self._path(key).hardlink_to(whole)  # unlike a renaming it fails if there is one
+
+    def check(self) -> None:
+        """Try a hard link, which not all file systems have."""
+        key = f"probes/{uuid.uuid4().hex}"
+        try:
+            self.create(key, b"")
+        except OSError as error:
+            raise RuntimeError(
+                f"the registry at {self._root} cannot be written, or its file system has no hard links: {error}. "
+                "Give a folder that you may write to, on a file system with hard links."
+            ) from error
+        self._path(key).unlink()
+
+    def _path(self, key: str) -> Path:
+        """The file's path.
+
+        Raises:
+            PermissionError: A link leads out of the folder.
+        """
+        path = self._root / key
+        if not path.resolve().is_relative_to(self._root.resolve()):
+            raise PermissionError(f"{path} leads to {path.resolve()}, which is outside the registry; remove the link")
+        return path
+
+    @contextmanager
+    def _whole(self, key: str, source: Path | bytes) -> Iterator[Path]:
+        """A file with all its bytes, safe on the disk, that needs nothing but its name."""
+        folder = self._path(key).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = folder / f".{uuid.uuid4().hex}"
+        try:
+            if isinstance(source, bytes):
+                whole.write_bytes(source)
+            else:
+                shutil.copyfile(source, whole)
+            _flush(whole)
+            yield whole
+        finally:
+            whole.unlink(missing_ok=True)
+        _flush(folder)
+        _flush(folder.parent)
+
+
+class Bucket:
+    """A bucket of S3, or a prefix in it."""
+
+    def __init__(self, fs: AbstractFileSystem, root: str) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/")
+
+    def names(self, folder: str) -> list[str]:
+        """The last parts of all keys in a folder; asks S3 each time."""
+        try:
+            paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
+        except FileNotFoundError as error:
+            if _code(error):  # S3 says so: it is the bucket that is not there
+                raise FileNotFoundError(f"the registry s3://{self._root} is in no bucket of S3's: {error}") from error
+            return []
+        return sorted(path.rpartition("/")[2] for path in paths)
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """The objects' bytes, several at a time."""
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(self._fs.cat_file, [f"{self._root}/{key}" for key in keys]))
+
+    def download(self, key: str, path: Path) -> None:
+        """Get an object."""
+        self._fs.get_file(f"{self._root}/{key}", str(path))
+
+    def write(self, key: str, source: Path | bytes) -> None:
+        """Put an object."""
+        if isinstance(source, bytes):
+            self._fs.pipe_file(f"{self._root}/{key}", source)
+        else:
+            self._fs.put_file(str(source), f"{self._root}/{key}")
+
+    def create(self, key: str, data: bytes) -> None:
+        """Put an object with `If-None-Match: *`."""
+        for attempt in range(1, MAX_TRIES + 1):
+            try:
+                self._fs.pipe_file(f"{self._root}/{key}", data, mode="create")
+            except OSError as error:
+                if _code(error) == "PreconditionFailed":
+                    raise FileExistsError(f"s3://{self._root}/{key} is there already") from error
+                if _code(error) != "ConditionalRequestConflict" or attempt == MAX_TRIES:
+                    raise
+                time.sleep(0.1 * attempt)
+            else:
+                return
+
+    def check(self) -> None:
+        """Have several create one object at once: there are servers that heed no condition, or only one by one."""
+        key = f"probes/{uuid.uuid4().hex}"
+        with ThreadPoolExecutor(NUM_RIVALS) as pool:
+            num_created = sum(pool.map(self._creates, [key] * NUM_RIVALS))
+        num_created += self._creates(key)
+        with suppress(PermissionError):  # a registry does without the right to delete
+            self._fs.rm_file(f"{self._root}/{key}")
+        if num_created > 1:
+            raise RuntimeError(
+                f"the server of s3://{self._root} let {num_created} of {NUM_RIVALS + 1} create one object, though each "
+                "asked for it not to be there (If-None-Match: *): retrainings at the same time could undo each "
+                "other's promotions. Use Amazon S3, or a version of your server that heeds this."
+            )
+
+    def _creates(self, key: str) -> bool:
+        try:
+            self.create(key, b"")
+        except FileExistsError:
+            return False
+        return True
+
+
+def _code(error: OSError) -> str:
+    """What S3 calls an error; s3fs keeps some names to itself."""
+    answer = getattr(error.__cause__, "response", {})
+    return str(answer.get("Error", {}).get("Code", ""))
+
+
+def _flush(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
