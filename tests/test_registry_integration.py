@@ -1,0 +1,180 @@
+"""Retrainings that are killed, that come at the same time, and whose S3 server fails them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import REPOSITORY
+from fault_proxy import RESET, Answer, Fault, FaultProxy
+from processes import nothing_left_behind
+from seaweed import NO_RIGHTS, Weed
+from tasks.registry import Registry
+
+pytestmark = pytest.mark.timeout(100)
+
+SUCCESS: Fault = lambda _: Answer(head=b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # noqa: E731
+"""Whatever the server found."""
+
+
+def conflict(_: Answer) -> Answer:
+    body = b"<Error><Code>ConditionalRequestConflict</Code><Message>try again</Message></Error>"
+    return Answer(head=b"HTTP/1.1 409 Conflict\r\nContent-Length: %d\r\n\r\n" % len(body), body=body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where registries of a test are."""
+
+    uri: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def registry(self, name: str) -> Registry:
+        return Registry(f"{self.uri}/{name}", self.options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Place:
+    return Place(uri=str(tmp_path / "registries"))
+
+
+@pytest.fixture
+def bucket(weed: Weed) -> Place:
+    weed.make_bucket("registries")
+    return Place(uri=f"s3://registries/{uuid.uuid4().hex}", options=weed_options(weed))
+
+
+@pytest.fixture
+def moto_bucket(s3: dict[str, str]) -> Place:
+    return Place(
+        uri=f"s3://{s3['bucket']}/{uuid.uuid4().hex}",
+        options={"key": "test", "secret": "test", "endpoint_url": s3["AWS_ENDPOINT_URL"]},
+    )
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Path:
+    """A folder with the states of two models."""
+    folder = tmp_path / "states"
+    folder.mkdir()
+    for name in ("old", "new"):
+        (folder / name).write_text(f"the {name} state")
+    return folder
+
+
+@pytest.fixture
+def proxy(weed: Weed) -> Iterator[FaultProxy]:
+    with FaultProxy(weed.endpoint) as running:
+        yield running
+
+
+def weed_options(weed: Weed, **others: Any) -> dict[str, Any]:
+    options = weed.options(**others)
+    return {**{name: options[name] for name in ("key", "secret", "endpoint_url")}, "skip_instance_cache": True}
+
+
+def run(what: str, place: Place, states: Path, *rest: str) -> Any:
+    script = REPOSITORY / "tests" / "registry_victims.py"
+    command = [sys.executable, str(script), what, place.uri, json.dumps(place.options), str(states), *rest]
+    with nothing_left_behind():
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def state_of(registry: Registry, version: str, folder: Path) -> str:
+    """Which model a version is; fails unless all of it is there."""
+    state = registry.card(version)["state"]
+    assert registry.fetch(version, "state.pt", folder).read_text() == f"the {state} state"
+    return str(state)
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_champion_whole(
+    where: str, states: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place = request.getfixturevalue(where)
+    num_steps = run("kill", place, states)
+    found = []
+    for step in range(num_steps + 1):
+        registry = place.registry(str(step))
+        champion = registry.champion()
+        assert champion is not None
+        versions = [state_of(registry, version, tmp_path / "fetched") for version in registry.versions()]
+        found.append((state_of(registry, champion.version, tmp_path / "fetched"), versions))
+        again = registry.add({"state.pt": states / "new"}, {"state": "new"})
+        assert registry.promote(again, instead_of=champion, reason="again") == registry.champion()
+    assert [outcome for outcome, _ in groupby(found)] == [  # one after the other, and each at one step at least
+        ("old", ["old"]),
+        ("old", ["old", "new"]),
+        ("new", ["old", "new"]),
+    ]
+
+
+@pytest.mark.parametrize(("where", "num_rounds"), [("folder", 20), ("bucket", 6), ("moto_bucket", 6)])
+def test_of_two_that_promote_at_once_one_wins_and_both_versions_are_kept(
+    where: str, num_rounds: int, states: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place = request.getfixturevalue(where)
+    one, other = run("race", place, states, str(num_rounds))
+    assert [won != lost for won, lost in zip(one, other, strict=True)] == [True] * num_rounds
+    registry = Registry(place.uri, place.options)
+    history = registry.history()
+    assert [promotion.number for promotion in history] == list(range(1, num_rounds + 1))
+    assert [promotion.previous for promotion in history] == [None, *(before.version for before in history[:-1])]
+    assert [promotion.reason for promotion in history] == ["old" if won else "new" for won in one]
+    kept = [state_of(registry, version, tmp_path / "fetched") for version in registry.versions()]
+    assert sorted(kept) == ["new"] * num_rounds + ["old"] * num_rounds
+
+
+@pytest.mark.parametrize(("fault", "num_requests"), [(RESET, 2), (conflict, 2)])
+def test_a_promotion_whose_answer_is_lost_is_made_once(
+    fault: Callable[[Answer], Answer], num_requests: int, weed: Weed, bucket: Place, states: Path, proxy: FaultProxy
+) -> None:
+    registry = Registry(bucket.uri, weed_options(weed, endpoint=proxy.endpoint))
+    version = registry.add({"state.pt": states / "new"}, {"state": "new"})
+    proxy.heal()
+    proxy.fail(fault, key="promotions/00000001.json", times=1)
+    promotion = registry.promote(version, instead_of=None, reason="the first")
+    assert proxy.num_requests("promotions/00000001.json") > num_requests  # it was sent again, and then read
+    assert Registry(bucket.uri, bucket.options).history() == [promotion]
+
+
+def test_a_server_that_lets_two_create_one_object_is_refused(
+    weed: Weed, bucket: Place, states: Path, proxy: FaultProxy
+) -> None:
+    proxy.fail(SUCCESS, key="/probes/")
+    registry = Registry(bucket.uri, weed_options(weed, endpoint=proxy.endpoint))
+    with pytest.raises(RuntimeError, match=r"let 5 of 5 create one object.*If-None-Match"):
+        registry.add({"state.pt": states / "new"}, {})
+    assert registry.versions() == []
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_registry(bucket: Place) -> None:
+    registry = Registry("s3://no-such-bucket/models", bucket.options)
+    for read in (registry.champion, registry.versions, registry.history):
+        with pytest.raises(FileNotFoundError, match="no-such-bucket/models is in no bucket"):
+            read()
+
+
+def test_who_may_not_write_is_told_before_a_training(weed: Weed, bucket: Place) -> None:
+    registry = Registry(bucket.uri, weed_options(weed, keys=NO_RIGHTS))
+    with pytest.raises(PermissionError):
+        registry.check()
