@@ -36,7 +36,7 @@ VARIABLE = "PET_NAMES_REGISTRY"
 """The environment variable with the URI of the registry."""
 CARD = "card.json"
 VERSION = re.compile(r"\d{8}T\d{12}Z-[0-9a-f]{12}", re.ASCII)
-"""UTC to the microsecond, and the beginning of the contents' checksum."""
+"""UTC to the microsecond, and the beginning of the manifest's checksum."""
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 PROMOTION = re.compile(r"\d{8}\.json", re.ASCII)
 
@@ -114,7 +114,7 @@ class Registry:
         self.check()
         sources: dict[str, Path | bytes] = {**files, CARD: json.dumps(dict(card), indent=2).encode()}
         manifest = _json({name: _fingerprint(source) for name, source in sources.items()})
-        version = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{hashlib.sha256(manifest).hexdigest()[:12]}"
+        version = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{_digest(manifest)}"
         for name, source in sources.items():
             self._store.write(f"versions/{version}/{name}", source)
         self._store.write(f"versions/{version}.json", manifest)
@@ -130,6 +130,7 @@ class Registry:
 
         Raises:
             ValueError: There is no such version.
+            DamagedFileError: Its manifest is not what was added.
         """
         return {name: entry["size"] for name, entry in self._manifest(version).items()}
 
@@ -157,7 +158,7 @@ class Registry:
             DamagedFileError: The file is not what was added; nothing is left in the folder.
         """
         manifest = self._manifest(version)
-        if name not in manifest:
+        if name not in manifest or not FILE.fullmatch(name):
             raise ValueError(f"version {version} of {self._uri} has no file {name!r}; it has {', '.join(manifest)}")
         folder.mkdir(parents=True, exist_ok=True)
         path, part = folder / name, folder / f".{name}.part"
@@ -195,7 +196,7 @@ class Registry:
         self._manifest(version)
         if instead_of is not None and instead_of.version == version:
             raise ValueError(
-                f"version {version} is the champion of {self._uri} already, by promotion {instead_of.number}"
+                f"version {version} is the champion of {self._uri} already (promotion {instead_of.number})"
             )
         self.check()
         wanted = Promotion(
@@ -233,9 +234,8 @@ class Registry:
         history = self.history()
         standing = _standing(history)
         if to is None and len(standing) < 2:
-            raise ValueError(
-                f"there is nothing to go back to in {self._uri}: the champion is {', '.join(standing) or None}"
-            )
+            only = ", ".join(standing) or "none"
+            raise ValueError(f"there is nothing to go back to in {self._uri}: the only champion is {only}")
         if to is not None and to not in {promotion.version for promotion in history}:
             raise ValueError(f"version {to!r} has never been champion of {self._uri}; promote it if you mean it")
         return self.promote(to or standing[-2], instead_of=history[-1], reason=reason)
@@ -249,6 +249,10 @@ class Registry:
             (found,) = self._store.read([f"versions/{version}.json"])
         except FileNotFoundError as error:
             raise ValueError(f"there is no version {version} in {self._uri}") from error
+        if not version.endswith(_digest(found)):
+            raise DamagedFileError(
+                f"the manifest of version {version} in {self._uri} is damaged: roll back to another one"
+            )
         manifest: dict[str, dict[str, Any]] = json.loads(found)
         return manifest
 
@@ -297,6 +301,11 @@ def _fingerprint(source: Path | bytes) -> dict[str, Any]:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
 
+def _digest(manifest: bytes) -> str:
+    """What a version's id ends with, so that it stands for these contents and no others."""
+    return hashlib.sha256(manifest).hexdigest()[:12]
+
+
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=2).encode()
 
@@ -324,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"say which registry: --registry URI, or the environment variable {VARIABLE}")
     try:
         options.command(Registry(options.registry), options)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever the store's client raises
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -212,8 +212,8 @@ class Bucket:
 
 def _code(error: OSError) -> str:
     """What S3 calls an error; s3fs keeps some names to itself."""
-    answer = getattr(error.__cause__, "response", {})
-    return str(answer.get("Error", {}).get("Code", ""))
+    answer = getattr(error.__cause__, "response", None)
+    return str(answer["Error"]["Code"]) if isinstance(answer, dict) else ""
 
 
 def _flush(path: Path) -> None:

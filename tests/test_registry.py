@@ -1,0 +1,296 @@
+"""What a registry of models keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tasks.registry import VARIABLE, ChampionChangedError, DamagedFileError, Promotion, Registry, main
+
+HOSTILE = [
+    "../x",
+    "..",
+    ".",
+    "",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    ".hidden",
+    "-rf",
+    "x\n",
+    "x\0y",
+    "s3://b/k",
+    "é",
+    "x" * 101,
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "registry"
+
+
+@pytest.fixture
+def registry(root: Path) -> Registry:
+    return Registry(str(root))
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"a state")
+    return path
+
+
+def add(registry: Registry, state: Path, **card: object) -> str:
+    return registry.add({"state.pt": state}, card)
+
+
+def champions(registry: Registry, state: Path, count: int) -> list[str]:
+    """Versions that were promoted one after the other."""
+    versions = []
+    for number in range(1, count + 1):
+        versions.append(add(registry, state, number=number))
+        registry.promote(versions[-1], instead_of=registry.champion(), reason=f"reason {number}")
+    return versions
+
+
+# ---- Versions
+
+
+def test_what_is_added_comes_back(registry: Registry, state: Path, tmp_path: Path) -> None:
+    version = add(registry, state, loss=1.5, data={"fingerprint": "f"})
+    state.write_bytes(b"something else")
+    assert registry.fetch(version, "state.pt", tmp_path / "new" / "folder").read_bytes() == b"a state"
+    assert registry.card(version) == {"loss": 1.5, "data": {"fingerprint": "f"}}
+    assert json.loads(registry.fetch(version, "card.json", tmp_path).read_text()) == registry.card(version)
+    assert registry.files(version)["state.pt"] == len(b"a state")
+
+
+def test_versions_are_listed_oldest_first_and_the_same_twice_is_two(registry: Registry, state: Path) -> None:
+    assert registry.versions() == []
+    added = [add(registry, state, number=1) for _ in range(3)]
+    assert registry.versions() == added
+    assert len(set(added)) == 3
+
+
+def test_all_files_that_cannot_be_are_named_and_nothing_is_added(registry: Registry, state: Path, root: Path) -> None:
+    missing = state.with_name("missing")
+    with pytest.raises(ValueError, match="no version was added") as error:
+        registry.add(dict.fromkeys([*HOSTILE, "card.json", "fine.pt"], state) | {"b.pt": missing}, {})
+    message = str(error.value)
+    assert all(repr(name) in message for name in HOSTILE)
+    assert "'card.json': is the card's own name" in message
+    assert f"'b.pt': there is no file {missing}" in message
+    assert "fine.pt" not in message
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("version", [*HOSTILE, "20260131T060000000000Z-0123456789ab/../../x"])
+def test_a_name_that_is_no_version_reaches_no_file(version: str, registry: Registry, tmp_path: Path) -> None:
+    for use in (
+        registry.card,
+        registry.files,
+        lambda version: registry.fetch(version, "state.pt", tmp_path),
+        lambda version: registry.promote(version, instead_of=None, reason=""),
+    ):
+        with pytest.raises(ValueError, match="is no version's id"):
+            use(version)
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "other.pt"])
+def test_only_a_version_s_own_files_are_fetched(name: str, registry: Registry, state: Path, tmp_path: Path) -> None:
+    version = add(registry, state)
+    with pytest.raises(ValueError, match=r"has no file .*; it has state\.pt, card\.json"):
+        registry.fetch(version, name, tmp_path / "fetched")
+    assert not (tmp_path / "fetched").exists()
+
+
+def test_a_version_without_its_manifest_is_not_there(registry: Registry, state: Path, root: Path) -> None:
+    first, unfinished = add(registry, state), add(registry, state)
+    (root / "versions" / f"{unfinished}.json").unlink()
+    assert registry.versions() == [first]
+    with pytest.raises(ValueError, match=f"there is no version {unfinished}"):
+        registry.promote(unfinished, instead_of=None, reason="")
+    assert registry.champion() is None
+
+
+def test_a_manifest_that_names_files_elsewhere_writes_none(registry: Registry, root: Path, tmp_path: Path) -> None:
+    manifest = b'{"../x": {"size": 1, "sha256": "ab"}}'
+    version = f"20260131T060000000000Z-{hashlib.sha256(manifest).hexdigest()[:12]}"
+    (root / "versions" / version).mkdir(parents=True)
+    (root / "versions" / "x").write_bytes(b"x")
+    (root / "versions" / f"{version}.json").write_bytes(manifest)
+    with pytest.raises(ValueError, match="has no file"):
+        registry.fetch(version, next(iter(registry.files(version))), tmp_path / "fetched")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_manifest_that_is_not_what_was_added_is_refused(registry: Registry, state: Path, root: Path) -> None:
+    version = add(registry, state)
+    path = root / "versions" / f"{version}.json"
+    path.write_text(path.read_text().replace("7", "8"))
+    with pytest.raises(DamagedFileError, match=f"manifest of version {version}"):
+        registry.promote(version, instead_of=None, reason="")
+
+
+@pytest.mark.parametrize("found", [b"A state", b"a sta", b""])
+def test_a_damaged_file_is_not_fetched(
+    found: bytes, registry: Registry, state: Path, root: Path, tmp_path: Path
+) -> None:
+    version = add(registry, state)
+    (root / "versions" / version / "state.pt").write_bytes(found)
+    with pytest.raises(DamagedFileError, match=f"state.pt of version {version} .* has {len(found)} with"):
+        registry.fetch(version, "state.pt", tmp_path / "fetched")
+    assert list((tmp_path / "fetched").iterdir()) == []
+
+
+def test_a_damaged_card_is_not_read(registry: Registry, state: Path, root: Path) -> None:
+    version = add(registry, state, loss=1.5)
+    (root / "versions" / version / "card.json").write_text('{"loss": 0.5}')
+    with pytest.raises(DamagedFileError, match=r"card\.json"):
+        registry.card(version)
+
+
+def test_a_link_that_leads_out_of_the_registry_is_not_followed(
+    registry: Registry, state: Path, root: Path, tmp_path: Path
+) -> None:
+    version = add(registry, state)
+    path = root / "versions" / version / "state.pt"
+    path.unlink()
+    path.symlink_to(state)
+    with pytest.raises(PermissionError, match="outside the registry"):
+        registry.fetch(version, "state.pt", tmp_path / "fetched")
+
+
+# ---- Promotions
+
+
+def test_the_newest_promotion_is_the_champion_and_history_tells_why(registry: Registry, state: Path) -> None:
+    assert registry.champion() is None
+    assert registry.history() == []
+    first, second = champions(registry, state, 2)
+    told = [(one.number, one.version, one.previous, one.reason) for one in registry.history()]
+    assert told == [(1, first, None, "reason 1"), (2, second, first, "reason 2")]
+    assert registry.champion() == registry.history()[-1]
+
+
+@pytest.mark.parametrize("number_known", [0, 1])
+def test_who_knows_an_old_champion_does_not_promote(number_known: int, registry: Registry, state: Path) -> None:
+    champions(registry, state, 2)
+    before = registry.history()
+    known = before[number_known - 1] if number_known else None
+    late = add(registry, state, late=True)
+    with pytest.raises(ChampionChangedError, match=rf"{late} was not promoted.*champion is .* \(promotion 2\)"):
+        registry.promote(late, instead_of=known, reason="late")
+    assert registry.history() == before
+    assert late in registry.versions()
+
+
+def test_a_champion_that_never_was_is_not_replaced(registry: Registry, state: Path) -> None:
+    (first,) = champions(registry, state, 1)
+    made_up = Promotion(number=7, version=first, previous=None, reason="", at="")
+    with pytest.raises(ChampionChangedError):
+        registry.promote(add(registry, state), instead_of=made_up, reason="")
+    assert [promotion.number for promotion in registry.history()] == [1]
+
+
+def test_a_promotion_that_is_made_again_is_one(registry: Registry, state: Path) -> None:
+    version = add(registry, state)
+    promotions = [registry.promote(version, instead_of=None, reason="first try") for _ in range(2)]
+    assert promotions == [registry.champion()] * 2
+    assert len(registry.history()) == 1
+
+
+def test_the_champion_is_not_promoted_again(registry: Registry, state: Path) -> None:
+    (version,) = champions(registry, state, 1)
+    with pytest.raises(ValueError, match=r"is the champion .* already \(promotion 1\)"):
+        registry.promote(version, instead_of=registry.champion(), reason="again")
+
+
+def test_two_roll_backs_go_back_by_two(registry: Registry, state: Path) -> None:
+    first, second, third = champions(registry, state, 3)
+    assert registry.roll_back(reason="bad").version == second
+    assert registry.roll_back(reason="bad, too").version == first
+    with pytest.raises(ValueError, match=f"nothing to go back to in .*: the only champion is {first}"):
+        registry.roll_back()
+    assert [promotion.version for promotion in registry.history()] == [first, second, third, second, first]
+
+
+def test_after_a_roll_back_a_promotion_stands_on_what_it_replaced(registry: Registry, state: Path) -> None:
+    first, _ = champions(registry, state, 2)
+    registry.roll_back(reason="bad")
+    better = add(registry, state)
+    registry.promote(better, instead_of=registry.champion(), reason="better")
+    assert registry.roll_back().version == first
+
+
+def test_a_roll_back_to_a_version_takes_only_former_champions(registry: Registry, state: Path) -> None:
+    first, _, third = champions(registry, state, 3)
+    challenger = add(registry, state)
+    assert registry.roll_back(to=first).version == first
+    assert registry.roll_back(to=third).version == third  # and forth again
+    for never in (challenger, "../x"):
+        with pytest.raises(ValueError, match="has never been champion"):
+            registry.roll_back(to=never)
+    with pytest.raises(ValueError, match="already"):
+        registry.roll_back(to=third)
+
+
+def test_there_is_nothing_to_go_back_to_at_first(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="the only champion is none"):
+        registry.roll_back()
+
+
+# ---- Where it can be
+
+
+@pytest.mark.parametrize("uri", ["", "memory://models", "s3://", "http://host/models", "simplecache::memory://models"])
+def test_only_folders_and_buckets_hold_a_registry(uri: str) -> None:
+    with pytest.raises(ValueError, match="cannot be kept at"):
+        Registry(uri)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_a_training(state: Path) -> None:
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        Registry(f"file://{state}/registry").check()
+
+
+# ---- The command
+
+
+def test_the_command_tells_the_story_and_rolls_back(
+    registry: Registry, root: Path, state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*arguments: str) -> list[str]:
+        assert main(arguments) == 0
+        return capsys.readouterr().out.splitlines()
+
+    first, second = champions(registry, state, 2)
+    monkeypatch.setenv(VARIABLE, str(root))
+    assert told("list") == [f"  {first}", f"* {second}"]
+    assert told("promote", first, "--reason", "by hand")[0].endswith(f"{first} instead of {second}: by hand")
+    assert told("roll-back", "--to", second, "--reason", "no, the other")[0].startswith("4 ")
+    story = [re.sub(r" \S+:\S+ ", " ", line) for line in told("history")]
+    assert story == [
+        f"1 {first}: reason 1",
+        f"2 {second} instead of {first}: reason 2",
+        f"3 {first} instead of {second}: by hand",
+        f"4 {second} instead of {first}: no, the other",
+    ]
+    assert told("show", second)[-3:] == ["{", '  "number": 2', "}"]
+
+
+def test_the_command_says_what_is_wrong(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--registry", str(root), "show", "../x"]) == 1
+    assert "ValueError: '../x' is no version's id" in capsys.readouterr().err
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(SystemExit):
+        main(["history"])
+    assert f"the environment variable {VARIABLE}" in capsys.readouterr().err
