@@ -48,6 +48,7 @@ from flytekitplugins.daskpytorch.node import describe_node, interface_of, num_ki
 from flytekitplugins.daskpytorch.placement import Place
 from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
 from flytekitplugins.daskpytorch.transfer import send_file, take_file
+from flytekitplugins.daskpytorch.worker_data import WorkerData
 
 __all__ = ["dial", "run"]
 
@@ -70,12 +71,19 @@ TAIL_LINES = 40
 DIAL_TIMEOUT = 30.0
 
 
-def run(order: AgentOrder, leaving: int | None = None, start_method: str = "forkserver") -> None:
+def run(
+    order: AgentOrder,
+    leaving: int | None = None,
+    data: WorkerData | None = None,
+    *,
+    start_method: str = "forkserver",
+) -> None:
     """Serve the driver until the gang is over, or the driver is gone; then no rank is left.
 
     Args:
         order: Where the driver is.
         leaving: A file descriptor that becomes readable when this process is told to end.
+        data: The ranks' way to what the worker here holds.
         start_method: How ranks are started; see `forkserver.connect`.
 
     Raises:
@@ -84,7 +92,7 @@ def run(order: AgentOrder, leaving: int | None = None, start_method: str = "fork
     with (
         contextlib.ExitStack() as at_last,
         tempfile.TemporaryDirectory(prefix="daskpytorch-", ignore_cleanup_errors=True) as scratch,
-        contextlib.closing(_Agent(order, Path(scratch), leaving, start_method)) as agent,
+        contextlib.closing(_Agent(order, Path(scratch), leaving, data, start_method)) as agent,
     ):
         agent.fork_ahead(order.num_ranks)
         connection = dial(order)
@@ -115,8 +123,11 @@ class _Rank:
 
 
 class _Agent:
-    def __init__(self, order: AgentOrder, scratch: Path, leaving: int | None, start_method: str) -> None:
+    def __init__(
+        self, order: AgentOrder, scratch: Path, leaving: int | None, data: WorkerData | None, start_method: str
+    ) -> None:
         self._order = order
+        self._data = data
         self._scratch = scratch
         self._start_method = start_method
         self._server = forkserver.connect(start_method)
@@ -193,6 +204,7 @@ class _Agent:
                     scratch=str(self._scratch),
                     directory=str(Path.cwd()),
                     environment=environment(os.environ, place, order.job, self._interface),
+                    data=self._data,
                 )
             )
 

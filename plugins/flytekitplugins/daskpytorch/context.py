@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from flytekitplugins.daskpytorch.worker_data import WorkerData
+
 __all__ = ["Checkpoint", "LogRecord", "Progress", "RankContext", "StopSignal", "current_rank"]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
@@ -148,6 +150,8 @@ class RankContext:
     """Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where no driver takes results."""
     ask_for_folder: Callable[[], str] | None = field(default=None, repr=False)
     """Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
+    worker_data: WorkerData | None = field(default=None, repr=False)
+    """Behind `DaskPartitions.share`; None where no Dask worker is beside the rank."""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)

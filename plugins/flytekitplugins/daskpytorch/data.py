@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from flytekitplugins.daskpytorch.bucket import Access, Bucket, ChangedError, DamagedTransferError, Style
+from flytekitplugins.daskpytorch.dask_data import DaskPartitions, Share
 from flytekitplugins.daskpytorch.image_cache import ImageCache
 from flytekitplugins.daskpytorch.image_decoder import BrokenImageError, Decoder, decode, prepare
 from flytekitplugins.daskpytorch.image_index import ImageIndex
@@ -32,8 +33,10 @@ __all__ = [
     "BrokenImageError",
     "ChangedError",
     "DamagedTransferError",
+    "DaskPartitions",
     "RankBatches",
     "S3ImageFolder",
+    "Share",
     "split_by_class",
 ]
 

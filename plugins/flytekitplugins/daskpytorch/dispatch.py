@@ -24,7 +24,7 @@ from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, flyte, resident, ship
+from flytekitplugins.daskpytorch import agent, flyte, resident, ship, worker_data
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
@@ -164,6 +164,7 @@ def request_for(
         mirror=flyte.checkpoint_paths(key),
         code=code,
         key=key,
+        keep=(function, args, kwargs),
     )
 
 
@@ -330,9 +331,9 @@ def _serve(address: str, worker: str, host: str, port: int, num_ranks: int, toke
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
-    with _farewell(here) as leaving:
+    with _farewell(here) as leaving, worker_data.served(here) as data:
         order = AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token)
-        (resident.stay if stay else agent.run)(order, leaving)
+        (resident.stay if stay else agent.run)(order, leaving, data)
 
 
 @contextlib.contextmanager

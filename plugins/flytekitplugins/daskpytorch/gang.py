@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -95,6 +95,8 @@ class Request:
     """The project's sources, where they are packed already."""
     key: str = ""
     """Names it among the gangs of its task, alike in every attempt; empty where there is only one."""
+    keep: object = field(default=None, repr=False, compare=False)
+    """What the call was made of: what Dask holds for it, it holds for as long as the driver has this."""
 
 
 class Supervisor:

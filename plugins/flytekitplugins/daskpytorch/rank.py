@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoin
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.flyte import FlyteSettings, TaskOutput
 from flytekitplugins.daskpytorch.placement import Place
+from flytekitplugins.daskpytorch.worker_data import WorkerData
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -88,6 +89,8 @@ class RankOrder:
     """The working directory."""
     environment: dict[str, str]
     """The whole of the rank's environment."""
+    data: WorkerData | None = None
+    """The way to what the Dask worker here holds; None where there is none."""
 
 
 def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
@@ -360,6 +363,7 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
         submit=link.submit,
         ask_for_folder=functools.partial(link.ask_for_folder, order.job.flyte.results) if order.job.flyte else None,
         progress=progress,
+        worker_data=order.data,
     )
 
 

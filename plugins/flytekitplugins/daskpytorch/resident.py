@@ -11,16 +11,18 @@ from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch import agent
 from flytekitplugins.daskpytorch.messages import AgentOrder, Arrived, Failed
+from flytekitplugins.daskpytorch.worker_data import WorkerData
 
 __all__ = ["stay"]
 
 
-def stay(order: AgentOrder, leaving: int) -> None:
+def stay(order: AgentOrder, leaving: int, data: WorkerData | None = None) -> None:
     """Run the agents that the driver orders, until it hangs up.
 
     Args:
         order: Where the driver is.
         leaving: A file descriptor that becomes readable when this process is told to end.
+        data: The ranks' way to what this worker holds.
 
     Raises:
         ConnectionError: The driver cannot be reached from here.
@@ -30,6 +32,6 @@ def stay(order: AgentOrder, leaving: int) -> None:
         while connection in wait([connection, leaving]):
             asked: AgentOrder = connection.recv()
             try:
-                agent.run(asked, leaving)
+                agent.run(asked, leaving, data)
             except Exception as error:  # whatever it is, it is that gang's; the next one may do better
                 connection.send(Failed(asked.token, f"{type(error).__name__}: {error}"))
