@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
+from dask.bag import from_sequence
+from distributed import Client, LocalCluster, Security
+from flytekit import task
 
-from flytekitplugins.daskpytorch import Gang, current_rank, data, dispatch
+from flytekitplugins.daskpytorch import DaskCluster, Gang, WorkerGroup, current_client, current_rank, data, dispatch
 from flytekitplugins.daskpytorch.placement import worker_order
-from processes import Cluster, dask_cluster
+from processes import Cluster, dask_cluster, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,7 +25,7 @@ HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three workers on three hosts, for all tests that leave them alive."""
+    """Three workers on three hosts."""
     with dask_cluster(tmp_path_factory.mktemp("cluster"), num_workers=3, hosts=HOSTS) as running:
         yield running
 
@@ -117,3 +119,92 @@ def test_what_lies_on_one_worker_goes_straight_to_the_others(client: Client) -> 
     assert [len(result) for result in results] == [4, 4, 4]
     assert {number: content for result in results for number, content in result.items()} == {i: i for i in range(12)}
     assert sorted(sent(client)[before:]) == sorted((other, first) for other in others for _ in range(4))
+
+
+def test_a_loader_process_reads_a_bag_that_nobody_else_keeps(client: Client) -> None:
+    names = [f"Name {number} " for number in range(60)]
+    bag = from_sequence(names, npartitions=6).map(str.strip).map(str.lower)
+    read = dispatch.run(client, read_in_loader_process, data.DaskPartitions(client, bag), gang=ONCE).result()
+    assert sorted(name for share in read for partition in share for name in partition) == sorted(
+        f"name {number}" for number in range(60)
+    )
+
+
+def test_what_cannot_be_shared_is_refused(client: Client) -> None:
+    two = data.DaskPartitions(client, from_sequence("ab", npartitions=2))
+    with pytest.raises(ValueError, match=r"2 partitions cannot be shared by 3 ranks.*repartition\(npartitions=6\)"):
+        dispatch.run(client, read, two, gang=ONCE).result()
+    with pytest.raises(RuntimeError, match="works in the ranks of dispatch"):
+        two.share()
+    with pytest.raises(ValueError, match="no partitions"):
+        data.DaskPartitions(client, [])
+    with pytest.raises(ValueError, match="a dict is no Dask collection"):
+        data.DaskPartitions(client, {"names": []})
+    with pytest.raises(ZeroDivisionError) as failed:
+        data.DaskPartitions(client, from_sequence([1, 1, 0], npartitions=3).map(lambda number: 1 / number))
+    assert failed.value.__notes__ == ["in partition 2 of 3, which Dask was to make for the training"]
+
+
+def test_the_collection_of_another_cluster_is_refused(client: Client) -> None:
+    with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as other, Client(other) as stranger:
+        bag = stranger.persist(from_sequence(range(4), npartitions=4))
+        for collection in (bag, bag.map(str), stranger.map(str, range(4))):
+            with pytest.raises(ValueError, match=f"lies on the cluster at {other.scheduler_address}"):
+                data.DaskPartitions(client, collection)
+
+
+def test_what_travels_between_workers_travels_by_their_own_tls() -> None:
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tls://",
+            security=Security.temporary(),
+            dashboard_address=None,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        futures = client.scatter(list(range(6)), workers=addresses(client)[:1])
+        results = dispatch.run(client, read, data.DaskPartitions(client, futures), gang=ONCE).result()
+        assert sorted(map(len, results)) == [3, 3]
+        assert results[0] | results[1] == {number: number for number in range(6)}
+        assert [who for who, _ in sent(client)] == addresses(client)[1:] * 3
+
+
+def test_models_of_a_task_are_fed_from_its_own_cluster() -> None:
+    @task(task_config=DaskCluster(workers=WorkerGroup(number_of_workers=2)))
+    def sweep() -> list[str]:
+        client = current_client()
+        names = data.DaskPartitions(client, from_sequence(["Ada", "Bob", "Cy"], npartitions=3).map(str.lower))
+        together = dispatch.run(client, read, names).result()
+        apart = dispatch.map(client, read, [names, names]).result()
+        return [str(dict(sorted((together[0] | together[1]).items()))), *map(str, apart)]
+
+    assert sweep() == [str({0: ["ada"], 1: ["bob"], 2: ["cy"]})] * 3
+
+
+def test_what_is_lost_with_its_worker_is_computed_anew_and_shared_by_those_left(
+    cluster: Cluster, client: Client, tmp_path: Path
+) -> None:
+    """The last one on that cluster: it takes a worker away."""
+    started, workers = str(tmp_path / "started-"), addresses(client)
+    computed = [
+        client.submit(pow, number, 2, workers=[workers[number % 3]], allow_other_workers=True) for number in range(9)
+    ]
+    scattered = client.scatter(["a", "b", "c"], workers=workers[-1:])
+    futures = dispatch.run(
+        client,
+        read_after_a_loss,
+        data.DaskPartitions(client, computed),
+        data.DaskPartitions(client, scattered),
+        started,
+        gang=Gang(min_workers=2, max_restarts=1),
+    )
+    until(lambda: all(Path(started + str(rank)).exists() for rank in range(3)), "all ranks to read")
+    cluster.kill_worker(2)
+    (first, lost), (second, _) = futures[0].result(), futures[1].result()
+    assert sorted([*first, *second]) == list(range(9))
+    assert first | second == {number: number**2 for number in range(9)}
+    assert 4 <= len(first) <= 5
+    assert "scattered" in lost
