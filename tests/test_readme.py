@@ -95,6 +95,14 @@ def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
 
 
+def test_the_script_that_trains_on_what_dask_holds_runs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(next(block for block in blocks("python") if "DaskPartitions" in block))
+    done = run([sys.executable, "script.py"], tmp_path)
+    shares = re.findall(r"(\d+) names in partitions (\[.*?\])", done.stdout)
+    assert sum(int(num_names) for num_names, _ in shares) == 3 * 75, done.stdout + done.stderr
+    assert sorted(number for _, numbers in shares for number in literal_eval(numbers)) == list(range(10))
+
+
 def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
     weed.put_all("readme", photos(20, 2, prefix="dogs"))
     for name, value in weed.env().items():
