@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dask.array
 import pytest
 from dask.bag import from_sequence
 from distributed import Client, LocalCluster, Security
@@ -37,6 +39,12 @@ def read(partitions: data.DaskPartitions) -> dict[int, Any]:
     """This rank's partitions, by their numbers."""
     share = partitions.share()
     return dict(zip(share.indices, share, strict=True))
+
+
+def read_beside_rank_0(partitions: data.DaskPartitions) -> dict[int, Any]:
+    """The same, but rank 0 reads nothing."""
+    share = partitions.share()
+    return dict(enumerate(share)) if current_rank().rank > 0 else {}
 
 
 def read_in_loader_process(partitions: data.DaskPartitions) -> list[Any]:
@@ -143,6 +151,22 @@ def test_what_cannot_be_shared_is_refused(client: Client) -> None:
     with pytest.raises(ZeroDivisionError) as failed:
         data.DaskPartitions(client, from_sequence([1, 1, 0], npartitions=3).map(lambda number: 1 / number))
     assert failed.value.__notes__ == ["in partition 2 of 3, which Dask was to make for the training"]
+
+
+@pytest.mark.parametrize("num_holders", [1, 3])
+def test_what_cannot_travel_fails_with_its_reason(client: Client, num_holders: int) -> None:
+    holders = addresses(client)[:num_holders]
+    locks = [client.submit(threading.Lock, workers=[holders[i % num_holders]], pure=False) for i in range(3)]
+    with pytest.raises(TypeError, match=r"cannot be (un)?pickled"):
+        dispatch.run(client, read_beside_rank_0, data.DaskPartitions(client, locks), gang=ONCE).result()
+
+
+def test_each_kind_of_collection_has_its_partitions() -> None:
+    with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local, Client(local) as client:
+        array = dask.array.arange(8, chunks=2).reshape(2, 4)
+        assert len(data.DaskPartitions(client, array)) == array.npartitions > 1
+        assert len(data.DaskPartitions(client, dask.delayed(pow)(2, 3))) == 1
+        assert len(data.DaskPartitions(client, [dask.delayed(pow)(2, 3), client.submit(pow, 2, 3)])) == 2
 
 
 def test_the_collection_of_another_cluster_is_refused(client: Client) -> None:

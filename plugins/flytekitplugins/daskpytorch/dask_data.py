@@ -28,8 +28,8 @@ class DaskPartitions:
 
         Args:
             client: The one that the gang will be run by.
-            collection: A bag, array, data frame or `Delayed`, or a list of futures, such as `client.map` gives; each
-                of these is one partition.
+            collection: A bag, array or data frame; or a list of futures, such as `client.map` gives, or of `Delayed`,
+                each of which is one partition.
 
         Raises:
             ValueError: It is no such thing, it has no partitions, or it is of another cluster.
@@ -37,7 +37,7 @@ class DaskPartitions:
         """
         if client.asynchronous:
             raise TypeError("DaskPartitions needs a synchronous client: Client(..., asynchronous=False)")
-        self._futures: Sequence[Future] = _partitions(client, collection)
+        self._futures: Sequence[Future] = _computed(client, collection)
         self._keys: tuple[Key, ...] = tuple(future.key for future in self._futures)
 
     def __len__(self) -> int:
@@ -77,6 +77,7 @@ class DaskPartitions:
 class Share(Sequence[Any]):
     """One rank's partitions. Each is fetched anew when it is asked for, and only that one: keep it, or let it go.
 
+    A worker needs memory for a second, pickled copy of a partition while it hands it out.
     Pickles, so that loader processes may have it, also as the data set of a `DataLoader(..., batch_size=None)`.
     """
 
@@ -113,35 +114,42 @@ def _from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def _partitions(client: Client, collection: Any) -> list[Future]:
-    """The collection's partitions, all computed."""
-    from dask.base import is_dask_collection
-    from dask.core import flatten
-    from distributed import Future, futures_of, wait
+def _computed(client: Client, collection: Any) -> list[Future]:
+    """The collection's partitions, once all are there."""
+    from distributed import futures_of, wait
 
-    is_list = isinstance(collection, (list, tuple)) and all(isinstance(part, Future) for part in collection)
-    if not is_list and not is_dask_collection(collection):
-        raise ValueError(
-            f"a {type(collection).__name__} is no Dask collection and no list of futures. Make it one, as by "
-            "dask.bag.from_sequence(..., npartitions=8), or pass it to the function as it is."
-        )
     _check_cluster(client, futures_of(collection))
-    if is_list:
-        futures = list(collection)
-    else:
-        persisted = client.persist(collection)
-        of_key = {future.key: future for future in futures_of(persisted)}
-        futures = [of_key[key] for key in flatten(persisted.__dask_keys__())]  # type: ignore[no-untyped-call]
-    if not futures:
-        raise ValueError("the collection has no partitions: there is nothing to train on")
+    futures: list[Future] = client.compute(_parts(collection))
     with client.as_current():
         wait(futures)
     for number, future in enumerate(futures):
-        if future.status in ("error", "cancelled"):
+        if future.status == "error":
             error = future.exception()
             error.add_note(f"in partition {number} of {len(futures)}, which Dask was to make for the training")
             raise error
     return futures
+
+
+def _parts(collection: Any) -> list[Any]:
+    """The collection's partitions, yet to be computed."""
+    from dask.base import is_dask_collection
+    from dask.delayed import Delayed
+    from distributed import Future
+
+    if is_dask_collection(collection) and not isinstance(collection, Delayed):
+        delayed = collection.to_delayed()
+        parts = list(delayed.ravel() if hasattr(delayed, "ravel") else delayed)  # an array's are in an array
+    else:
+        parts = list(collection) if isinstance(collection, (list, tuple)) else [collection]
+    if not parts:
+        raise ValueError("the collection has no partitions: there is nothing to train on")
+    for part in parts:
+        if not isinstance(part, Future) and not is_dask_collection(part):
+            raise ValueError(
+                f"a {type(part).__name__} is no Dask collection and no future. Make it one, as by "
+                "dask.bag.from_sequence(..., npartitions=8), or pass it to the function as it is."
+            )
+    return parts
 
 
 def _check_cluster(client: Client, futures: Sequence[Future]) -> None:

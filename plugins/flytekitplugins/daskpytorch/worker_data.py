@@ -85,9 +85,8 @@ class WorkerData:
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
         """Which of these the worker itself holds, and their bytes."""
-        with contextlib.closing(self._ask(_Sizes(tuple(keys)))) as connection:
-            sizes: dict[Key, int] = connection.recv()
-            return sizes
+        sizes: dict[Key, int] = self._ask(_Sizes(tuple(keys)))
+        return sizes
 
     def fetch(self, key: Key) -> Any:
         """A partition, from this worker or by this worker from another; waits while Dask is computing it anew.
@@ -95,36 +94,37 @@ class WorkerData:
         Raises:
             LookupError: It is nowhere, and Dask does not or cannot compute it.
             TypeError: It cannot be pickled, or the worker cannot unpickle what another one sends.
+            ConnectionError: The worker is ending.
         """
         notice_at, pause = time.monotonic() + NOTICE_TIME, FIRST_PAUSE
         while True:
-            with contextlib.closing(self._ask(_Get(key))) as connection:
-                match connection.recv():
-                    case _Coming():
-                        return pickle.loads(connection.recv_bytes())
-                    case _Refused(text):
-                        raise TypeError(text)
-                    case _Missing(state):
-                        _check_coming(key, state)
+            match self._ask(_Get(key)):
+                case bytes(data):
+                    return pickle.loads(data)
+                case _Refused(text):
+                    raise TypeError(text)
+                case _Missing(state):
+                    _check_coming(key, state)
             if time.monotonic() >= notice_at:
                 logger.warning("still waiting for Dask to compute partition %r anew; it is %r", key, state)
                 notice_at = time.monotonic() + NOTICE_TIME
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _ask(self, request: _Sizes | _Get) -> Connection:
-        sock = socket.socket(socket.AF_UNIX)
+    def _ask(self, request: _Sizes | _Get) -> Any:
         try:
-            sock.connect(self.address)
-        except OSError as error:
-            sock.close()
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(self.address)
+                connection = Connection(sock.detach())
+            with contextlib.closing(connection):
+                connection.send_bytes(self.token)
+                connection.send(request)
+                answer = connection.recv()
+                return connection.recv_bytes() if isinstance(answer, _Coming) else answer
+        except (EOFError, OSError) as error:
             raise ConnectionError(
-                f"this rank's Dask worker hands out no data any more ({error}): it is ending"
+                f"this rank's Dask worker hands out no data any more: it is ending ({error})"
             ) from error
-        connection = Connection(sock.detach())
-        connection.send_bytes(self.token)
-        connection.send(request)
-        return connection
 
 
 def _check_coming(key: Key, state: str | None) -> None:
@@ -215,7 +215,9 @@ async def _find(worker: Worker, key: Key) -> list[Any] | _Missing | _Refused:
         if key in data:
             return [data[key]]
         if failed:
-            return _Refused(f"partition {key!r} cannot be unpickled on {worker.address}; that worker's log says why")
+            return _Refused(
+                f"partition {key!r} cannot be pickled, or unpickled on {worker.address}: see the workers' logs"
+            )
         return _Missing((await worker.scheduler.get_task_status(keys=[key]))[key])
     except OSError as error:  # the scheduler has gone, which ends the gang, or comes back
         return _Missing(f"out of sight: {error}")
