@@ -60,7 +60,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[tuple[str, bytes]]:
     """What the workers' agents were told: worker and token; an agent whose token says so fails."""
     done: queue.Queue[tuple[str, bytes]] = queue.Queue()
 
-    def run(order: AgentOrder, leaving: int) -> None:
+    def run(order: AgentOrder, leaving: int, data: object) -> None:
         done.put((order.worker, order.token))
         if order.token == b"bad":
             raise OSError("no space left")
