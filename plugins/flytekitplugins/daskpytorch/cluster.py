@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 from dask.system import cpu_count
 from distributed import Client, LocalCluster
+from distributed.comm import connect
+from distributed.security import Security
 
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE, is_local
 
-__all__ = ["current_client", "num_workers_here", "opened"]
+__all__ = ["current_client", "greet", "opened"]
 
 POLL_INTERVAL = 0.1
+CONNECT_TIMEOUT = 10.0
+"""Seconds for one try to connect to the scheduler."""
 SETTLE_TIME = 30.0
 """Seconds without a new worker after which a gang that may be smaller starts with those that came."""
 NOTICE_INTERVAL = 10.0
@@ -66,17 +73,32 @@ def opened(
             client = stack.enter_context(_local_client(num_workers, dashboard=dashboard))
         else:
             client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
-        _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
-        if client.dashboard_link and _has_dashboard(client):
+        scheduler = _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
+        if client.dashboard_link and "dashboard" in scheduler.get("services", {}):
             print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr)
         _clients.append(client)
         stack.callback(_clients.remove, client)
         yield client
 
 
-def num_workers_here(client: Client) -> int:
-    """How many workers the scheduler knows now."""
-    return len(client.sync(client.scheduler.identity)["workers"])
+def greet(address: str, seconds: float) -> None:
+    """Connect to a scheduler once: a `Client` waits for ever for one that accepts connections and then says nothing.
+
+    Raises:
+        OSError: Nobody is there, or whoever it is says nothing for so many seconds.
+        ValueError: The address is none.
+    """
+
+    async def say_hello() -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                comm = await connect(address, 0.8 * seconds, **Security().get_connection_args("client"))
+        except TimeoutError as error:
+            raise TimeoutError(f"it lets this process connect, but says nothing for {seconds:g} s") from error
+        await comm.close()
+
+    with ThreadPoolExecutor(1) as thread:  # where no event loop runs, which may well be so in the caller's
+        thread.submit(lambda: asyncio.run(say_hello())).result()
 
 
 @contextlib.contextmanager
@@ -100,15 +122,17 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
     notice = _Notice()
     while True:
         left = deadline - time.monotonic()
+        patience = max(0.1, min(left, CONNECT_TIMEOUT))
         try:
-            client = Client(address, timeout=max(0.1, min(left, 10.0)))
+            greet(address, patience)
+            client = Client(address, timeout=patience)
             break
         except (OSError, TimeoutError) as error:
             if time.monotonic() + 1.0 >= deadline:
                 raise GangStartError(
                     f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) in time: {error}. "
                     "Look at the scheduler pod's log; an image without this package or its dask-scheduler command "
-                    "does not start."
+                    "does not start, and one with other TLS settings than here (DASK_DISTRIBUTED__COMM__...) hangs up."
                 ) from error
             notice.give(f"waiting for the Dask scheduler at {address}")
             time.sleep(min(1.0, max(0.0, left)))
@@ -116,18 +140,22 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
         yield client
 
 
-def _wait_for_workers(client: Client, wanted: int, least: int, deadline: float, start_timeout: float) -> None:
+def _wait_for_workers(
+    client: Client, wanted: int, least: int, deadline: float, start_timeout: float
+) -> Mapping[str, Any]:
+    """Returns what the scheduler says of itself once enough workers are there."""
     notice = _Notice()
     here, newest_at = -1, time.monotonic()
     while True:
         now = time.monotonic()
-        if (count := num_workers_here(client)) != here:
+        scheduler = _identity(client, max(1.0, deadline - now))
+        if (count := len(scheduler["workers"])) != here:
             here, newest_at = count, now
         if here >= wanted:
-            return
+            return scheduler
         if here >= least and (now - newest_at >= SETTLE_TIME or now >= deadline):
             print(f"going on with {here} of {wanted} Dask workers (at least {least} were asked for)", file=sys.stderr)
-            return
+            return scheduler
         if now >= deadline:
             raise GangStartError(
                 f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s; "
@@ -139,8 +167,15 @@ def _wait_for_workers(client: Client, wanted: int, least: int, deadline: float, 
         time.sleep(POLL_INTERVAL)
 
 
-def _has_dashboard(client: Client) -> bool:
-    return "dashboard" in client.sync(client.scheduler.identity).get("services", {})
+def _identity(client: Client, seconds: float) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
+    except TimeoutError as error:
+        raise GangStartError(
+            f"the Dask scheduler at {client.scheduler.address} is connected, but did not say within {seconds:.0f} s "
+            "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
+        ) from error
+    return found
 
 
 class _Notice:

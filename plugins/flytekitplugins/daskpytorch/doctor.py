@@ -5,7 +5,6 @@ Each check gives findings and ends by itself: whoever is asked is asked with a t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -257,11 +256,13 @@ def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 6
     """Look at the cluster of this scheduler; the arguments are those of `examine`."""
     from distributed import Client
 
+    from flytekitplugins.daskpytorch import cluster
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dask's own of differing versions: the findings say it
         try:
-            asyncio.run(_greet(address, min(timeout, CONNECT_TIMEOUT)))
+            cluster.greet(address, min(timeout, CONNECT_TIMEOUT))
             client = stack.enter_context(Client(address, timeout=min(timeout, CONNECT_TIMEOUT)))
         except (OSError, TimeoutError, ValueError) as error:
             advice = (
@@ -272,24 +273,6 @@ def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 6
             yield Finding(what="scheduler", value=value, verdict="problem", advice=advice)
             return
         yield from _connected(client, with_gangs, timeout)
-
-
-async def _greet(address: str, seconds: float) -> None:
-    """Connect once: a `Client` waits for ever for a scheduler that accepts connections and then says nothing.
-
-    Raises:
-        OSError: Nobody is there, or whoever it is says nothing for so many seconds.
-        ValueError: The address is none.
-    """
-    from distributed.comm import connect
-    from distributed.security import Security
-
-    try:
-        async with asyncio.timeout(seconds):
-            comm = await connect(address, 0.8 * seconds, **Security().get_connection_args("client"))
-    except TimeoutError as error:
-        raise TimeoutError(f"it lets this process connect, but says nothing for {seconds:g} s") from error
-    await comm.close()
 
 
 def _because(cause: BaseException | None) -> str:
