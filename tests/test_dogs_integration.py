@@ -295,4 +295,5 @@ def test_a_worker_with_gpus_has_a_rank_on_each(monkeypatch: pytest.MonkeyPatch) 
     train = runpy.run_path(str(WORKFLOW), run_name="dogs_on_gpus")["train"]
     assert train.task_config.workers.number_of_workers == 3
     assert train.task_config.workers.limits.gpu == "4"
-    assert train.environment == {"DOGS_WORKERS": "3", "DOGS_GPUS": "4"}  # the pods read them again
+    pods = {"DASKPYTORCH_PROFILE": "sandbox", "DOGS_WORKERS": "3", "DOGS_GPUS": "4"}  # which they read again
+    assert train.environment == pods

@@ -27,24 +27,23 @@ the weights it starts from and the hyper-parameters: it is not done again unless
 is in ~/.flyte; `pyflyte local-cache clear` empties it.
 
 When the workflow is registered or run here, `DOGS_WORKERS` sets the number of Dask workers, and `DOGS_GPUS` the GPUs of
-each, with a rank on every one of them; without GPUs a worker is one rank.
+each, with a rank on every one of them; without GPUs a worker is one rank. `DASKPYTORCH_PROFILE=gpu` gives each a GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
-from flytekit import Cache, Deck, HashMethod, Resources, current_context, task, workflow
+from flytekit import Cache, Deck, HashMethod, current_context, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup, current_rank
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb, current_rank
 from flytekitplugins.daskpytorch.data import RankBatches, S3ImageFolder
 from flytekitplugins.daskpytorch.report import line_chart
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
@@ -53,13 +52,13 @@ from tasks.backbones import Classifier, Start
 from tasks.photos import write_photos
 from tasks.pictures import Picture, picture_grid
 from tasks.transfer import Hyperparameters, Pictures
+from workflows import resources
 
-NUM_WORKERS = int(os.environ.get("DOGS_WORKERS", "2"))
-NUM_GPUS = int(os.environ.get("DOGS_GPUS", "0"))
+NUM_WORKERS = resources.number("DOGS_WORKERS", 2)
+NUM_GPUS = resources.number("DOGS_GPUS", resources.NUM_GPUS, least=0)
 NUM_RANKS = NUM_WORKERS * max(1, NUM_GPUS)
-SETTINGS = {"DOGS_WORKERS": str(NUM_WORKERS), "DOGS_GPUS": str(NUM_GPUS)}
+SETTINGS = resources.SETTINGS | {"DOGS_WORKERS": str(NUM_WORKERS), "DOGS_GPUS": str(NUM_GPUS)}
 """For the tasks' pods, which import this file again."""
-GPUS = str(NUM_GPUS) if NUM_GPUS else None
 INDEX = "index.json"
 """What a directory of pictures holds in place of the pictures when they stay in a bucket."""
 NUM_PICTURES = 24
@@ -127,7 +126,7 @@ class Dogs(NamedTuple):
     records: FlyteDirectory
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS)
+@task(requests=resources.SMALL, environment=SETTINGS)
 def index(
     bucket: str, prefix: str, anon: bool, endpoint_url: str, state: FlyteFile | None, hp: Hyperparameters
 ) -> Source:
@@ -152,12 +151,12 @@ def index(
 
 @task(
     task_config=DaskDDP(
-        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
-        workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="4", mem="16Gi", gpu=GPUS)),
+        scheduler=resources.SCHEDULER,
+        workers=resources.workers(NUM_WORKERS, NUM_GPUS),
         gang=Gang(start_timeout=600, max_restarts=3),
         wandb=Wandb(project="dogs"),
     ),
-    requests=Resources(cpu="1", mem="2Gi"),
+    requests=resources.SMALL,
     environment=SETTINGS,
     retries=2,
     cache=Cache(version="1", ignored_inputs=("place",)),
@@ -177,7 +176,7 @@ def train(pictures: FlyteDirectory, place: Place, start: PythonPickledFile, hp: 
     )
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS, enable_deck=True)
+@task(requests=resources.SMALL, environment=SETTINGS, enable_deck=True)
 def classify(
     pictures: FlyteDirectory,
     place: Place,

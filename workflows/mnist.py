@@ -20,19 +20,18 @@ Training is cached by the content of the digits and the hyper-parameters: what o
 `--watch`, does not train again. Locally the cache is in ~/.flyte; `pyflyte local-cache clear` empties it.
 
 When the workflow is registered or run here, `MNIST_GPUS` says how many GPUs of a node to train on, with a rank on each;
-without it, for a sandbox or a laptop, `MNIST_RANKS` says how many ranks share its CPUs.
+by default there is one with `DASKPYTORCH_PROFILE=gpu`, else none, and `MNIST_RANKS` says how many ranks share its CPUs.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
-from flytekit import Cache, Deck, HashMethod, Resources, current_context, task, workflow
+from flytekit import Cache, Deck, HashMethod, current_context, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -42,10 +41,11 @@ from tasks import cnn
 from tasks.cnn import CNN, Evaluation, Hyperparameters, Recorded
 from tasks.digits import Digits, DigitSet, load_digits
 from tasks.pictures import Picture, confusion_matrix, picture_grid
+from workflows import resources
 
-NUM_GPUS = int(os.environ.get("MNIST_GPUS", "0"))
-NUM_RANKS = int(os.environ.get("MNIST_RANKS", "2"))
-SETTINGS = {"MNIST_GPUS": str(NUM_GPUS), "MNIST_RANKS": str(NUM_RANKS)}
+NUM_GPUS = resources.number("MNIST_GPUS", resources.NUM_GPUS, least=0)
+NUM_RANKS = resources.number("MNIST_RANKS", 2)
+SETTINGS = resources.SETTINGS | {"MNIST_GPUS": str(NUM_GPUS), "MNIST_RANKS": str(NUM_RANKS)}
 """For the tasks' pods, which import this file again."""
 NUM_PICTURES = 40
 """Digits that a Deck shows."""
@@ -77,7 +77,7 @@ class Mnist(NamedTuple):
     summary: str
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS)
+@task(requests=resources.SMALL, environment=SETTINGS)
 def prepare(
     data_dir: FlyteDirectory | None, hp: Hyperparameters, num_logged_batches: int, num_logged_images: int
 ) -> HashedDigits:
@@ -94,7 +94,7 @@ def prepare(
     task_config=SpawnDDP(
         nproc="auto" if NUM_GPUS else NUM_RANKS, gang=Gang(max_restarts=3), wandb=Wandb(project="mnist")
     ),
-    requests=Resources(cpu="2", mem="4Gi", gpu=str(NUM_GPUS) if NUM_GPUS else None),
+    requests=resources.machine(NUM_GPUS),
     environment=SETTINGS,
     retries=2,
     cache=Cache(version="1", ignored_inputs=("num_logged_batches", "num_logged_images", "watch")),
@@ -117,7 +117,7 @@ def train(
     )
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), enable_deck=True)
+@task(requests=resources.SMALL, enable_deck=True)
 def report(digits: DigitsFile, epoch_accuracies: list[float], model_state: PythonPickledFile) -> str:
     """Try the weights that arrived on a few test digits; say in a line, and show in a Deck, how it went."""
     pictures = _classify(_load_model(model_state), Digits.load(digits.download()).test)

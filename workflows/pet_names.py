@@ -39,13 +39,13 @@ Training saves a checkpoint after each epoch. When a worker is lost or a rank fa
 newest one, up to three times; on a Flyte backend the task's next attempt resumes from it, too.
 
 `PET_NAMES_WORKERS`, `PET_NAMES_SWEEP_WORKERS` and `PET_NAMES_SCALING_WORKERS` set the numbers of Dask workers when the
-workflows are registered or run here. A sweep may have more models than workers: they queue.
+workflows are registered or run here, and `DASKPYTORCH_PROFILE=gpu` gives each a GPU. A sweep may have more models than
+workers: they queue.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -53,16 +53,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from flytekit import Deck, Resources, current_context, task, workflow
+from flytekit import Deck, current_context, task, workflow
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flytekitplugins.daskpytorch import (
     DaskCluster,
     DaskDDP,
     Gang,
-    Scheduler,
     Wandb,
-    WorkerGroup,
     current_client,
 )
 from flytekitplugins.daskpytorch.report import line_chart, table
@@ -71,13 +69,14 @@ from tasks.char_lstm import CharLSTM, Hyperparameters, TrainingResult
 from tasks.curves import Chart
 from tasks.names import load_names, split_by_name
 from tasks.sweeps import Experiment, Outcome, ScalingRow, SweepRow, TimeToLoss
+from workflows import resources
 
 NamesFile = FlyteFile["json"]
 PngFile = FlyteFile["png"]
-NUM_WORKERS = int(os.environ.get("PET_NAMES_WORKERS", "2"))
-NUM_SWEEP_WORKERS = int(os.environ.get("PET_NAMES_SWEEP_WORKERS", "2"))
-NUM_SCALING_WORKERS = int(os.environ.get("PET_NAMES_SCALING_WORKERS", "2"))
-SETTINGS = {
+NUM_WORKERS = resources.number("PET_NAMES_WORKERS", 2)
+NUM_SWEEP_WORKERS = resources.number("PET_NAMES_SWEEP_WORKERS", 2)
+NUM_SCALING_WORKERS = resources.number("PET_NAMES_SCALING_WORKERS", 2)
+SETTINGS = resources.SETTINGS | {
     "PET_NAMES_WORKERS": str(NUM_WORKERS),
     "PET_NAMES_SWEEP_WORKERS": str(NUM_SWEEP_WORKERS),
     "PET_NAMES_SCALING_WORKERS": str(NUM_SCALING_WORKERS),
@@ -163,14 +162,14 @@ class Quality:
     """The same loss of a model that knows only the character before."""
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), environment=SETTINGS)
+@task(requests=resources.SMALL, environment=SETTINGS)
 def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
     """Load and clean the names, and refuse what cannot be trained on before any cluster starts."""
     _check_count(num_names)
     return _load_names(data, hp, num_ranks=NUM_WORKERS, remedy="set PET_NAMES_WORKERS lower")
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), environment=SETTINGS)
+@task(requests=resources.SMALL, environment=SETTINGS)
 def prepare_sweep(
     data: str, hp: Hyperparameters, batch_sizes: list[int], learning_rates: list[float], num_names: int
 ) -> NamesFile:
@@ -180,7 +179,7 @@ def prepare_sweep(
     return _load_names(data, hp, num_ranks=1)
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), environment=SETTINGS)
+@task(requests=resources.SMALL, environment=SETTINGS)
 def prepare_scaling(
     data: str,
     hp: Hyperparameters,
@@ -197,12 +196,12 @@ def prepare_scaling(
 
 @task(
     task_config=DaskDDP(
-        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
-        workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
+        scheduler=resources.SCHEDULER,
+        workers=resources.workers(NUM_WORKERS),
         gang=Gang(start_timeout=600, max_restarts=3),
         wandb=Wandb(project="pet-names"),
     ),
-    requests=Resources(cpu="1", mem="2Gi"),
+    requests=resources.SMALL,
     environment=SETTINGS,
     retries=2,
     enable_deck=True,
@@ -220,10 +219,10 @@ def train(names: NamesFile, hp: Hyperparameters) -> TrainingOutputs:
 
 @task(
     task_config=DaskCluster(
-        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
-        workers=WorkerGroup(number_of_workers=NUM_SWEEP_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
+        scheduler=resources.SCHEDULER,
+        workers=resources.workers(NUM_SWEEP_WORKERS),
     ),
-    requests=Resources(cpu="1", mem="4Gi"),
+    requests=resources.GATHERING,
     environment=SETTINGS,
     retries=2,
     enable_deck=True,
@@ -247,10 +246,10 @@ def sweep(names: NamesFile, hp: Hyperparameters, batch_sizes: list[int], learnin
 
 @task(
     task_config=DaskCluster(
-        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
-        workers=WorkerGroup(number_of_workers=NUM_SCALING_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
+        scheduler=resources.SCHEDULER,
+        workers=resources.workers(NUM_SCALING_WORKERS),
     ),
-    requests=Resources(cpu="1", mem="4Gi"),
+    requests=resources.GATHERING,
     environment=SETTINGS,
     retries=2,
     enable_deck=True,
@@ -283,7 +282,7 @@ def scale(
     )
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"))
+@task(requests=resources.SMALL)
 def evaluate(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile) -> Quality:
     """Judge the weights that arrived, beside a bigram model fitted on the same training names."""
     training, held_out = (char_lstm.windows(part) for part in split_by_name(_read(names), hp.held_out, hp.seed))
@@ -291,13 +290,13 @@ def evaluate(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFi
     return Quality(loss=found.loss, accuracy=found.accuracy, bigram_loss=char_lstm.bigram_loss(training, held_out))
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"))
+@task(requests=resources.SMALL)
 def sample(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile, num_names: int) -> list[str]:
     """Invent names that are in no list."""
     return char_lstm.sample_names(_load(model_state), num_names, exclude=_read(names), seed=hp.seed)
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), enable_deck=True)
+@task(requests=resources.SMALL, enable_deck=True)
 def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
     """Say in a line, and show in a Deck, how the training went and what came of it."""
     text = (

@@ -1,0 +1,79 @@
+"""All workflows can be registered, and the backend is told of them what it was told before."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import specs
+from conftest import REPOSITORY
+from processes import SCRIPTS
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_what_the_backend_is_told_has_not_changed(tmp_path: Path) -> None:
+    found = specs.packaged(tmp_path)
+    written = {profile: specs.committed(profile) for profile in specs.PROFILES}
+    assert found == written, "is that meant? Then run: python tests/specs.py, and commit what it writes"
+
+
+def test_every_workflow_is_pinned() -> None:
+    pinned = {name.split(".")[-2] for name in specs.committed("sandbox") if name.startswith("workflow ")}
+    assert pinned == {
+        path.stem for path in (REPOSITORY / "workflows").glob("*.py") if "\n@workflow" in path.read_text()
+    }
+
+
+def test_the_readmes_command_registers_everything(tmp_path: Path) -> None:
+    [line] = re.findall(r"^pyflyte register .*$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    command = [str(SCRIPTS / "pyflyte"), *shlex.split(line)[1:], "--dry-run"]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=specs.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert f"Successfully registered {len(specs.committed('sandbox'))} entities" in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
+# ---- The profile
+
+
+def resources(monkeypatch: pytest.MonkeyPatch, profile: str) -> dict[str, object]:
+    monkeypatch.setenv("DASKPYTORCH_PROFILE", profile)
+    return runpy.run_path(str(REPOSITORY / "workflows" / "resources.py"))
+
+
+def test_a_profile_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="DASKPYTORCH_PROFILE='gpus': must be one of sandbox, gpu"):
+        resources(monkeypatch, "gpus")
+
+
+def test_an_empty_profile_is_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resources(monkeypatch, "")["PROFILE"] == "sandbox"
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "1.5", "0"])
+def test_a_number_of_workers_that_is_none_is_refused_by_its_name(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOGS_WORKERS", text)
+    number = resources(monkeypatch, "gpu")["number"]
+    with pytest.raises(ValueError, match=rf"DOGS_WORKERS='{text}': must be a whole number from 1 up"):
+        number("DOGS_WORKERS", 2)  # type: ignore[operator]
+
+
+def test_a_workflows_own_variable_overrides_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKPYTORCH_PROFILE", "gpu")
+    monkeypatch.setenv("DOGS_GPUS", "0")
+    train = runpy.run_path(str(REPOSITORY / "workflows" / "dogs.py"), run_name="dogs_without_gpus")["train"]
+    assert train.task_config.workers.limits.gpu is None
