@@ -24,6 +24,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch import forkserver, ship
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of, failure_path
+from flytekitplugins.daskpytorch.handshake import introduce
 from flytekitplugins.daskpytorch.messages import (
     AgentOrder,
     Beat,
@@ -398,7 +399,7 @@ def dial(order: AgentOrder) -> Connection:
     """Connect to the driver.
 
     Raises:
-        ConnectionError: It cannot be reached from here.
+        ConnectionError: It cannot be reached from here, or whoever is there is not the driver.
     """
     host, port = order.driver
     try:
@@ -410,9 +411,13 @@ def dial(order: AgentOrder) -> Connection:
         ) from error
     sock.settimeout(None)
     watch_peer(sock)
-    connection = Connection(sock.detach())
-    connection.send_bytes(order.token)
-    return connection
+    try:
+        return introduce(sock, order.token)
+    except ConnectionRefusedError as error:
+        raise ConnectionError(
+            f"{host}:{port}, which the worker at {order.worker} took for the driver, is not its gang's ({error}). Has "
+            "the driver ended, and another process its port?"
+        ) from error
 
 
 def _own_address(connection: Connection) -> str:

@@ -81,7 +81,7 @@ class Access:
 
     anon: bool = False
     """Whether requests are not signed."""
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
     """The access key; None: what AWS's chain of providers finds (environment, profile, role of the pod or machine)."""
     secret: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)

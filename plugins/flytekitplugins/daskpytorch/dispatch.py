@@ -282,10 +282,7 @@ class DaskAgents:
             future = self._client.submit(
                 _serve,
                 address,
-                order.worker,
-                *order.driver,
-                order.num_ranks,
-                order.token,
+                order,  # whole, since Dask logs the arguments of a task that fails, and it hides its token
                 stay=self._stay,
                 workers=[address],
                 allow_other_workers=False,
@@ -325,14 +322,13 @@ class DaskAgents:
         self._futures.clear()
 
 
-def _serve(address: str, worker: str, host: str, port: int, num_ranks: int, token: bytes, *, stay: bool) -> None:
+def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
     """Be the agent on one worker: a Dask task."""
     here = get_worker()
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving, worker_data.served(here) as data:
-        order = AgentOrder(worker=worker, driver=(host, port), num_ranks=num_ranks, token=token)
         (resident.stay if stay else agent.run)(order, leaving, data)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -53,8 +53,8 @@ class FlyteSettings:
     """Where this attempt's intratask checkpoint goes."""
     previous_checkpoint: str | None
     """Where the attempt before left its own."""
-    environment: dict[str, str]
-    """Names the execution and the task, in Flyte's own variables."""
+    environment: dict[str, str] = field(repr=False)
+    """Names the execution and the task, and holds its secrets, in Flyte's own variables."""
     interface: bytes
     """The types of the task's inputs and outputs, pickled."""
     inputs: bytes

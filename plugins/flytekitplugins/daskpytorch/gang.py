@@ -7,6 +7,7 @@ One `Supervisor` per gang. Agents dial in and live as long as the gang; what the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import queue
@@ -257,7 +258,7 @@ class Supervisor:
         if self._request.tracking is not None and self._tracking is None:  # one run for all generations
             self._tracking = self._request.tracking(shape)
         job = Job(
-            gang=self._roster.token[:8].hex(),
+            gang=hashlib.sha256(self._roster.token).hexdigest()[:16],
             generation=number,
             call=self._request.call,
             pass_local_rank=self._request.pass_local_rank,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import secrets
 import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from flytekitplugins.daskpytorch.handshake import admit
 from flytekitplugins.daskpytorch.messages import Download, Reported, Upload, watch_peer
 from flytekitplugins.daskpytorch.submission import is_piece
 
@@ -60,12 +60,11 @@ class Listener:
 
     def _listen(self, sock: socket.socket) -> None:
         watch_peer(sock)
-        connection = Connection(sock.detach())
         try:
-            # Nothing is unpickled before the token has proved who is there.
-            if not secrets.compare_digest(connection.recv_bytes(len(self._token)), self._token):
-                connection.close()
-                return
+            connection = admit(sock, self._token)
+        except ConnectionRefusedError:
+            return
+        try:
             while True:
                 message = connection.recv()
                 if isinstance(message, (Upload, Download)) and self._serve_file is not None:

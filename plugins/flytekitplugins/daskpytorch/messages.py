@@ -44,8 +44,8 @@ class AgentOrder:
     """Host and port."""
     num_ranks: int
     """How many ranks it will be told to start, so that they can be forked while all meet."""
-    token: bytes
-    """Proves to the driver that it is this gang's agent; the first bytes on the connection."""
+    token: bytes = field(repr=False)
+    """By which agent and driver know each other; see `handshake`."""
 
 
 # ---- From the agent ...

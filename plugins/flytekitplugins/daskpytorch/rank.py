@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -87,8 +87,8 @@ class RankOrder:
     """The agent's folder: checkpoints come and go through it."""
     directory: str
     """The working directory."""
-    environment: dict[str, str]
-    """The whole of the rank's environment."""
+    environment: dict[str, str] = field(repr=False)
+    """The whole of the rank's environment; it may hold secrets."""
     data: WorkerData | None = None
     """The way to what the Dask worker here holds; None where there is none."""
 

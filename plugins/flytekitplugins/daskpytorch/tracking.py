@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch.config import WANDB_MODES, Wandb
@@ -60,7 +60,7 @@ class RunSettings:
     id: str
     name: str
     mode: Literal["online", "offline", "disabled"]
-    key: str | None
+    key: str | None = field(repr=False)
     config: Mapping[str, Any]
     """Hyper-parameters and the gang's shape."""
     notes: str | None = None
