@@ -121,6 +121,8 @@ class RankCheckpoint(Checkpoint):
             return None
         import torch
 
+        # Any object of the user's. It comes from our own ranks; between two attempts of a task it lies where Flyte
+        # keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
         state = torch.load(self._await_file(self._start), map_location="cpu", weights_only=False)
         self._progress.reach(self._start.step, anew=True)
         return state

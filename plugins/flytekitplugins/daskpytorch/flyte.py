@@ -152,7 +152,7 @@ def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
 
 def arguments(settings: FlyteSettings, ctx: FlyteContext) -> dict[str, Any]:
     """The task's inputs as Python values."""
-    types, _, _ = cloudpickle.loads(settings.interface)
+    types, _, _ = cloudpickle.loads(settings.interface)  # from our own driver, by our agent's pipe
     literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(settings.inputs))
     return dict(TypeEngine.literal_map_to_kwargs(ctx, literal_map, types))
 
@@ -163,7 +163,7 @@ def literals(settings: FlyteSettings, returned: Any, ctx: FlyteContext) -> Liter
     Raises:
         TypeError: The return value does not fit the task's declared outputs.
     """
-    inputs, outputs, tuple_name = cloudpickle.loads(settings.interface)
+    inputs, outputs, tuple_name = cloudpickle.loads(settings.interface)  # as above
     _check_count(settings.task_name, returned, list(outputs))
     interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
     task = PythonTask(task_type="", name=settings.task_name, task_config=None, interface=interface)

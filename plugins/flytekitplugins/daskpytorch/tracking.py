@@ -48,6 +48,12 @@ STOPPED_EARLY = "stopped_early"
 """In the summary of such a run: why."""
 NUM_BINS = 64
 """Of a histogram, as wandb has them."""
+SECRET = re.compile(
+    r"(?i)^token$|(^|_)(secret|password|passwd|credentials?|storage_options"
+    r"|(api|access|secret|private)_?key(_id)?|(api|auth|access|session|bearer|hf)_?token)$"
+)
+"""Names of inputs whose values are shown to nobody; not those of hyper-parameters such as num_tokens or pad_token."""
+HIDDEN = "(hidden)"
 MAX_WAITING = 10_000
 """Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
@@ -177,18 +183,26 @@ def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries."""
+    """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries; no secrets."""
     plain: dict[str, Any] = {}
     for name, value in inputs.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
+        if SECRET.search(str(name)):
+            plain[name] = HIDDEN
+        elif dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
             plain |= _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         elif isinstance(value, (str, int, float, bool, type(None))):
             plain[name] = value
         elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:
             plain[f"num_{name}"] = len(value)
         else:
-            plain[name] = str(value)
+            plain[name] = str(_without_secrets(value))
     return plain
+
+
+def _without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: HIDDEN if SECRET.search(str(name)) else _without_secrets(item) for name, item in value.items()}
 
 
 def console_link(wandb: Wandb) -> dict[str, str]:
