@@ -9,9 +9,14 @@ import shlex
 import subprocess
 import sys
 from ast import literal_eval
+from collections import OrderedDict
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.tools.translator import get_serializable
 
 from conftest import REPOSITORY
 from jpegs import photos
@@ -62,6 +67,18 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
     done = run(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
+
+
+def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if "checkpoint.load()" in block))
+    model = torch.nn.Linear(4, 1)
+    model.load_state_dict({"weight": torch.zeros(1, 4), "bias": torch.full((1,), 3.0)})  # what it is to learn
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    torch.save({"step": 29, "model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "step-29.pt")
+    done = run(["pyflyte", "run", "resume.py", "train", "--steps", "30", "--start", "step-29.pt"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == 0.0
 
 
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
@@ -124,10 +141,18 @@ def test_the_task_that_sends_files_returns_them(tmp_path: Path) -> None:
     assert json.loads(Path(said[1], "rank-1", "epoch-1.json").read_text()) == {"epoch": 1}
 
 
-def test_the_configuration_is_accepted() -> None:
-    scope: dict[str, object] = {}
-    exec(next(block for block in blocks("python") if "min_workers=3" in block), scope)
-    assert scope["config"].ranks_per_worker == 4  # type: ignore[attr-defined]
+def test_the_configuration_is_what_it_says_to_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "on_gpus.py").write_text(next(block for block in blocks("python") if "min_workers=3" in block))
+    monkeypatch.syspath_prepend(tmp_path)
+    on_gpus = import_module("on_gpus")
+    assert on_gpus.config.ranks_per_worker == 4
+    image = Image(name="default", fqn="registry.example/image", tag="v1")
+    settings = SerializationSettings(image_config=ImageConfig(default_image=image))
+    template = get_serializable(OrderedDict(), settings, on_gpus.train).template
+    assert template.type == "dask"
+    assert template.k8s_pod.pod_spec["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert template.metadata.interruptible
+    assert [(secret.group, secret.key) for secret in template.security_context.secrets] == [("wandb", "api_key")]
 
 
 def test_the_task_on_one_node_runs(tmp_path: Path) -> None:
