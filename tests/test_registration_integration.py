@@ -30,6 +30,7 @@ def test_every_workflow_is_pinned() -> None:
     }
 
 
+@pytest.mark.slow  # packaging does the same, but for the command's own options
 def test_the_readmes_command_registers_everything(tmp_path: Path) -> None:
     [line] = re.findall(r"^pyflyte register .*$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
     command = [str(SCRIPTS / "pyflyte"), *shlex.split(line)[1:], "--dry-run"]
@@ -73,7 +74,10 @@ def test_a_number_of_workers_that_is_none_is_refused_by_its_name(text: str, monk
 
 
 def test_a_workflows_own_variable_overrides_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DASKPYTORCH_PROFILE", "gpu")
-    monkeypatch.setenv("DOGS_GPUS", "0")
-    train = runpy.run_path(str(REPOSITORY / "workflows" / "dogs.py"), run_name="dogs_without_gpus")["train"]
-    assert train.task_config.workers.limits.gpu is None
+    monkeypatch.setattr("workflows.resources.NUM_GPUS", 1)
+    for given, found in ((None, "1"), ("0", None), ("3", "3")):
+        if given is not None:
+            monkeypatch.setenv("DOGS_GPUS", given)
+        train = runpy.run_path(str(REPOSITORY / "workflows" / "dogs.py"), run_name=f"dogs_on_{given}_gpus")["train"]
+        assert train.task_config.workers.limits.gpu == found
+        assert train.environment["DOGS_GPUS"] == (given or "1")
