@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.progress import LEADING, PLAIN_INTERVAL, describe_record
+from flytekitplugins.daskpytorch.redaction import without_secrets
 
 __all__ = ["Scoreboard"]
 
@@ -47,7 +48,7 @@ class Scoreboard:
 
     def line(self, index: int, experiment: object) -> Observer:
         """The watcher of one model's gang."""
-        return _Line(self, f"model {index}", _shortened(repr(experiment)))
+        return _Line(self, f"model {index}", _shortened(repr(without_secrets(experiment))))
 
     @property
     def is_live(self) -> bool:

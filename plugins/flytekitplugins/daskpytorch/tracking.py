@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flytekitplugins.daskpytorch.config import WANDB_MODES, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Shape
+from flytekitplugins.daskpytorch.redaction import without_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +49,6 @@ STOPPED_EARLY = "stopped_early"
 """In the summary of such a run: why."""
 NUM_BINS = 64
 """Of a histogram, as wandb has them."""
-SECRET = re.compile(
-    r"(?i)^token$|(^|_)(secret|password|passwd|credentials?|storage_options"
-    r"|(api|access|secret|private)_?key(_id)?|(api|auth|access|session|bearer|hf)_?token)$"
-)
-"""Names of inputs whose values are shown to nobody; not those of hyper-parameters such as num_tokens or pad_token."""
-HIDDEN = "(hidden)"
 MAX_WAITING = 10_000
 """Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
@@ -124,7 +119,7 @@ def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[
         name=wandb.name or short,
         mode=mode,  # type: ignore[arg-type] # one of WANDB_MODES
         key=key,
-        config={**config, **wandb.config},
+        config={**config, **without_secrets(wandb.config)},
         notes=os.environ.get("FLYTE_EXECUTION_URL"),
     )
 
@@ -166,7 +161,7 @@ def model_settings(shared: RunSettings, *, index: int, key: str, experiment: Any
         shared,
         id=f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}",
         name=f"{shared.name}-{index}",
-        config={**run_config(inputs, shape), **shared.wandb.config},
+        config={**run_config(inputs, shape), **without_secrets(shared.wandb.config)},
     )
 
 
@@ -185,24 +180,16 @@ def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
 def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries; no secrets."""
     plain: dict[str, Any] = {}
-    for name, value in inputs.items():
-        if SECRET.search(str(name)):
-            plain[name] = HIDDEN
-        elif dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
+    for name, value in without_secrets(dict(inputs)).items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
             plain |= _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         elif isinstance(value, (str, int, float, bool, type(None))):
             plain[name] = value
         elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:
             plain[f"num_{name}"] = len(value)
         else:
-            plain[name] = str(_without_secrets(value))
+            plain[name] = str(value)
     return plain
-
-
-def _without_secrets(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {name: HIDDEN if SECRET.search(str(name)) else _without_secrets(item) for name, item in value.items()}
 
 
 def console_link(wandb: Wandb) -> dict[str, str]:
