@@ -100,7 +100,7 @@ class WorkerData:
         while True:
             match self._ask(_Get(key)):
                 case bytes(data):
-                    return pickle.loads(data)
+                    return pickle.loads(data)  # noqa: S301 - from the Dask worker beside this rank
                 case _Refused(text):
                     raise TypeError(text)
                 case _Missing(state):
