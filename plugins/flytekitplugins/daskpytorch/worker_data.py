@@ -100,7 +100,7 @@ class WorkerData:
         while True:
             match self._ask(_Get(key)):
                 case bytes(data):
-                    return pickle.loads(data)  # noqa: S301 - from the Dask worker beside this rank
+                    return pickle.loads(data)  # noqa: S301 - from our own Dask worker
                 case _Refused(text):
                     raise TypeError(text)
                 case _Missing(state):
