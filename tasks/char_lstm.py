@@ -244,7 +244,12 @@ def windows(names: Iterable[str]) -> Tensor:
     return every[every[:, -1] != BLANK]
 
 
-def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameters) -> TrainingResult:
+def train(
+    training_windows: Tensor,
+    held_out_windows: Tensor,
+    hp: Hyperparameters,
+    start: Mapping[str, Tensor] | None = None,
+) -> TrainingResult:
     """Train a `CharLSTM` together with the other ranks of the gang; every rank calls this with the same arguments.
 
     The loss is the cross-entropy of the next character at all eight positions of a window, except where that next
@@ -261,6 +266,7 @@ def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameter
         training_windows: (num_windows, 9), as from `windows`.
         held_out_windows: (num_windows, 9), evaluated after every epoch.
         hp: How to train.
+        start: The weights to start from, as a `TrainingResult` has them; without them, random ones from the seed.
 
     Returns:
         The trained weights and one entry of metrics per epoch, the same on every rank but for the timing.
@@ -268,7 +274,7 @@ def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameter
     Raises:
         ValueError: There are fewer training windows than ranks, no held-out windows, or the checkpoint is that of
             another number of training windows.
-        RuntimeError: The ranks together did not see every training window exactly once.
+        RuntimeError: The ranks together did not see every training window exactly once, or `start` is of another model.
     """
     rank = current_rank()
     if len(training_windows) < rank.world_size:
@@ -278,7 +284,7 @@ def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameter
         )
     if not len(held_out_windows):
         raise ValueError("there are no held-out windows, so that no epoch can be judged; hold out at least one name")
-    trainer = _Trainer(training_windows, hp)
+    trainer = _Trainer(training_windows, hp, start)
     if (state := rank.checkpoint.load()) is not None:
         trainer.resume(state)
     trainer.run(held_out_windows)
@@ -288,7 +294,7 @@ def train(training_windows: Tensor, held_out_windows: Tensor, hp: Hyperparameter
 class _Trainer:
     """One rank's part in the training."""
 
-    def __init__(self, training_windows: Tensor, hp: Hyperparameters) -> None:
+    def __init__(self, training_windows: Tensor, hp: Hyperparameters, start: Mapping[str, Tensor] | None) -> None:
         self.rank = current_rank()
         self.hp = hp
         self.windows = training_windows.to(self.rank.device)
@@ -301,6 +307,8 @@ class _Trainer:
         self.num_steps = self._count_steps()
         torch.manual_seed(hp.seed)  # the same initial weights on every rank …
         self.model = CharLSTM(hp.dropout).to(self.rank.device)
+        if start:
+            self.model.load_state_dict(start)
         self.gang_model = DistributedDataParallel(self.model) if self.rank.world_size > 1 else self.model
         torch.manual_seed(hp.seed + self.rank.rank + 1)  # … but dropout of its own
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=hp.learning_rate)

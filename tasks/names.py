@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import random
@@ -10,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 
 from tasks.embedded_names import EMBEDDED_NAMES
 
-__all__ = ["ALPHABET", "CleanNames", "clean_names", "load_names", "split_by_name"]
+__all__ = ["ALPHABET", "CleanNames", "clean_names", "load_names", "split_by_hash", "split_by_name"]
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 """Every character the model knows: `*` is the blank that pads, `+` the stop that ends a name."""
@@ -71,7 +73,8 @@ def load_names(uri: str = "") -> CleanNames:
     """
     if not uri:
         return clean_names(EMBEDDED_NAMES, source="the embedded list")
-    return clean_names(_parse(uri, _read(uri)), source=uri)
+    shown = _without_secrets(uri)
+    return clean_names(_parse(shown, _read(uri)), source=shown)
 
 
 def clean_names(raw: Sequence[str], *, source: str) -> CleanNames:
@@ -137,15 +140,53 @@ def split_by_name(names: Iterable[str], held_out: float, seed: int) -> tuple[lis
     return [name for name in names if name not in chosen], [name for name in names if name in chosen]
 
 
+def split_by_hash(names: Iterable[str], held_out: float) -> tuple[list[str], list[str]]:
+    """Hold out about a fraction of the different names, each by what it is itself.
+
+    A name is on the same side whatever other names there are, so that a model never trains on a name that later models
+    are judged by. What a smaller fraction holds out, a larger one holds out, too.
+
+    Args:
+        names: Clean names, with repetitions.
+        held_out: About the fraction of the different names to hold out, between 0 and 1.
+
+    Returns:
+        The names to train on and the held-out names, both in the order given and with repetitions; either may be empty
+        where there are few names.
+
+    Raises:
+        ValueError: `held_out` is not between 0 and 1.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out={held_out!r}: must be a fraction between 0 and 1, such as 0.1")
+    names = list(names)
+    chosen = {name for name in set(names) if _place(name) < held_out}
+    return [name for name in names if name not in chosen], [name for name in names if name in chosen]
+
+
+def _place(name: str) -> float:
+    """Where the name falls between 0 and 1, always and everywhere."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+
+
 def _read(uri: str) -> bytes:
     try:
         with fsspec.open(uri, "rb") as file:
             return bytes(file.read())
     except FileNotFoundError as error:
+        shown = _without_secrets(uri)
         raise FileNotFoundError(
-            f"there is no file at {uri!r}. Check the spelling; a local path must exist on the machine where the task "
+            f"there is no file at {shown!r}. Check the spelling; a local path must exist on the machine where the task "
             "runs, so that on a cluster an https:// or s3:// URI is needed."
         ) from error
+
+
+def _without_secrets(uri: str) -> str:
+    """A URI without password and signature, for logs and model cards."""
+    if not uri.startswith(("http://", "https://")):
+        return uri
+    parts = urlsplit(uri)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _parse(uri: str, content: bytes) -> list[str]:
