@@ -1,0 +1,507 @@
+"""Train the pet-names model again on the newest names, and make it the champion if it is better, as a Flyte workflow.
+
+prepare (read, check) -> train (by DDP on a Dask cluster) -> evaluate -> register -> promote or keep -> report
+
+On this machine, on the embedded list of names, with the registry in your home directory (a minute on two cores; a few
+seconds when nothing has changed since); and on the newest file of a folder, with a registry in a bucket:
+
+    pyflyte run workflows/retrain.py retrain
+    pyflyte run workflows/retrain.py retrain --data s3://bucket/names/ --registry s3://bucket/pet-names
+
+Tiny, to see that everything works:
+
+    pyflyte run workflows/retrain.py retrain --registry /tmp/registry --hp '{"epochs": 1, "batch_size": 2048}'
+
+Every day on a Flyte backend, on the names of the day (what is set when it is registered are the launch plan's defaults;
+`pyflyte run workflows/retrain.py retrain_daily` runs it here, now):
+
+    PET_NAMES_REGISTRY=s3://bucket/pet-names PET_NAMES_DATA='s3://bucket/names/{date}.csv' \
+        PET_NAMES_SCHEDULE='0 4 * * *' PET_NAMES_EMAILS=team@example.org \
+        pyflyte register --image registry/daskpytorch:tag --activate-launchplans workflows/retrain.py
+
+The history, and back to the champion before (or to any version):
+
+    python -m tasks.registry --registry s3://bucket/pet-names history
+    python -m tasks.registry --registry s3://bucket/pet-names roll-back --reason 'complaints about the new names'
+
+What fails, or is killed at any moment, leaves the old or the new champion, whole; of two retrainings at once one
+promotes its model, and both are kept.
+
+`PET_NAMES_WORKERS` sets the number of Dask workers. Credentials for buckets are those of s3fs: `AWS_ACCESS_KEY_ID` and
+its like, a profile, or the pod's role.
+"""
+
+# ruff: noqa: ARG001 - the node that runs on failure must take all inputs of the workflow
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from flytekit import (
+    Cache,
+    CronSchedule,
+    Deck,
+    Email,
+    HashMethod,
+    LaunchPlan,
+    Resources,
+    Slack,
+    WorkflowExecutionPhase,
+    conditional,
+    current_context,
+    task,
+    workflow,
+)
+from flytekit.types.error import FlyteError
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.report import line_chart, table
+from tasks import challenger, char_lstm
+from tasks.challenger import CHAMPION, NAMES, SCRATCH, STATE, Champion, find_champion
+from tasks.char_lstm import CharLSTM, Hyperparameters
+from tasks.drift import Limits, character_counts, check, drift
+from tasks.model_card import Comparison, DataFacts, ModelCard, git_version, plugin_version
+from tasks.names import CleanNames, load_names, split_by_hash
+from tasks.newest_names import newest_uri
+from tasks.registry import Promotion, Registry
+
+NUM_WORKERS = int(os.environ.get("PET_NAMES_WORKERS", "2"))
+SETTINGS = {"PET_NAMES_WORKERS": str(NUM_WORKERS)}
+"""For the tasks' pods, which import this file again."""
+REGISTRY = os.environ.get("PET_NAMES_REGISTRY", "~/.pet-names/registry")
+DATA = os.environ.get("PET_NAMES_DATA", "")
+SCHEDULE = os.environ.get("PET_NAMES_SCHEDULE", "0 4 * * *")
+NOW = datetime.fromtimestamp(0, UTC)
+"""The default of the kick-off time, which must be a time for Flyte's scheduler to fill it in."""
+MARGIN = 0.001
+"""Nats per character: less is noise."""
+
+
+def _content_hash(file: FlyteFile) -> str:
+    return challenger.sha256(file.path)
+
+
+NamesFile = FlyteFile["json"]
+HashedNames = Annotated[NamesFile, HashMethod(_content_hash)]
+HashedState = Annotated[PythonPickledFile, HashMethod(_content_hash)]
+"""What is equal is the same to Flyte's cache, whenever it was read and wherever it came from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a retraining starts."""
+
+    data: DataFacts
+    champion: str
+    """The version that is compared with; empty: there is none."""
+    promotion: int
+    """The number of the promotion that made it the champion; 0: there is none."""
+    start: str
+    """The version whose weights the challenger starts from; empty: random ones."""
+    held_out: float
+    """The fraction of the names that neither was trained on."""
+
+
+class Newest(NamedTuple):
+    """The newest names, checked, and the weights to compare with and to start from."""
+
+    names: HashedNames
+    """Sorted."""
+    champion: HashedState
+    """No weights, if there is none."""
+    start: HashedState
+    """No weights: random ones."""
+    origin: Origin
+
+
+class Trained(NamedTuple):
+    """What training leaves."""
+
+    epoch_losses: list[float]
+    """Cross-entropy of the next character on held-out names, in nats, after each epoch."""
+    model_state: HashedState
+    wandb_url: str
+    """Empty if the run is not in Weights & Biases."""
+
+
+class Registered(NamedTuple):
+    """The challenger in the registry."""
+
+    version: str
+    promotes: bool
+    why: str
+
+
+class Retraining(NamedTuple):
+    """The outputs of the workflow."""
+
+    version: str
+    """The challenger's; an earlier one's where nothing has changed."""
+    outcome: str
+    """What became of it, and why."""
+    summary: str
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS, retries=2)
+def prepare(
+    data: str, registry: str, start_from: str, hp: Hyperparameters, limits: Limits, kickoff_time: datetime
+) -> Newest:
+    """Read the newest names and the champion, and refuse what had better not be trained on."""
+    _check_start(start_from)
+    day = (datetime.now(UTC) if kickoff_time == NOW else kickoff_time.astimezone(UTC)).date()
+    loaded = load_names(newest_uri(data, day))
+    print(loaded.report)
+    opened, folder = Registry(registry), Path(current_context().working_directory)
+    opened.check()
+    champion = find_champion(opened, folder / "champion")
+    check(loaded, limits, champion.card.data if champion else None)
+    _check_sides(loaded.names, hp)
+    path = folder / NAMES
+    path.write_text(json.dumps(sorted(loaded.names)))
+    facts = _facts(loaded, day, challenger.sha256(path), champion)
+    print(_describe(facts))
+    origin = _origin(opened, facts, champion, hp, start_from)
+    return Newest(
+        names=NamesFile(path=str(path)),
+        champion=_state_of(opened, origin.champion, folder / "champion"),
+        start=_state_of(opened, origin.start, folder / "start"),
+        origin=origin,
+    )
+
+
+@task(
+    task_config=DaskDDP(
+        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
+        workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
+        gang=Gang(start_timeout=600, max_restarts=3),
+        wandb=Wandb(project="pet-names"),
+    ),
+    requests=Resources(cpu="1", mem="2Gi"),
+    environment=SETTINGS,
+    retries=3,
+    interruptible=True,
+    cache=Cache(version="1"),
+    enable_deck=True,
+)
+def train(names: NamesFile, start: PythonPickledFile, hp: Hyperparameters) -> Trained:
+    """Train in every rank; the first rank's outputs are the task's. Flyte's cache has those of an unchanged day."""
+    training, held_out = (char_lstm.windows(side) for side in split_by_hash(_read(names), hp.held_out))
+    result = char_lstm.train(training, held_out, hp, start=_load(start))
+    path = Path(current_context().working_directory, STATE)
+    torch.save(result.state_dict, path)
+    return Trained(
+        epoch_losses=[epoch.held_out_loss for epoch in result.epochs],
+        model_state=PythonPickledFile(path=str(path)),
+        wandb_url=_wandb_url(),
+    )
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), retries=2, cache=Cache(version="1"))
+def evaluate(
+    names: NamesFile, champion: PythonPickledFile, challenger_state: PythonPickledFile, held_out: float
+) -> Comparison:
+    """Judge both on the same names, which neither was trained on, beside a bigram model."""
+    training, judged = split_by_hash(_read(names), held_out)
+    windows = char_lstm.windows(judged)
+    found = char_lstm.evaluate(CharLSTM.from_state_dict(_load(challenger_state)), windows)
+    state = _load(champion)
+    before = char_lstm.evaluate(CharLSTM.from_state_dict(state), windows) if state else None
+    return Comparison(
+        loss=found.loss,
+        accuracy=found.accuracy,
+        champion_loss=before.loss if before else None,
+        champion_accuracy=before.accuracy if before else None,
+        bigram_loss=char_lstm.bigram_loss(char_lstm.windows(training), windows),
+        num_held_out=len(set(judged)),
+    )
+
+
+@task(requests=Resources(cpu="1", mem="2Gi"), retries=2)
+def register(
+    registry: str,
+    names: NamesFile,
+    model_state: PythonPickledFile,
+    start_from: str,
+    hp: Hyperparameters,
+    origin: Origin,
+    comparison: Comparison,
+    wandb_url: str,
+    margin: float,
+) -> Registered:
+    """Put the challenger into the registry with its card, and decide whether it is to be the champion."""
+    opened = Registry(registry)
+    files = {STATE: Path(model_state.download()), NAMES: Path(names.download())}
+    card = ModelCard(
+        data=origin.data,
+        hp=asdict(hp),
+        start_from=start_from,
+        start=origin.start,
+        champion=origin.champion,
+        comparison=comparison,
+        state_sha256=challenger.sha256(files[STATE]),
+        plugin_version=plugin_version(),
+        git_version=git_version(),
+        registered_version=os.environ.get("FLYTE_INTERNAL_TASK_VERSION", ""),
+        execution=current_context().execution_id.name,
+        wandb_url=wandb_url,
+    )
+    version = challenger.add(opened, files, card)
+    verdict = challenger.judge(opened, version, comparison, margin)
+    return Registered(version=version, promotes=verdict.promotes, why=verdict.why)
+
+
+@task(requests=Resources(cpu="1", mem="1Gi"), retries=2)
+def promote(registry: str, version: str, why: str, origin: Origin) -> str:
+    """Make the challenger the champion, unless another became it meanwhile."""
+    return challenger.promote(Registry(registry), version, why, instead_of=origin.promotion)
+
+
+@task(requests=Resources(cpu="1", mem="1Gi"), retries=2)
+def keep(why: str) -> str:
+    """Leave the champion as it is."""
+    return f"not promoted: {why}"
+
+
+@task(requests=Resources(cpu="1", mem="1Gi"), retries=2, enable_deck=True)
+def report(registry: str, version: str, outcome: str, epoch_losses: list[float], comparison: Comparison) -> str:
+    """Say in a line, and show in a Deck, what came of the day."""
+    opened = Registry(registry)
+    history = opened.history()
+    text = f"{version} {outcome}; {_named(history[-1] if history else None)}"
+    curves = {"challenger": [(float(epoch), loss) for epoch, loss in enumerate(epoch_losses, 1)]}
+    if comparison.champion_loss is not None:
+        curves["champion"] = [(epoch, comparison.champion_loss) for epoch, _ in curves["challenger"]]
+    Deck(
+        "Retraining",
+        f"<p>{text}</p>"
+        + _compare(comparison)
+        + line_chart("held-out loss (nats per character)", curves, "epoch")
+        + f"<h3>Model card of {version}</h3>"
+        + ModelCard.from_dict(opened.card(version)).html()
+        + "<h3>Champions</h3>"
+        + table(("", "version", "instead of", "since", "why"), [_row(promotion) for promotion in reversed(history)]),
+    )
+    print(text)
+    return text
+
+
+@task(requests=Resources(cpu="1", mem="1Gi"), retries=2)
+def say_what_failed(
+    data: str,
+    registry: str,
+    start_from: str,
+    hp: Hyperparameters,
+    margin: float,
+    limits: Limits,
+    kickoff_time: datetime,
+    err: FlyteError | None = None,
+) -> None:
+    """Say what failed and who is still the champion; changes nothing."""
+    what = f"{err.message} (node {err.failed_node_id})" if err is not None else "see the nodes before this one"
+    print(f"the retraining has failed: {what}")
+    print(f"in the registry {registry} {_champion_in(registry)}")
+
+
+@workflow(on_failure=say_what_failed)
+def retrain(
+    data: str = DATA,
+    registry: str = REGISTRY,
+    start_from: str = CHAMPION,
+    hp: Hyperparameters = Hyperparameters(),
+    margin: float = MARGIN,
+    limits: Limits = Limits(),
+    kickoff_time: datetime = NOW,
+) -> Retraining:
+    """Train a challenger on the newest names, and make it the champion if it is better.
+
+    Args:
+        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://), in whose name
+            {date} becomes the day of the kick-off time in UTC; or a folder or prefix, of which the newest file is read;
+            empty for the embedded list.
+        registry: The folder or s3://bucket/prefix of the models and their promotions.
+        start_from: The weights that the challenger starts from: `champion` (random ones while there is none), or
+            `scratch`.
+        hp: How to train, as a JSON object of Hyperparameters' fields. Which names are held out does not depend on the
+            seed.
+        margin: By how many nats per character the challenger must be better.
+        limits: What the names must keep to, as a JSON object of Limits' fields.
+        kickoff_time: The time for which names are wanted; the scheduler fills it in. The default stands for now.
+    """
+    newest = prepare(
+        data=data, registry=registry, start_from=start_from, hp=hp, limits=limits, kickoff_time=kickoff_time
+    )
+    trained = train(names=newest.names, start=newest.start, hp=hp)
+    comparison = evaluate(
+        names=newest.names,
+        champion=newest.champion,
+        challenger_state=trained.model_state,
+        held_out=newest.origin.held_out,
+    )
+    registered = register(
+        registry=registry,
+        names=newest.names,
+        model_state=trained.model_state,
+        start_from=start_from,
+        hp=hp,
+        origin=newest.origin,
+        comparison=comparison,
+        wandb_url=trained.wandb_url,
+        margin=margin,
+    )
+    outcome = (
+        conditional("is_better")
+        .if_(registered.promotes.is_true())
+        .then(promote(registry=registry, version=registered.version, why=registered.why, origin=newest.origin))
+        .else_()
+        .then(keep(why=registered.why))
+    )
+    summary = report(
+        registry=registry,
+        version=registered.version,
+        outcome=outcome,
+        epoch_losses=trained.epoch_losses,
+        comparison=comparison,
+    )
+    return Retraining(version=registered.version, outcome=outcome, summary=summary)
+
+
+def _recipients(variable: str) -> list[str]:
+    return [address.strip() for address in os.environ.get(variable, "").split(",") if address.strip()]
+
+
+def _notifications() -> list[Email | Slack]:
+    """Whom Flyte tells of a retraining that did not come to its end."""
+    phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
+    kinds = {Email: "PET_NAMES_EMAILS", Slack: "PET_NAMES_SLACK_EMAILS"}
+    return [
+        kind(phases=phases, recipients_email=recipients)
+        for kind, variable in kinds.items()
+        if (recipients := _recipients(variable))
+    ]
+
+
+retrain_daily = LaunchPlan.get_or_create(
+    workflow=retrain,
+    name="retrain_daily",
+    schedule=CronSchedule(schedule=SCHEDULE, kickoff_time_input_arg="kickoff_time"),
+    notifications=_notifications(),
+)
+"""Every day at four o'clock UTC, unless PET_NAMES_SCHEDULE says otherwise."""
+
+
+def _check_sides(names: list[str], hp: Hyperparameters) -> None:
+    """Raise a `ValueError` where nothing would be held out, or not every rank had a sample."""
+    training, held_out = split_by_hash(names, hp.held_out)
+    num_samples = len(char_lstm.windows(training)) if training else 0
+    if num_samples < NUM_WORKERS or not held_out:
+        raise ValueError(
+            f"of {len(set(names))} different names held_out={hp.held_out} leaves {num_samples} training samples for "
+            f"{NUM_WORKERS} ranks, and {len(held_out)} names to judge by; give more names or another hp.held_out"
+        )
+
+
+def _check_start(start_from: str) -> None:
+    if start_from not in (CHAMPION, SCRATCH):
+        raise ValueError(f"start_from={start_from!r}: must be {CHAMPION!r} or {SCRATCH!r}")
+
+
+def _facts(loaded: CleanNames, day: date, fingerprint: str, champion: Champion | None) -> DataFacts:
+    """What goes into the model card about the names."""
+    distinct, characters = set(loaded.names), character_counts(loaded.names)
+    return DataFacts(
+        source=loaded.source,
+        day=str(day),
+        fingerprint=fingerprint,
+        num_names=len(loaded.names),
+        num_distinct=len(distinct),
+        num_new=len(distinct - champion.names) if champion else len(distinct),
+        drift=drift(characters, champion.card.data.characters) if champion else None,
+        characters=characters,
+    )
+
+
+def _origin(
+    registry: Registry, facts: DataFacts, champion: Champion | None, hp: Hyperparameters, start_from: str
+) -> Origin:
+    """Where the challenger starts; where nothing has changed, where it started when that was trained."""
+    start = champion.version if champion and start_from == CHAMPION else ""
+    if (trained := challenger.find_trained(registry, facts.fingerprint, asdict(hp), start_from)) is not None:
+        start = trained.start
+    return Origin(
+        data=facts,
+        champion=champion.version if champion else "",
+        promotion=champion.promotion.number if champion else 0,
+        start=start,
+        held_out=min(hp.held_out, champion.card.hp["held_out"]) if champion else hp.held_out,
+    )
+
+
+def _state_of(registry: Registry, version: str, folder: Path) -> PythonPickledFile:
+    """The version's weights; no weights if there is no version."""
+    folder.mkdir(exist_ok=True)
+    path = folder / STATE
+    if version:
+        path = registry.fetch(version, STATE, folder)
+    else:
+        torch.save({}, path)
+    return PythonPickledFile(path=str(path))
+
+
+def _read(names: FlyteFile) -> list[str]:
+    return list(json.loads(Path(names.download()).read_text()))
+
+
+def _load(state: PythonPickledFile) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(state.download(), map_location="cpu", weights_only=True)
+    return loaded
+
+
+def _wandb_url() -> str:
+    """The link to this rank's run, if it has one that is online."""
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    return "" if run is None or run.offline or run.disabled else str(run.url or "")
+
+
+def _describe(facts: DataFacts) -> str:
+    text = f"{facts.num_names:,} names of {facts.day}, {facts.num_new:,} of the different ones new to the champion"
+    return text if facts.drift is None else f"{text}; the characters have moved by {facts.drift:.4f}"
+
+
+def _compare(comparison: Comparison) -> str:
+    rows: list[tuple[str, float | None, float | None]] = [
+        ("challenger", comparison.loss, comparison.accuracy),
+        ("champion", comparison.champion_loss, comparison.champion_accuracy),
+        ("bigram model", comparison.bigram_loss, None),
+    ]
+    header = (f"on {comparison.num_held_out:,} held-out names", "loss (nats per character)", "accuracy")
+    return table(header, [(name, _number(loss), _number(accuracy)) for name, loss, accuracy in rows])
+
+
+def _champion_in(registry: str) -> str:
+    """Who is the champion, in words; what failed may be the registry itself."""
+    try:
+        return _named(Registry(registry).champion())
+    except Exception as error:
+        return f"it cannot be said who is the champion ({type(error).__name__}: {error})"
+
+
+def _named(champion: Promotion | None) -> str:
+    if champion is None:
+        return "there is no champion yet"
+    return f"the champion is {champion.version} (promotion {champion.number})"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _row(promotion: Promotion) -> tuple[object, ...]:
+    return promotion.number, promotion.version, promotion.previous or "", promotion.at, promotion.reason
