@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,8 @@ def judge(registry: Registry, version: str, comparison: Comparison, margin: floa
             why=f"promotion {before[-1].number} made it the champion once, and it was replaced; promote it by hand if "
             "that is wanted again",
         )
+    if not math.isfinite(comparison.loss):
+        return Verdict(promotes=False, why=f"its loss is {comparison.loss}; train with a lower learning rate")
     gain = comparison.gain
     if gain is None:
         return Verdict(promotes=True, why="there was no champion")

@@ -352,6 +352,16 @@ def test_training_repeats_and_depends_on_the_seed(records: list[LogRecord]) -> N
 
 
 @pytest.mark.timeout(60)
+def test_training_starts_from_given_weights() -> None:
+    few = TRAINING[:64]
+    start = train(few, HELD_OUT, Hyperparameters(epochs=3, batch_size=16)).state_dict
+    hp = Hyperparameters(epochs=1, batch_size=64, learning_rate=1e-9, dropout=0.0)
+    found = train(few, HELD_OUT, hp, start=start).epochs[0].held_out_loss
+    assert found == pytest.approx(evaluate(CharLSTM.from_state_dict(start), HELD_OUT).loss, rel=1e-5)
+    assert train(few, HELD_OUT, hp, start={}).epochs[0].held_out_loss != pytest.approx(found, rel=1e-2)
+
+
+@pytest.mark.timeout(60)
 def test_order_changes_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[list[int]] = []
     draw = torch.randperm

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tasks.embedded_names import EMBEDDED_NAMES
-from tasks.names import ALPHABET, clean_names, load_names, split_by_name
+from tasks.names import ALPHABET, clean_names, load_names, split_by_hash, split_by_name
 
 DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SEATTLE = DATA / "seattle_pet_licenses.csv"
@@ -222,3 +222,24 @@ def test_split_rejects_a_fraction(held_out: float) -> None:
 def test_split_needs_two_names() -> None:
     with pytest.raises(ValueError, match=r"needs two different names or more, and got \['max'\]"):
         split_by_name(["max", "max"], 0.5, seed=0)
+
+
+def test_what_is_held_out_by_hash_is_so_among_any_names() -> None:
+    names = [*EMBEDDED_NAMES, "bella", "max"]
+    training, held_out = split_by_hash(names, 0.1)
+    assert sorted(training + held_out) == sorted(names)
+    assert not set(training) & set(held_out)
+    assert 0.07 < len(set(held_out)) / len(set(names)) < 0.13
+    for some in (names[::2], names[::-3]):
+        assert split_by_hash(some, 0.1)[1] == [name for name in some if name in set(held_out)]
+    assert set(split_by_hash(names, 0.05)[1]) < set(held_out) < set(split_by_hash(names, 0.2)[1])
+    with pytest.raises(ValueError, match=r"held_out=1: must be a fraction"):
+        split_by_hash(names, 1)
+
+
+def test_no_password_and_no_signature_is_shown(served: str, tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text('["Max"]')
+    address = served.replace("http://", "http://user:s3cret@")
+    assert load_names(f"{address}/names.json?signature=s3cret").source == f"{served}/names.json"
+    with pytest.raises(FileNotFoundError, match=rf"no file at '{served}/none.json'"):
+        load_names(f"{address}/none.json?signature=s3cret")

@@ -1,0 +1,133 @@
+"""What a retraining decides, on a registry in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks import challenger
+from tasks.challenger import NAMES, STATE
+from tasks.model_card import Comparison, DataFacts, ModelCard, git_version, plugin_version
+from tasks.registry import Registry
+
+COMPARISON = Comparison(
+    loss=2.0, accuracy=0.3, champion_loss=2.1, champion_accuracy=0.2, bigram_loss=2.5, num_held_out=100
+)
+CARD = ModelCard(
+    data=DataFacts(
+        source="names.csv",
+        day="2026-01-01",
+        fingerprint="one",
+        num_names=2,
+        num_distinct=2,
+        num_new=2,
+        drift=None,
+        characters={"a": 1},
+    ),
+    hp={"epochs": 1},
+    start_from="champion",
+    start="",
+    champion="",
+    comparison=COMPARISON,
+    state_sha256="one",
+    plugin_version=plugin_version(),
+    git_version=git_version(),
+    registered_version="",
+    execution="local",
+    wandb_url="",
+)
+OTHER = replace(CARD, data=replace(CARD.data, fingerprint="other"), state_sha256="other", start="one")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(str(tmp_path / "registry"))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    (tmp_path / STATE).write_bytes(b"weights")
+    (tmp_path / NAMES).write_text(json.dumps(["bella", "max"]))
+    return {name: tmp_path / name for name in (STATE, NAMES)}
+
+
+def promoted(registry: Registry, version: str) -> str:
+    champion = registry.champion()
+    return challenger.promote(registry, version, "why not", instead_of=champion.number if champion else 0)
+
+
+def test_a_card_is_read_as_it_was_written_and_by_an_older_release(registry: Registry, files: dict[str, Path]) -> None:
+    version = registry.add(files, {**CARD.as_dict(), "news": 1, "data": {**CARD.as_dict()["data"], "news": 2}})
+    assert ModelCard.from_dict(registry.card(version)) == CARD
+    with pytest.raises(ValueError, match=r"no model card of workflows/retrain\.py"):
+        ModelCard.from_dict({"state": "new"})
+    assert all(text in CARD.html() for text in ("names.csv", "epochs", "plugin version"))
+
+
+def test_the_same_model_is_added_once(registry: Registry, files: dict[str, Path]) -> None:
+    version = challenger.add(registry, files, CARD)
+    assert challenger.add(registry, files, replace(CARD, execution="another attempt")) == version
+    assert challenger.add(registry, files, replace(CARD, state_sha256="of other weights")) != version
+    assert len(registry.versions()) == 2
+
+
+def test_an_unchanged_day_starts_where_its_model_started(registry: Registry, files: dict[str, Path]) -> None:
+    assert challenger.find_trained(registry, "one", {"epochs": 1}, "champion") is None
+    one = challenger.add(registry, files, CARD)
+    promoted(registry, one)
+    other = challenger.add(registry, files, OTHER)  # whether or not it is promoted
+    assert challenger.find_trained(registry, "one", {"epochs": 1}, "champion") == CARD
+    assert challenger.find_trained(registry, "other", {"epochs": 1}, "champion") == OTHER
+    assert challenger.find_trained(registry, "other", {"epochs": 2}, "champion") is None
+    assert challenger.find_trained(registry, "other", {"epochs": 1}, "scratch") is None
+    promoted(registry, other)
+    assert challenger.find_trained(registry, "one", {"epochs": 1}, "champion") is None  # older than the champion
+
+
+def test_the_champion_with_its_names(registry: Registry, files: dict[str, Path], tmp_path: Path) -> None:
+    assert challenger.find_champion(registry, tmp_path / "champion") is None
+    version = challenger.add(registry, files, CARD)
+    promoted(registry, version)
+    champion = challenger.find_champion(registry, tmp_path / "champion")
+    assert champion is not None
+    assert (champion.version, champion.card, champion.names) == (version, CARD, {"bella", "max"})
+
+
+def test_who_is_better_by_the_margin_is_promoted(registry: Registry, files: dict[str, Path]) -> None:
+    one = challenger.add(registry, files, CARD)
+    first = replace(COMPARISON, champion_loss=None, champion_accuracy=None)
+    assert challenger.judge(registry, one, first, margin=0.5).promotes
+    assert not challenger.judge(registry, one, replace(first, loss=float("nan")), margin=0.5).promotes
+    promoted(registry, one)
+    other = challenger.add(registry, files, OTHER)
+    assert challenger.judge(registry, other, COMPARISON, margin=0.09).promotes
+    verdict = challenger.judge(registry, other, COMPARISON, margin=0.11)
+    assert not verdict.promotes
+    assert "2.0000 nats per character, the champion's 2.1000: 0.1000 better, and it must be better by" in verdict.why
+    assert not challenger.judge(registry, other, replace(COMPARISON, loss=2.1), margin=0).promotes
+    assert not challenger.judge(registry, other, replace(COMPARISON, loss=float("nan")), margin=0).promotes
+
+
+def test_who_has_been_champion_is_not_promoted_again(registry: Registry, files: dict[str, Path]) -> None:
+    one, other = (challenger.add(registry, files, card) for card in (CARD, OTHER))
+    promoted(registry, one)
+    assert "it is the champion itself" in challenger.judge(registry, one, COMPARISON, margin=0).why
+    promoted(registry, other)
+    registry.roll_back()
+    verdict = challenger.judge(registry, other, COMPARISON, margin=0)
+    assert not verdict.promotes
+    assert "promotion 2 made it the champion once" in verdict.why
+
+
+def test_a_promotion_counts_once_and_only_against_the_champion_it_was_compared_with(
+    registry: Registry, files: dict[str, Path]
+) -> None:
+    one, other = (challenger.add(registry, files, card) for card in (CARD, OTHER))
+    said = challenger.promote(registry, one, "good", instead_of=0)
+    assert said == challenger.promote(registry, one, "good", instead_of=0) == "promoted: good (promotion 1)"
+    assert challenger.promote(registry, other, "good", instead_of=0).startswith("not promoted: ")
+    assert [promotion.version for promotion in registry.history()] == [one]
+    assert challenger.promote(registry, other, "better", instead_of=1) == "promoted: better (promotion 2)"

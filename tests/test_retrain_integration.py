@@ -1,0 +1,237 @@
+"""Retrainings day after day: what is trained and promoted, what is left when one is killed, and two at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import REPOSITORY
+from processes import SCRIPTS, nothing_left_behind
+from seaweed import Weed
+from tasks.challenger import STATE
+from tasks.char_lstm import CharLSTM, evaluate, windows
+from tasks.embedded_names import EMBEDDED_NAMES
+from tasks.names import split_by_hash
+from tasks.registry import Registry
+
+pytestmark = pytest.mark.timeout(300)
+
+HP = {"epochs": 1, "batch_size": 256}
+DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
+STAGES = {
+    "before the version": (1, False),
+    "after the version": (2, False),
+    "at the pointer change": (2, False),
+    "after the pointer change": (2, True),
+}
+"""Where a retraining is killed; how many versions there are then, and whether the new one is the champion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of the workflow."""
+
+    done: subprocess.CompletedProcess[str]
+
+    def output(self, name: str) -> str:
+        found = re.search(rf"[( ]{name}=(['\"])(.*?)\1[,)]", self.done.stdout)
+        assert found, self.done.stdout + self.done.stderr
+        return found[2]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether ranks were started, or Flyte's cache had the result."""
+        assert self.output("version")
+        return "train: starting 2 ranks" in self.done.stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """A home directory with Flyte's cache, the names of three days, and a registry."""
+
+    folder: Path
+
+    @property
+    def data(self) -> str:
+        return f"{self.folder}/names/{{date}}.json"
+
+    @property
+    def registry(self) -> str:
+        return str(self.folder / "registry")
+
+    @property
+    def env(self) -> dict[str, str]:
+        folder = str(self.folder)
+        own = {"HOME": folder, "TMPDIR": f"{folder}/tmp", "WANDB_DIR": folder, "WANDB_MODE": "offline"}
+        return {**os.environ, **own, "PYTHONPATH": str(REPOSITORY), "PET_NAMES_REGISTRY": self.registry}
+
+    def call(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        with nothing_left_behind() as mark:
+            return subprocess.run(
+                command,
+                cwd=self.folder,
+                env={**self.env, "DASKPYTORCH_TEST_MARK": mark, **env},
+                capture_output=True,
+                text=True,
+                timeout=170,
+                check=False,
+            )
+
+    def retrain(self, day: str, *flags: str, name: str = "retrain_daily") -> Run:
+        """By pyflyte run, on the names of the day."""
+        script = str(REPOSITORY / "workflows" / "retrain.py")
+        given = ("--data", self.data, "--kickoff_time", day, "--hp", json.dumps(HP), *flags)
+        return Run(done=self.call(str(SCRIPTS / "pyflyte"), "run", script, name, *given))
+
+    def fork(self, runs: Sequence[tuple[str, Mapping[str, Any]]], *, at_once: bool, **env: str) -> list[Any]:
+        """Run retrainings that are armed with a stage; their outputs, or None of those that were killed."""
+        results = self.folder / "results"
+        shutil.rmtree(results, ignore_errors=True)
+        results.mkdir()
+        given = [(stage, {"data": self.data, "hp": HP, **inputs}) for stage, inputs in runs]
+        order = json.dumps({"runs": given, "at_once": at_once})
+        script = str(REPOSITORY / "tests" / "retrain_victims.py")
+        done = self.call(sys.executable, script, str(results), order, **env)
+        assert (results / "codes").exists(), done.stdout + done.stderr
+        codes = json.loads((results / "codes").read_text())
+        assert set(codes) <= {0, -signal.SIGKILL}, done.stdout + done.stderr
+        return [None if code else json.loads((results / str(i)).read_text()) for i, code in enumerate(codes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """Three days, and what the registry was like before the third."""
+
+    home: Home
+    days: list[Run]
+    two_days: Path
+    """A copy of the registry after two days."""
+
+    @property
+    def versions(self) -> list[str]:
+        return [run.output("version") for run in self.days]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """The same names on the second day, in another order; twice as many on the third."""
+    home = Home(folder=tmp_path_factory.mktemp("retrain"))
+    (home.folder / "tmp").mkdir()
+    (home.folder / "names").mkdir()
+    names = (EMBEDDED_NAMES[::2], EMBEDDED_NAMES[::2][::-1], EMBEDDED_NAMES)
+    for day, some in zip(DAYS, names, strict=True):
+        (home.folder / "names" / f"{day}.json").write_text(json.dumps(list(some)))
+    days = [home.retrain(DAYS[0]), home.retrain(DAYS[1])]
+    two_days = shutil.copytree(home.registry, home.folder / "two_days")
+    days.append(home.retrain(DAYS[2], name="retrain"))
+    return Story(home=home, days=days, two_days=two_days)
+
+
+def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
+    first, second, third = story.days
+    registry = Registry(story.home.registry)
+    assert first.has_trained
+    assert first.output("outcome") == "promoted: there was no champion (promotion 1)"
+    assert not second.has_trained
+    assert second.output("version") == first.output("version")
+    assert second.output("outcome") == "not promoted: it is the champion itself: nothing has changed"
+    assert third.has_trained
+    assert re.search(r"better, more than the margin of 0\.001 \(promotion 2\)", third.output("outcome"))
+    assert registry.versions() == [first.output("version"), third.output("version")]
+
+    card = registry.card(third.output("version"))
+    assert card["start"] == card["champion"] == first.output("version")
+    assert (card["data"]["num_names"], card["data"]["num_new"]) == (len(EMBEDDED_NAMES), len(EMBEDDED_NAMES) // 2)
+    _, held_out = split_by_hash(sorted(EMBEDDED_NAMES), 0.1)
+    for version, loss in zip(registry.versions(), ("champion_loss", "loss"), strict=True):
+        state = torch.load(registry.fetch(version, STATE, tmp_path), weights_only=True)
+        found = evaluate(CharLSTM.from_state_dict(state), windows(held_out)).loss
+        assert card["comparison"][loss] == pytest.approx(found, rel=1e-5)
+
+    done = story.home.call(sys.executable, "-m", "tasks.registry", "roll-back", "--reason", "too many names with q")
+    assert done.returncode == 0, done.stderr
+    told = story.home.call(sys.executable, "-m", "tasks.registry", "history").stdout.splitlines()
+    one, other = story.versions[0], story.versions[2]
+    reason = third.output("outcome").removeprefix("promoted: ").removesuffix(" (promotion 2)")
+    assert [line.split(maxsplit=2)[2] for line in told] == [
+        f"{one}: there was no champion",
+        f"{other} instead of {one}: {reason}",
+        f"{one} instead of {other}: too many names with q",
+    ]
+    (again,) = story.home.fork([("", {"kickoff_time": DAYS[2], "registry": story.home.registry})], at_once=False)
+    assert again["version"] == other  # the same training again, which the cache has
+    assert "promotion 2 made it the champion once" in again["outcome"]
+    assert registry.champion().version == one
+
+
+def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(story: Story, tmp_path: Path) -> None:
+    registries = {stage: Registry(str(shutil.copytree(story.two_days, tmp_path / stage))) for stage in STAGES}
+    inputs = {stage: {"kickoff_time": DAYS[2], "registry": str(tmp_path / stage)} for stage in STAGES}
+    assert story.home.fork(list(inputs.items()), at_once=False) == [None] * len(STAGES)
+    for (stage, (num_versions, is_new)), registry in zip(STAGES.items(), registries.values(), strict=True):
+        versions = registry.versions()
+        assert (stage, len(versions)) == (stage, num_versions)
+        assert registry.champion().version == versions[-1 if is_new else 0]
+        for version in versions:
+            CharLSTM.from_state_dict(torch.load(registry.fetch(version, STATE, tmp_path / "got"), weights_only=True))
+
+    again = story.home.fork([("", some) for some in inputs.values()], at_once=False)
+    wanted = Registry(story.home.registry).card(story.versions[2])["state_sha256"]
+    for (_, is_new), registry, outputs in zip(STAGES.values(), registries.values(), again, strict=True):
+        assert ("nothing has changed" if is_new else "promoted: ") in outputs["outcome"]
+        assert outputs["version"] == registry.champion().version == registry.versions()[-1]
+        assert len(registry.history()) == len(registry.versions()) == 2
+        assert registry.card(outputs["version"])["state_sha256"] == wanted  # what an undisturbed one made
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_of_two_at_once_one_wins_and_both_versions_are_kept(
+    story: Story, tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    uri, data = str(shutil.copytree(story.two_days, tmp_path / "registry")), story.home.data
+    if where == "bucket":
+        weed.put_all("retrain", _objects(story.two_days, "registry") | _objects(story.home.folder / "names", "names"))
+        uri, data = "s3://retrain/registry", "s3://retrain/names/{date}.json"
+    one = {"kickoff_time": DAYS[2]}
+    other = {"kickoff_time": DAYS[1], "start_from": "scratch", "margin": -1.0}  # equal to the champion
+    runs = [("together", {"registry": uri, "data": data, **inputs}) for inputs in (one, other)]
+    outcomes = story.home.fork(runs, at_once=True)
+    won, lost = sorted(outcomes, key=lambda outputs: outputs["outcome"], reverse=True)
+    assert won["outcome"].startswith("promoted: ")
+    assert lost["outcome"].startswith(f"not promoted: version {lost['version']} was not promoted in {uri}: it was to")
+    registry = Registry(uri)
+    assert [promotion.version for promotion in registry.history()] == [story.versions[0], won["version"]]
+    assert sorted(registry.versions()) == sorted([story.versions[0], won["version"], lost["version"]])
+
+
+def test_names_that_have_drifted_end_the_day_and_the_champion_stays(story: Story, tmp_path: Path) -> None:
+    strange = tmp_path / "strange.json"
+    strange.write_text(json.dumps([f"{a}{b}{a}x" for a in "qxzj" for b in "qxzj"] * 20 + ["Ω"] * 100))
+    run = story.home.retrain(DAYS[2], "--registry", str(story.two_days), "--data", str(strange))
+    text = " ".join((run.done.stdout + run.done.stderr).split())
+    assert run.done.returncode != 0
+    for problem in ("320 usable names, fewer than min_names=500", "23.8% of the 420 entries", "have moved by"):
+        assert problem in text
+    champion = story.versions[0]
+    assert "the retraining has failed: Error encountered while executing 'workflows.retrain.prepare'" in text
+    assert f"the champion is {champion} (promotion 1)" in text
+    assert Registry(str(story.two_days)).champion().version == champion
+
+
+def _objects(folder: Path, prefix: str) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {f"{prefix}/{path.relative_to(folder)}": path.read_bytes() for path in files}
