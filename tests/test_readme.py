@@ -176,6 +176,15 @@ def test_the_commands_run() -> None:
         assert "names=[" in done.stdout
 
 
+def test_the_retraining_is_in_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = next(block for block in blocks("bash") if "pyflyte run workflows/retrain.py retrain " in block)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = run(["bash", "-c", block], REPOSITORY)
+    history = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"1 \S+ \S+: there was no champion", history), done.stdout + done.stderr
+    assert "there is nothing to go back to" in done.stderr  # from the first champion
+
+
 def test_the_two_commands_install_and_start_what_they_say() -> None:
     main, tests = (block.strip().split(" && ") for block in blocks("bash")[:2])
     assert main[1] == ".venv/bin/pip install '.[workflows]'"
