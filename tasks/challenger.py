@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.model_card import Comparison, ModelCard
-from tasks.registry import ChampionChangedError, Promotion, Registry
+from tasks.registry import ChampionChangedError, DamagedFileError, Promotion, Registry
 
 __all__ = [
     "CHAMPION",
@@ -30,6 +31,8 @@ __all__ = [
     "promote",
     "sha256",
 ]
+
+logger = logging.getLogger(__name__)
 
 STATE, NAMES = "model_state.pt", "names.json"
 """The files of a version."""
@@ -137,8 +140,16 @@ def sha256(path: str | Path) -> str:
 
 
 def _since_the_champion(registry: Registry) -> Iterator[tuple[str, ModelCard]]:
-    """The champion and what came after it, newest first: older ones are of no use, and may be many."""
+    """The champion and what came after it, newest first: older ones are of no use, and may be many.
+
+    Nor is what cannot be read, which must not keep others from being trained.
+    """
     champion, versions = registry.champion(), registry.versions()
     first = versions.index(champion.version) if champion is not None else 0
     for version in reversed(versions[first:]):
-        yield version, ModelCard.from_dict(registry.card(version))
+        try:
+            card = ModelCard.from_dict(registry.card(version))
+        except (DamagedFileError, ValueError) as error:
+            logger.warning("version %s is passed over: %s", version, error)
+            continue
+        yield version, card

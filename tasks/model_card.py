@@ -73,6 +73,8 @@ class ModelCard:
     champion: str
     """The champion that it was compared with; empty: there was none."""
     comparison: Comparison
+    held_out: float
+    """The fraction of the names that neither it, nor those that it came from, nor that champion was trained on."""
     state_sha256: str
     """Of the file of weights."""
     plugin_version: str

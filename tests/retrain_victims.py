@@ -1,4 +1,7 @@
-"""Retrainings as processes, forked from one that has all imported: killed at a stage, or at once. A script of tests."""
+"""Retrainings as processes, forked from one that has all imported: killed at a stage, or at once. A script of tests.
+
+Each line of its input is an order, a list of runs that begin at once; it answers with their exit codes.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import matplotlib.figure  # noqa: F401 - imported once, not in each fork
+import scipy.spatial.distance  # noqa: F401
 
 from tasks.char_lstm import Hyperparameters
 from tasks.registry import Registry
@@ -67,32 +73,31 @@ def arm(stage: str) -> None:
             meet_at_the_pointer_change()
 
 
-def start(stage: str, inputs: dict[str, Any], result: Path) -> int:
+def start(run: dict[str, Any]) -> int:
     """Fork a retraining; returns its id."""
     if child := os.fork():
         return child
-    code = 1
+    result, code = Path(run["result"]), 1
     try:
-        arm(stage)
-        day, hp = datetime.fromisoformat(inputs["kickoff_time"]), Hyperparameters(**inputs["hp"])
-        outputs = retrain(**{**inputs, "kickoff_time": day, "hp": hp})
+        log = os.open(result.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(run["env"])
+        arm(run["stage"])
+        given = run["inputs"]
+        day, hp = datetime.fromisoformat(given["kickoff_time"]), Hyperparameters(**given["hp"])
+        outputs = retrain(**{**given, "kickoff_time": day, "hp": hp})
         result.write_text(json.dumps(outputs._asdict()))
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
-def end(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 if __name__ == "__main__":
-    folder, order = Path(sys.argv[1]), json.loads(sys.argv[2])
-    if order["at_once"]:
-        codes = [end(child) for child in [start(*run, folder / str(i)) for i, run in enumerate(order["runs"])]]
-    else:
-        codes = [end(start(*run, folder / str(i))) for i, run in enumerate(order["runs"])]
-    (folder / "codes").write_text(json.dumps(codes))
+    for order in sys.stdin:
+        children = [start(run) for run in json.loads(order)]
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)

@@ -32,6 +32,7 @@ CARD = ModelCard(
     start="",
     champion="",
     comparison=COMPARISON,
+    held_out=0.1,
     state_sha256="one",
     plugin_version=plugin_version(),
     git_version=git_version(),
@@ -72,6 +73,16 @@ def test_the_same_model_is_added_once(registry: Registry, files: dict[str, Path]
     assert challenger.add(registry, files, replace(CARD, execution="another attempt")) == version
     assert challenger.add(registry, files, replace(CARD, state_sha256="of other weights")) != version
     assert len(registry.versions()) == 2
+
+
+def test_a_damaged_version_keeps_nobody_from_training(
+    registry: Registry, files: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, strange = challenger.add(registry, files, OTHER), registry.add(files, {"made by": "hand"})
+    (tmp_path / "registry" / "versions" / damaged / "card.json").write_text("{}")
+    version = challenger.add(registry, files, CARD)
+    assert challenger.add(registry, files, CARD) == version
+    assert all(f"{name} is passed over: " in caplog.text for name in (damaged, strange))
 
 
 def test_an_unchanged_day_starts_where_its_model_started(registry: Registry, files: dict[str, Path]) -> None:

@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
 from conftest import REPOSITORY
-from processes import SCRIPTS, dask_cluster, nothing_left_behind
+from processes import MARK, SCRIPTS, dask_cluster, marked, nothing_left_behind, until
 from propeller import Propeller
 from seaweed import Weed
 from tasks.challenger import STATE
@@ -32,7 +34,9 @@ from workflows.retrain import retrain_daily
 
 pytestmark = pytest.mark.timeout(300)
 
-HP = {"epochs": 1, "batch_size": 256}
+HP = {"epochs": 1, "batch_size": 512, "learning_rate": 0.01}
+FEW = EMBEDDED_NAMES[::3]
+MORE = [*FEW, *EMBEDDED_NAMES[1::6]]
 DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
 STAGES = {
     "before the version": (1, False),
@@ -45,20 +49,27 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of the workflow."""
+    """One run of the workflow, by a process."""
 
-    done: subprocess.CompletedProcess[str]
+    code: int
+    said: str
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, code: int, result: Path) -> Run:
+        """One that was forked."""
+        outputs = json.loads(result.read_text()) if code == 0 else {}
+        return cls(code=code, said=result.with_suffix(".log").read_text(), outputs=outputs)
 
     def output(self, name: str) -> str:
-        found = re.search(rf"[( ]{name}=(['\"])(.*?)\1[,)]", self.done.stdout)
-        assert found, self.done.stdout + self.done.stderr
-        return found[2]
+        assert name in self.outputs, self.said
+        return self.outputs[name]
 
     @property
     def has_trained(self) -> bool:
         """Whether ranks were started, or Flyte's cache had the result."""
         assert self.output("version")
-        return "train: starting 2 ranks" in self.done.stderr
+        return "train: starting 2 ranks" in self.said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,7 @@ class Home:
     """A home directory with Flyte's cache, the names of three days, and a registry."""
 
     folder: Path
+    victims: subprocess.Popen[str]
 
     @property
     def data(self) -> str:
@@ -75,43 +87,45 @@ class Home:
     def registry(self) -> str:
         return str(self.folder / "registry")
 
-    @property
-    def env(self) -> dict[str, str]:
-        folder = str(self.folder)
-        own = {"HOME": folder, "TMPDIR": f"{folder}/tmp", "WANDB_DIR": folder, "WANDB_MODE": "offline"}
-        return {**os.environ, **own, "PYTHONPATH": str(REPOSITORY), "PET_NAMES_REGISTRY": self.registry}
-
-    def call(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
         with nothing_left_behind() as mark:
             return subprocess.run(
                 command,
                 cwd=self.folder,
-                env={**self.env, "DASKPYTORCH_TEST_MARK": mark, **env},
+                env={**environment(self.folder), MARK: mark, "PET_NAMES_REGISTRY": self.registry},
                 capture_output=True,
                 text=True,
                 timeout=170,
                 check=False,
             )
 
-    def retrain(self, day: str, *flags: str, name: str = "retrain_daily") -> Run:
+    def retrain(self, name: str, day: str) -> Run:
         """By pyflyte run, on the names of the day."""
         script = str(REPOSITORY / "workflows" / "retrain.py")
-        given = ("--data", self.data, "--kickoff_time", day, "--hp", json.dumps(HP), *flags)
-        return Run(done=self.call(str(SCRIPTS / "pyflyte"), "run", script, name, *given))
+        given = ("--data", self.data, "--kickoff_time", day, "--hp", json.dumps(HP))
+        done = self.call(str(SCRIPTS / "pyflyte"), "run", script, name, *given)
+        found = re.search(r"Retraining\((.*)\)$", done.stdout, re.MULTILINE)
+        outputs = dict(re.findall(r"(\w+)=['\"](.*?)['\"](?:, |$)", found[1])) if found else {}
+        return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
 
-    def fork(self, runs: Sequence[tuple[str, Mapping[str, Any]]], *, at_once: bool, **env: str) -> list[Any]:
-        """Run retrainings that are armed with a stage; their outputs, or None of those that were killed."""
-        results = self.folder / "results"
-        shutil.rmtree(results, ignore_errors=True)
-        results.mkdir()
-        given = [(stage, {"data": self.data, "hp": HP, **inputs}) for stage, inputs in runs]
-        order = json.dumps({"runs": given, "at_once": at_once})
-        script = str(REPOSITORY / "tests" / "retrain_victims.py")
-        done = self.call(sys.executable, script, str(results), order, **env)
-        assert (results / "codes").exists(), done.stdout + done.stderr
-        codes = json.loads((results / "codes").read_text())
-        assert set(codes) <= {0, -signal.SIGKILL}, done.stdout + done.stderr
-        return [None if code else json.loads((results / str(i)).read_text()) for i, code in enumerate(codes)]
+    def fork(self, *inputs: Mapping[str, Any], stage: str = "", env: Mapping[str, str] | None = None) -> list[Run]:
+        """Retrainings that begin at once in processes of their own, armed with the stage."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        shared = {"data": self.data, "registry": self.registry, "hp": HP}
+        order = [
+            {"stage": stage, "env": env or {}, "result": str(folder / str(i)), "inputs": {**shared, **own}}
+            for i, own in enumerate(inputs)
+        ]
+        assert self.victims.stdin is not None
+        assert self.victims.stdout is not None
+        print(json.dumps(order), file=self.victims.stdin, flush=True)
+        codes = json.loads(self.victims.stdout.readline())
+        return [Run.of(code, Path(run["result"])) for code, run in zip(codes, order, strict=True)]
+
+
+def environment(home: Path) -> dict[str, str]:
+    own = {"HOME": str(home), "TMPDIR": f"{home}/tmp", "WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +143,27 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """The same names on the second day, in another order; twice as many on the third."""
-    home = Home(folder=tmp_path_factory.mktemp("retrain"))
-    (home.folder / "tmp").mkdir()
-    (home.folder / "names").mkdir()
-    names = (EMBEDDED_NAMES[::2], EMBEDDED_NAMES[::2][::-1], EMBEDDED_NAMES)
-    for day, some in zip(DAYS, names, strict=True):
-        (home.folder / "names" / f"{day}.json").write_text(json.dumps(list(some)))
-    days = [home.retrain(DAYS[0]), home.retrain(DAYS[1])]
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """The same names on the second day, in another order; more of them on the third."""
+    folder = tmp_path_factory.mktemp("retrain")
+    (folder / "tmp").mkdir()
+    (folder / "names").mkdir()
+    for day, some in zip(DAYS, (FEW, FEW[::-1], MORE), strict=True):
+        (folder / "names" / f"{day}.json").write_text(json.dumps(list(some)))
+    script = str(REPOSITORY / "tests" / "retrain_victims.py")
+    env = {**environment(folder), MARK: uuid.uuid4().hex}  # not this process's: an S3 server may start meanwhile
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], cwd=folder, env=env, **pipes) as victims:
+        yield Home(folder=folder, victims=victims)
+    until(lambda: not marked(env[MARK]), "the retrainings' processes to end", timeout=5)
+
+
+@pytest.fixture(scope="module")
+def story(home: Home) -> Story:
+    """The first day by the launch plan, the third by the workflow's name."""
+    days = [home.retrain("retrain_daily", DAYS[0]), *home.fork({"kickoff_time": DAYS[1]})]
     two_days = shutil.copytree(home.registry, home.folder / "two_days")
-    days.append(home.retrain(DAYS[2], name="retrain"))
-    return Story(home=home, days=days, two_days=two_days)
+    return Story(home=home, days=[*days, home.retrain("retrain", DAYS[2])], two_days=two_days)
 
 
 def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
@@ -157,8 +180,8 @@ def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
 
     card = registry.card(third.output("version"))
     assert card["start"] == card["champion"] == first.output("version")
-    assert (card["data"]["num_names"], card["data"]["num_new"]) == (len(EMBEDDED_NAMES), len(EMBEDDED_NAMES) // 2)
-    _, held_out = split_by_hash(sorted(EMBEDDED_NAMES), 0.1)
+    assert (card["data"]["num_names"], card["data"]["num_new"]) == (len(MORE), len(MORE) - len(FEW))
+    _, held_out = split_by_hash(sorted(MORE), 0.1)
     for version, loss in zip(registry.versions(), ("champion_loss", "loss"), strict=True):
         state = torch.load(registry.fetch(version, STATE, tmp_path), weights_only=True)
         found = evaluate(CharLSTM.from_state_dict(state), windows(held_out)).loss
@@ -174,16 +197,17 @@ def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
         f"{other} instead of {one}: {reason}",
         f"{one} instead of {other}: too many names with q",
     ]
-    (again,) = story.home.fork([("", {"kickoff_time": DAYS[2], "registry": story.home.registry})], at_once=False)
-    assert again["version"] == other  # the same training again, which the cache has
-    assert "promotion 2 made it the champion once" in again["outcome"]
+    (again,) = story.home.fork({"kickoff_time": DAYS[2]})
+    assert again.output("version") == other  # the same training again, which the cache has
+    assert "promotion 2 made it the champion once" in again.output("outcome")
     assert registry.champion().version == one
 
 
 def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(story: Story, tmp_path: Path) -> None:
     registries = {stage: Registry(str(shutil.copytree(story.two_days, tmp_path / stage))) for stage in STAGES}
     inputs = {stage: {"kickoff_time": DAYS[2], "registry": str(tmp_path / stage)} for stage in STAGES}
-    assert story.home.fork(list(inputs.items()), at_once=False) == [None] * len(STAGES)
+    for stage, some in inputs.items():
+        assert [run.code for run in story.home.fork(some, stage=stage)] == [-signal.SIGKILL]
     for (stage, (num_versions, is_new)), registry in zip(STAGES.items(), registries.values(), strict=True):
         versions = registry.versions()
         assert (stage, len(versions)) == (stage, num_versions)
@@ -191,13 +215,13 @@ def test_a_killed_retraining_leaves_a_whole_champion_and_the_next_one_ends_it(st
         for version in versions:
             CharLSTM.from_state_dict(torch.load(registry.fetch(version, STATE, tmp_path / "got"), weights_only=True))
 
-    again = story.home.fork([("", some) for some in inputs.values()], at_once=False)
+    again = [run for some in inputs.values() for run in story.home.fork(some)]
     wanted = Registry(story.home.registry).card(story.versions[2])["state_sha256"]
-    for (_, is_new), registry, outputs in zip(STAGES.values(), registries.values(), again, strict=True):
-        assert ("nothing has changed" if is_new else "promoted: ") in outputs["outcome"]
-        assert outputs["version"] == registry.champion().version == registry.versions()[-1]
+    for (_, is_new), registry, run in zip(STAGES.values(), registries.values(), again, strict=True):
+        assert ("nothing has changed" if is_new else "promoted: ") in run.output("outcome")
+        assert run.output("version") == registry.champion().version == registry.versions()[-1]
         assert len(registry.history()) == len(registry.versions()) == 2
-        assert registry.card(outputs["version"])["state_sha256"] == wanted  # what an undisturbed one made
+        assert registry.card(run.output("version"))["state_sha256"] == wanted  # what an undisturbed one made
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
@@ -210,11 +234,11 @@ def test_of_two_at_once_one_wins_and_both_versions_are_kept(
     if where == "bucket":
         weed.put_all("retrain", _objects(story.two_days, "registry") | _objects(story.home.folder / "names", "names"))
         uri, data = "s3://retrain/registry", "s3://retrain/names/{date}.json"
-    one = {"kickoff_time": DAYS[2]}
-    other = {"kickoff_time": DAYS[1], "start_from": "scratch", "margin": -1.0}  # equal to the champion
-    runs = [("together", {"registry": uri, "data": data, **inputs}) for inputs in (one, other)]
-    outcomes = story.home.fork(runs, at_once=True)
-    won, lost = sorted(outcomes, key=lambda outputs: outputs["outcome"], reverse=True)
+    shared = {"registry": uri, "data": data}
+    one = {**shared, "kickoff_time": DAYS[2]}
+    other = {**shared, "kickoff_time": DAYS[1], "start_from": "scratch", "margin": -1.0}  # equal to the champion
+    runs = story.home.fork(one, other, stage="together", env=weed.env())
+    won, lost = sorted((run.outputs for run in runs), key=lambda outputs: outputs["outcome"], reverse=True)
     assert won["outcome"].startswith("promoted: ")
     assert lost["outcome"].startswith(f"not promoted: version {lost['version']} was not promoted in {uri}: it was to")
     registry = Registry(uri)
@@ -225,9 +249,9 @@ def test_of_two_at_once_one_wins_and_both_versions_are_kept(
 def test_names_that_have_drifted_end_the_day_and_the_champion_stays(story: Story, tmp_path: Path) -> None:
     strange = tmp_path / "strange.json"
     strange.write_text(json.dumps([f"{a}{b}{a}x" for a in "qxzj" for b in "qxzj"] * 20 + ["Ω"] * 100))
-    run = story.home.retrain(DAYS[2], "--registry", str(story.two_days), "--data", str(strange))
-    text = " ".join((run.done.stdout + run.done.stderr).split())
-    assert run.done.returncode != 0
+    (run,) = story.home.fork({"kickoff_time": DAYS[2], "registry": str(story.two_days), "data": str(strange)})
+    text = " ".join(run.said.split())
+    assert run.code == 1
     for problem in ("320 usable names, fewer than min_names=500", "23.8% of the 420 entries", "have moved by"):
         assert problem in text
     champion = story.versions[0]
@@ -252,7 +276,7 @@ def test_three_days_by_the_commands_of_the_containers(tmp_path: Path) -> None:
     with dask_cluster(tmp_path / "cluster") as cluster:
         env = {"DASK_SCHEDULER_ADDRESS": cluster.address, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
         propeller = Propeller(folder=tmp_path, env=env)
-        for some in (EMBEDDED_NAMES[::2], EMBEDDED_NAMES[::2][::-1], EMBEDDED_NAMES):
+        for some in (FEW, FEW[::-1], MORE):
             names.write_text(json.dumps(list(some)))
             outputs = propeller.run(retrain_daily, dict(literals.to_flyte_idl().literals))
             versions.append(outputs["version"].scalar.primitive.string_value)

@@ -107,7 +107,7 @@ class Origin:
     start: str
     """The version whose weights the challenger starts from; empty: random ones."""
     held_out: float
-    """The fraction of the names that neither was trained on."""
+    """The fraction of the names that neither challenger nor champion, nor what they came from, were trained on."""
 
 
 class Newest(NamedTuple):
@@ -246,6 +246,7 @@ def register(
         start=origin.start,
         champion=origin.champion,
         comparison=comparison,
+        held_out=origin.held_out,
         state_sha256=challenger.sha256(files[STATE]),
         plugin_version=plugin_version(),
         git_version=git_version(),
@@ -433,14 +434,14 @@ def _origin(
 ) -> Origin:
     """Where the challenger starts; where nothing has changed, where it started when that was trained."""
     start = champion.version if champion and start_from == CHAMPION else ""
-    if (trained := challenger.find_trained(registry, facts.fingerprint, asdict(hp), start_from)) is not None:
-        start = trained.start
+    trained = challenger.find_trained(registry, facts.fingerprint, asdict(hp), start_from)
+    cards = [card for card in (champion.card if champion else None, trained) if card is not None]
     return Origin(
         data=facts,
         champion=champion.version if champion else "",
         promotion=champion.promotion.number if champion else 0,
-        start=start,
-        held_out=min(hp.held_out, champion.card.hp["held_out"]) if champion else hp.held_out,
+        start=trained.start if trained else start,
+        held_out=min([hp.held_out, *(card.held_out for card in cards)]),
     )
 
 
