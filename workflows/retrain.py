@@ -27,8 +27,8 @@ The history, and back to the champion before (or to any version):
 What fails, or is killed at any moment, leaves the old or the new champion, whole; of two retrainings at once one
 promotes its model, and both are kept.
 
-`PET_NAMES_WORKERS` sets the number of Dask workers. Credentials for buckets are those of s3fs: `AWS_ACCESS_KEY_ID` and
-its like, a profile, or the pod's role.
+`PET_NAMES_WORKERS` sets the number of Dask workers, and `DASKPYTORCH_PROFILE=gpu` gives each a GPU. Credentials for
+buckets are those of s3fs: `AWS_ACCESS_KEY_ID` and its like, a profile, or the pod's role.
 """
 
 # ruff: noqa: ARG001 - the node that runs on failure must take all inputs of the workflow
@@ -51,7 +51,6 @@ from flytekit import (
     Email,
     HashMethod,
     LaunchPlan,
-    Resources,
     Slack,
     WorkflowExecutionPhase,
     conditional,
@@ -62,7 +61,7 @@ from flytekit import (
 from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flytekitplugins.daskpytorch import DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb
 from flytekitplugins.daskpytorch.report import line_chart, table
 from tasks import challenger, char_lstm
 from tasks.challenger import CHAMPION, NAMES, SCRATCH, STATE, Champion, find_champion
@@ -72,9 +71,10 @@ from tasks.model_card import Comparison, DataFacts, ModelCard, git_version, plug
 from tasks.names import CleanNames, load_names, split_by_hash
 from tasks.newest_names import newest_uri
 from tasks.registry import Promotion, Registry
+from workflows import resources
 
-NUM_WORKERS = int(os.environ.get("PET_NAMES_WORKERS", "2"))
-SETTINGS = {"PET_NAMES_WORKERS": str(NUM_WORKERS)}
+NUM_WORKERS = resources.number("PET_NAMES_WORKERS", 2)
+SETTINGS = resources.SETTINGS | {"PET_NAMES_WORKERS": str(NUM_WORKERS)}
 """For the tasks' pods, which import this file again."""
 REGISTRY = os.environ.get("PET_NAMES_REGISTRY", "~/.pet-names/registry")
 DATA = os.environ.get("PET_NAMES_DATA", "")
@@ -150,7 +150,7 @@ class Retraining(NamedTuple):
     summary: str
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), environment=SETTINGS, retries=2)
+@task(requests=resources.SMALL, environment=SETTINGS, retries=2)
 def prepare(
     data: str, registry: str, start_from: str, hp: Hyperparameters, limits: Limits, kickoff_time: datetime
 ) -> Newest:
@@ -179,12 +179,12 @@ def prepare(
 
 @task(
     task_config=DaskDDP(
-        scheduler=Scheduler(limits=Resources(cpu="1", mem="2Gi")),
-        workers=WorkerGroup(number_of_workers=NUM_WORKERS, limits=Resources(cpu="2", mem="4Gi")),
+        scheduler=resources.SCHEDULER,
+        workers=resources.workers(NUM_WORKERS),
         gang=Gang(start_timeout=600, max_restarts=3),
         wandb=Wandb(project="pet-names"),
     ),
-    requests=Resources(cpu="1", mem="2Gi"),
+    requests=resources.SMALL,
     environment=SETTINGS,
     retries=3,
     interruptible=True,
@@ -204,7 +204,7 @@ def train(names: NamesFile, start: PythonPickledFile, hp: Hyperparameters) -> Tr
     )
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), retries=2, cache=Cache(version="1"))
+@task(requests=resources.SMALL, retries=2, cache=Cache(version="1"))
 def evaluate(
     names: NamesFile, champion: PythonPickledFile, challenger_state: PythonPickledFile, held_out: float
 ) -> Comparison:
@@ -224,7 +224,7 @@ def evaluate(
     )
 
 
-@task(requests=Resources(cpu="1", mem="2Gi"), retries=2)
+@task(requests=resources.SMALL, retries=2)
 def register(
     registry: str,
     names: NamesFile,
@@ -259,19 +259,19 @@ def register(
     return Registered(version=version, promotes=verdict.promotes, why=verdict.why)
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), retries=2)
+@task(requests=resources.SMALL, retries=2)
 def promote(registry: str, version: str, why: str, origin: Origin) -> str:
     """Make the challenger the champion, unless another became it meanwhile."""
     return challenger.promote(Registry(registry), version, why, instead_of=origin.promotion)
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), retries=2)
+@task(requests=resources.SMALL, retries=2)
 def keep(why: str) -> str:
     """Leave the champion as it is."""
     return f"not promoted: {why}"
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), retries=2, enable_deck=True)
+@task(requests=resources.SMALL, retries=2, enable_deck=True)
 def report(registry: str, version: str, outcome: str, epoch_losses: list[float], comparison: Comparison) -> str:
     """Say in a line, and show in a Deck, what came of the day."""
     opened = Registry(registry)
@@ -294,7 +294,7 @@ def report(registry: str, version: str, outcome: str, epoch_losses: list[float],
     return text
 
 
-@task(requests=Resources(cpu="1", mem="1Gi"), retries=2)
+@task(requests=resources.SMALL, retries=2)
 def say_what_failed(
     data: str,
     registry: str,
