@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n 2`, the integration tests run one after the other, beside all others."""
-    for item in items:
-        if item.path.stem.endswith("_integration"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For models that are too small for more: threads that wait for busy cores cost minutes."""
