@@ -55,10 +55,10 @@ def log(generation: Generation, rank: int, step: int) -> None:
 
 
 def test_it_knows_its_workers_and_size(generation: Generation) -> None:
-    assert generation.workers == ["tcp://10.0.0.1:1", "tcp://10.0.0.2:1"]
+    assert generation.ranks_of == {"tcp://10.0.0.1:1": [0, 1], "tcp://10.0.0.2:1": [2, 3]}
     assert generation.world_size == 4
     assert generation.running == [0, 1, 2, 3]
-    assert generation.unaccounted() == set(generation.workers)
+    assert generation.unaccounted() == generation.ranks_of.keys()
     assert not generation.is_failing
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 import queue
 import tempfile
@@ -214,7 +215,7 @@ class Supervisor:
         deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
         settled_at = now if is_first else now + SETTLE_TIME
         recruits = not is_first or self._settings.max_restarts > 0
-        while (count := len(self._roster.nodes())) < self._num_wanted:
+        while (count := self._roster.num_nodes) < self._num_wanted:
             now = time.monotonic()
             is_settled = now >= settled_at and not (is_first and self._roster.expected)
             if count >= self._num_least and (is_settled or now >= deadline):
@@ -270,11 +271,10 @@ class Supervisor:
             flyte=self._request.flyte,
             tracking=self._tracking,
         )
-        generation = Generation(number=number, places={})
         for node, here in zip(nodes, places, strict=True):
-            generation.places |= {place.rank: (place, node) for place in here}
             self._roster.peers[node.worker].send(messages.Start(job, code, here))
-        return generation
+        placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
+        return Generation(number=number, places=placed)
 
     # ---- seeing it through
 
@@ -324,7 +324,7 @@ class Supervisor:
         elif (hangs_at := self._hangs_at(generation)) is not None and now >= hangs_at:
             self._investigate(generation)
             self._stop(generation)
-        elif len(generation.workers) < self._num_wanted:
+        elif len(generation.ranks_of) < self._num_wanted:
             with contextlib.suppress(WorkerLostError):  # a lost scheduler takes the workers along by itself
                 self._look_for_workers(recruits=True)
 
@@ -471,8 +471,8 @@ class Supervisor:
             return
         if self._is_growing or generation.results:
             return
-        spare = [node.worker for node in self._roster.nodes() if node.worker not in generation.workers]
-        if spare and len(generation.workers) < self._num_wanted:
+        spare = [node.worker for node in self._roster.nodes() if node.worker not in generation.ranks_of]
+        if spare and len(generation.ranks_of) < self._num_wanted:
             self._is_growing = True
             self._stop(generation)
 
@@ -487,11 +487,11 @@ class Supervisor:
 
     def _note_leaving(self, peer: Peer, generation: Generation | None) -> None:
         peer.is_leaving = True
-        if generation is None or peer.node.worker not in generation.workers:
+        if generation is None or peer.node.worker not in generation.ranks_of:
             peer.send(messages.Close())
             return
         may_shrink = self._settings.min_workers is not None and self._settings.max_restarts > 0
-        goes_on = may_shrink and len(self._roster.nodes()) >= self._num_least
+        goes_on = may_shrink and self._roster.num_nodes >= self._num_least
         reason = f"the worker {peer.node.worker} was told to end"
         if not self._launcher.is_connected():  # then all the workers end by themselves
             reason, goes_on = "the Dask scheduler was lost", False
@@ -524,8 +524,10 @@ class Supervisor:
         """When the gang counts as hung unless something moves."""
         if self._settings.hang_timeout is None or generation.stillness is None:
             return None
-        oldest = generation.stillness.oldest(generation.running)
-        return None if oldest is None else oldest + self._settings.hang_timeout
+        if time.monotonic() >= generation.hangs_at:  # else there is no need to go through all ranks
+            oldest = generation.stillness.oldest(generation.running)
+            generation.hangs_at = math.inf if oldest is None else oldest + self._settings.hang_timeout
+        return generation.hangs_at
 
     def _investigate(self, generation: Generation) -> None:
         """Find out which rank holds up the others, and what all of them are doing."""

@@ -5,8 +5,10 @@ Holds no connection: the supervisor tells it what happens, and it says what that
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +45,22 @@ class Generation:
     """How many collectives each rank has entered, once it was asked."""
     stillness: Stillness | None = None
     """From the moment that all have met."""
+    hangs_at: float = 0.0
+    """Not before this moment on the monotonic clock can it count as hung: ranks that have not ended only move on."""
     stop_at: float | None = None
     """When to end it: a better culprit may be found before, or the last rank may leave; on the monotonic clock."""
     began_at: float = field(default_factory=time.monotonic)
     """On the monotonic clock."""
+    _bad_exits: dict[int, RankExit] = field(default_factory=dict)
+    _has_earnest_failure: bool = False
 
-    @property
-    def workers(self) -> list[str]:
-        """The workers that carry it."""
-        return list(dict.fromkeys(node.worker for _, node in self.places.values()))
+    @functools.cached_property
+    def ranks_of(self) -> Mapping[str, list[int]]:
+        """The workers that carry it, each with its ranks."""
+        ranks = defaultdict(list)
+        for rank, (_, node) in self.places.items():
+            ranks[node.worker].append(rank)
+        return ranks
 
     @property
     def world_size(self) -> int:
@@ -82,7 +91,7 @@ class Generation:
     @property
     def bad_exits(self) -> list[RankExit]:
         """Exits without a result. A rank that has delivered is out of danger, whatever happens to it then."""
-        return [exit_ for rank, exit_ in self.exits.items() if rank not in self.results]
+        return list(self._bad_exits.values())
 
     @property
     def unclean_exits(self) -> list[RankExit]:
@@ -96,16 +105,12 @@ class Generation:
     @property
     def is_failing(self) -> bool:
         """Something has gone wrong."""
-        return bool(self.failures or self.bad_exits or self.hang)
+        return bool(self.failures or self._bad_exits or self.hang)
 
     @property
     def has_earnest_failure(self) -> bool:
         """Some rank failed, and not because it lost a peer."""
-        return (
-            self.hang is not None
-            or any(not failure.is_consequence for failure in self.failures.values())
-            or any(not exit_.is_consequence for exit_ in self.bad_exits)
-        )
+        return self.hang is not None or self._has_earnest_failure
 
     @property
     def has_own_failure(self) -> bool:
@@ -124,6 +129,7 @@ class Generation:
                 self.results[rank] = value
             case "failure":
                 self.failures[rank] = value
+                self._has_earnest_failure |= not value.is_consequence
             case "log" | "saved":
                 self.steps[rank] = value.step
             case "moves" if self.stillness is not None:
@@ -138,10 +144,8 @@ class Generation:
 
     def note_exit(self, exited: Exited) -> None:
         """A rank ended."""
-        place, node = self.places[exited.rank]
-        self.exits[place.rank] = self._exit(
-            place.rank,
-            node,
+        self._note(
+            exited.rank,
             exitcode=exited.exitcode,
             log_tail=exited.log_tail,
             time=exited.time,
@@ -151,9 +155,9 @@ class Generation:
 
     def lose(self, worker: str, failure: Failure | None = None) -> None:
         """A worker has gone, and its ranks with it."""
-        for rank, (_, node) in self.places.items():
-            if node.worker == worker and rank not in self.exits:
-                self.exits[rank] = self._exit(rank, node, exitcode=None, log_tail="", time=time.time(), broken=failure)
+        for rank in self.ranks_of.get(worker, ()):
+            if rank not in self.exits:
+                self._note(rank, exitcode=None, log_tail="", time=time.time(), broken=failure)
 
     def unaccounted(self) -> set[str]:
         """The workers of ranks that have not left."""
@@ -161,13 +165,15 @@ class Generation:
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:
         """Whether all ranks that can still answer a question have done so."""
+        if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
+            return False  # as for most of a large gang's answers, without going through all
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
 
     def culprit(self) -> RankExit:
         """Whose fault it is, as far as is known."""
         here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
         for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
-            here[rank] = self._exit(rank, self.places[rank][1], exitcode=1, log_tail="", time=time.time())
+            here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
         return find_culprit(here.values())
 
     def not_formed(self, timeout: float) -> GangStartError:
@@ -181,7 +187,14 @@ class Generation:
             rank=missing[0],
         )
 
-    def _exit(self, rank: int, node: Node, *, broken: Failure | None = None, **how: Any) -> RankExit:
+    def _note(self, rank: int, **how: Any) -> None:
+        self.exits[rank] = exit_ = self._exit(rank, **how)
+        if rank not in self.results:
+            self._bad_exits[rank] = exit_
+            self._has_earnest_failure |= not exit_.is_consequence
+
+    def _exit(self, rank: int, *, broken: Failure | None = None, **how: Any) -> RankExit:
+        _, node = self.places[rank]
         return RankExit(
             rank=rank,
             worker=node.worker,

@@ -19,6 +19,8 @@ __all__ = ["AgentLauncher", "OnFailure", "Peer", "Roster", "hang_up"]
 
 MAX_SILENCE = 15.0
 """Seconds without a word from an agent, which speaks every second, after which its worker counts as lost."""
+SILENCE_INTERVAL = 0.5
+"""Seconds between looks at who has fallen silent: at every message of a large gang that would be most of the work."""
 RECRUIT_INTERVAL = 0.5
 """Seconds between looks at the workers of the cluster."""
 SCHEDULER_PATIENCE = 5.0
@@ -93,6 +95,7 @@ class Roster:
     """Workers that went, with the reason."""
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, with the error: there is no use in asking them again."""
+    _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     _shunned: set[str] = field(default_factory=set)
     """Workers that fell silent; the scheduler may still believe in them."""
     _looked_at: float = field(default_factory=time.monotonic)
@@ -113,18 +116,24 @@ class Roster:
         fit = [peer.node for peer in self.peers.values() if not peer.is_leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
+    @property
+    def num_nodes(self) -> int:
+        """How many can carry ranks."""
+        return sum(not peer.is_leaving for peer in self.peers.values())
+
     def find(self, connection: Connection) -> Peer | None:
         """Whose connection this is."""
-        return next((peer for peer in self.peers.values() if peer.connection is connection), None)
+        return self._by_connection.get(connection)
 
     def welcome(self, hello: Hello, connection: Connection) -> None:
         """An agent has come."""
         worker = hello.node.worker
         if (old := self.peers.get(worker)) is not None:
             hang_up(old.connection)
+            del self._by_connection[old.connection]
         self.expected.discard(worker)
         self.lost.pop(worker, None)
-        self.peers[worker] = Peer(hello.node, connection, time.monotonic())
+        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, time.monotonic())
 
     def refuse(self, worker: str, error: Exception) -> None:
         """An agent could not be started, or ended in an error before it had said hello."""
@@ -138,15 +147,20 @@ class Roster:
 
     def forget(self, connection: Connection) -> Peer | None:
         """An agent has gone; whose it was."""
-        peer = self.find(connection)
+        peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
             self.lost[peer.node.worker] = ConnectionError("the worker was lost")
         return peer
 
     def silent(self) -> list[Peer]:
-        """Agents that have not spoken for too long. They may come to life again, and must find themselves forgotten."""
+        """Agents that have not spoken for too long; looks every now and then.
+
+        They may come to life again, and must find themselves forgotten.
+        """
         now = time.monotonic()
+        if now - self._looked_at < SILENCE_INTERVAL:
+            return []
         if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
             for peer in self.peers.values():
                 peer.heard_at = now
@@ -169,7 +183,7 @@ class Roster:
         if (present := self._look()) is None:
             return
         self._give_up(self.expected - present)
-        num_missing = wanted - len(self.nodes()) - len(self.expected)
+        num_missing = wanted - self.num_nodes - len(self.expected)
         newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
         if num_missing > 0:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
@@ -211,7 +225,7 @@ class Roster:
                 cause=str(error),
             )
         return GangStartError(
-            f"only {len(self.nodes())} of {wanted} workers started their part of {name} within {timeout:g} s. "
+            f"only {self.num_nodes} of {wanted} workers started their part of {name} within {timeout:g} s. "
             f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}. They may be busy with other "
             "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
         )

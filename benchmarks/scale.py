@@ -1,0 +1,252 @@
+"""What a gang costs its driver as it grows: gangs of up to 2,000 ranks, on one machine.
+
+    python benchmarks/scale.py                            # four sizes, three rounds, some four minutes
+    python benchmarks/scale.py --sizes 100 10000          # sizes of your own
+    python benchmarks/scale.py --quick                    # one small gang: does it still run?
+
+The driver is the real one. Its agents are simulated, one rank each, all in one process without torch: they dial in,
+prove who they are, take their orders, beat and say that their rank moves every second, deliver or fail, and clean up,
+in the real ones' messages over real connections. Each round has one gang of every size that delivers 1 KiB per rank,
+and one in which a rank fails.
+
+start      from the call to the last order: the agents dial in, the ranks are placed, each agent gets its order
+form       from there until the driver knows that all ranks have met
+live       the share of a core that the driver takes for the signs of life of ranks that just train
+results    from the moment all ranks deliver until `run` returns them, agents dismissed
+abort      from one rank's failure until all the others have ended and the error is raised
+
+Times are those of the clock; driver and agents share the machine's cores, so the agents' own work is part of them.
+Where they grow in proportion to the number of ranks, milliseconds per rank are the same in every row.
+
+This process imports nothing but the standard library; what is measured runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+
+from launch import machine
+from running import Program, nothing_left
+
+PHASES = ("start", "form", "results", "abort")
+LIVE_SECONDS = 4.0
+TIME_LIMIT = 900.0
+"""Seconds for one gang."""
+
+SETUP = """
+import json
+import os
+import resource
+import sys
+import time
+from flytekitplugins.daskpytorch.messages import *
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+
+def addresses(count):
+    return [f"tcp://10.{index >> 16}.{index >> 8 & 255}.{index & 255}:8786" for index in range(count)]
+"""
+
+AGENTS = f"""{SETUP}
+import pickle
+import selectors
+from flytekitplugins.daskpytorch.agent import BEAT_INTERVAL, dial
+from flytekitplugins.daskpytorch.blame import Failure
+from flytekitplugins.daskpytorch.node import local_versions
+from flytekitplugins.daskpytorch.placement import Node
+
+class Agent:
+    rank = None
+    num_moves = 0
+
+    def __init__(self, order):
+        node = {{"worker": order.worker, "host": order.worker, "num_cores": 1, "gpus": (), "gpu_names": ()}}
+        self.connection = dial(order)
+        self.connection.send(Hello(Node(**node, interface=None, versions=versions)))
+        poll.register(self.connection, selectors.EVENT_READ, self.hear)
+
+    def hear(self):
+        match self.connection.recv():
+            case Start(places=[place]):
+                self.rank = place.rank
+                self.report("ready")
+            case Tell("end"):
+                self.exit(0)
+            case Stop() if self.rank is not None:
+                self.exit(-9, stopped=True)
+            case Close():
+                agents.remove(self)
+                poll.unregister(self.connection)
+                self.connection.close()
+
+    def live(self):
+        self.connection.send(Beat())
+        if self.rank is not None:
+            self.num_moves += 1
+            self.report("moves", self.num_moves)
+
+    def report(self, kind, value=None):
+        self.connection.send(Reported(self.rank, pickle.dumps((kind, value))))
+
+    def fail(self):
+        happened = {{"type_name": "ValueError", "message": "told to", "traceback": "", "pickled": None}}
+        self.report("failure", Failure(**happened, time=time.time(), is_consequence=False))
+        self.exit(1)
+
+    def exit(self, code, stopped=False):
+        self.connection.send(Exited(self.rank, code, stopped, False, "", time.time()))
+        self.rank = None
+
+def follow():
+    match json.loads(commands.readline() or '["end"]'):
+        case ["end"]:
+            sys.exit()
+        case ["launch", count, host, port, token]:
+            for address in addresses(count):
+                order = {{"worker": address, "driver": (host, port), "token": bytes.fromhex(token)}}
+                agents.append(Agent(AgentOrder(num_ranks=1, **order)))
+        case ["deliver"]:
+            for agent in agents:
+                agent.report("result", os.urandom(1024))
+        case ["fail"]:
+            agents[len(agents) // 2].fail()
+
+versions = local_versions()
+agents = []
+commands = os.fdopen(0, "rb", buffering=0)
+poll = selectors.DefaultSelector()
+poll.register(commands, selectors.EVENT_READ, follow)
+turn, due = 0, time.monotonic()
+while True:
+    for key, _ in poll.select(max(0.0, due - time.monotonic())):
+        key.data()
+    while agents and time.monotonic() >= due:
+        agents[turn % len(agents)].live()
+        turn, due = turn + 1, due + BEAT_INTERVAL / len(agents)
+    due = max(due, time.monotonic() - BEAT_INTERVAL) if agents else time.monotonic() + BEAT_INTERVAL
+"""
+
+DRIVER = f"""{SETUP}
+import subprocess
+import threading
+import torch.distributed
+from flytekitplugins.daskpytorch import Gang, dispatch
+from flytekitplugins.daskpytorch.gang import Supervisor
+from flytekitplugins.daskpytorch.observer import Observer
+
+agents = subprocess.Popen([sys.executable, "agents.py"], stdin=subprocess.PIPE)
+
+def tell(*command):
+    agents.stdin.write(json.dumps(command).encode() + b"\\n")
+    agents.stdin.flush()
+
+class Launcher:
+    host = "127.0.0.1"
+
+    def __init__(self, count):
+        self.workers = addresses(count)
+        self.num_wanted = count
+
+    def launch(self, orders, on_failure):
+        if orders:
+            tell("launch", len(orders), *orders[0].driver, orders[0].token.hex())
+
+    def present(self):
+        return self.workers
+
+    def is_connected(self):
+        return True
+
+    def close(self):
+        pass
+
+class Times(Observer):
+    def __init__(self):
+        self.has_formed = threading.Event()
+
+    def placed(self, shape):
+        self.placed_at = time.monotonic()
+
+    def formed(self, seconds):
+        self.formed_at = time.monotonic()
+        self.has_formed.set()
+
+def run(count, ending):
+    times = Times()
+    settings = Gang(max_restarts=0, hang_timeout=60, start_timeout={TIME_LIMIT})
+    supervisor = Supervisor(dispatch.request_for(print, [], {{}}, settings), Launcher(count), [times])
+    live = told_at = 0.0
+
+    def end():
+        nonlocal live, told_at
+        times.has_formed.wait()
+        began_at, began = time.monotonic(), time.process_time()
+        time.sleep({LIVE_SECONDS})
+        live = (time.process_time() - began) / (time.monotonic() - began_at)
+        told_at = time.monotonic()
+        tell(ending)
+
+    threading.Thread(target=end, daemon=True).start()
+    began_at = time.monotonic()
+    try:
+        what = f"{{len(supervisor.run())}} results"
+    except ValueError as error:
+        what = str(error)
+    ended_at = time.monotonic()
+    assert what == {{"deliver": f"{{count}} results", "fail": "told to"}}[ending]
+    return {{
+        "start": times.placed_at - began_at,
+        "form": times.formed_at - times.placed_at,
+        "live": live,
+        "results" if ending == "deliver" else "abort": ended_at - told_at,
+    }}
+
+print("@ready", flush=True)
+for line in sys.stdin:
+    print("@done", json.dumps(run(*json.loads(line))), flush=True)
+"""
+
+
+def measure(driver: Program, sizes: list[int], rounds: int) -> dict[int, dict[str, list[float]]]:
+    """For each size and phase, what every gang took."""
+    taken: dict[int, dict[str, list[float]]] = {size: {} for size in sizes}
+    for number in range(1, rounds + 1):
+        for size in sizes:
+            for ending in ("deliver", "fail"):
+                driver.tell(json.dumps([size, ending]))
+                times = json.loads(driver.hear("done", TIME_LIMIT))
+                for phase, value in times.items():
+                    taken[size].setdefault(phase, []).append(value)
+                shown = ", ".join(f"{phase} {value:.2f}" for phase, value in times.items())
+                print(f"round {number}: {size} ranks, {shown}", file=sys.stderr)
+    return taken
+
+
+def main() -> None:
+    """Measure, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[250, 500, 1000, 2000], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="one small gang")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.sizes, asked.rounds = [50], 1
+    with nothing_left("scale") as folder:
+        (folder / "driver").mkdir()
+        (folder / "driver" / "agents.py").write_text(AGENTS)
+        driver = Program.of(DRIVER, folder / "driver")
+        driver.hear("ready")
+        measure(driver, [10], 1)  # imports what is imported late
+        taken = measure(driver, asked.sizes, asked.rounds)
+    print(machine())
+    for size, phases in taken.items():
+        median = {phase: statistics.median(values) for phase, values in phases.items()}
+        cells = [f"{median[phase]:.2f} s ({1000 * median[phase] / size:.2f} ms per rank)" for phase in PHASES]
+        print(f"| {size} | {' | '.join(cells)} | {100 * median['live']:.0f} % |")
+
+
+if __name__ == "__main__":
+    main()
