@@ -593,14 +593,19 @@ def sample_names(
 def _draw(model: CharLSTM, count: int, generator: torch.Generator, temperature: float, max_length: int) -> list[str]:
     """Draw names side by side, a character at a time; those that do not end in time are left out."""
     text = torch.full((count, CONTEXT), BLANK, device=generator.device)
+    place = torch.arange(count, device=generator.device)
+    names: dict[int, str] = {}
     for _ in range(max_length + 1):
+        if not len(text):
+            break
         logits = model(text[:, -CONTEXT:])[:, -1] / temperature
         logits[:, BLANK] = -math.inf
         text = torch.cat([text, logits.softmax(dim=1).multinomial(1, generator=generator)], dim=1)
-        if bool((text == STOP).any(dim=1).all()):
-            break
-    written = ["".join(ALPHABET[index] for index in row) for row in text[:, CONTEXT:].tolist()]
-    return [" ".join(name.split("+")[0].split()) for name in written if "+" in name]
+        has_ended = text[:, -1] == STOP
+        for index, row in zip(place[has_ended].tolist(), text[has_ended, CONTEXT:-1].tolist(), strict=True):
+            names[index] = " ".join("".join(ALPHABET[character] for character in row).split())
+        text, place = text[~has_ended], place[~has_ended]
+    return [names[index] for index in sorted(names)]  # as they were drawn, or the short ones would come first
 
 
 def _predict(model: nn.Module, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
