@@ -179,6 +179,17 @@ def nothing_left_behind() -> Iterator[str]:
             os.environ[MARK] = outer
 
 
+def fork_server() -> psutil.Process:
+    """The one that this process owns; its other children may be those of other tests, which have ended."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "daskpytorch.forkserver" in " ".join(child.cmdline()):
+                found.append(child)
+    [server] = found
+    return server
+
+
 def marked(mark: str) -> list[str]:
     """The processes, other than this one, that carry the mark in their environment."""
     found = []

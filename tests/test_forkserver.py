@@ -20,6 +20,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.forkserver import ForkServerClient
+from processes import fork_server
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,18 +85,6 @@ def client() -> Iterator[ForkServerClient]:
 def next_exit(client: ForkServerClient) -> tuple[int, int]:
     assert wait([client], PATIENCE), "no rank ended"
     return client.next_exit()
-
-
-def server_process() -> psutil.Process:
-    [server] = [child for child in psutil.Process().children() if is_server(child)]
-    return server
-
-
-def is_server(process: psutil.Process) -> bool:
-    try:
-        return "forkserver" in " ".join(process.cmdline())
-    except psutil.Error:  # another test's process, which has ended
-        return False
 
 
 def is_running(pid: int) -> bool:
@@ -194,7 +183,7 @@ def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> 
         print(torch.cuda.is_initialized(), os.getsid(0) == os.getpid(), os.getppid())
     """
     rank = Rank.running(client, 0, source)
-    assert rank.line() == f"False True {server_process().pid}"
+    assert rank.line() == f"False True {fork_server().pid}"
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -206,11 +195,11 @@ def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -
     # It would hide the server's end from them.
     Rank(client, 0, Doing(os._exit, 0))
     assert next_exit(client) == (0, 0)
-    before = sockets_of(server_process().pid)
+    before = sockets_of(fork_server().pid)
     with contextlib.closing(forkserver.connect()) as other:
         Rank(other, 0, Doing(os._exit, 0))
         assert next_exit(other) == (0, 0)
-        [others] = sockets_of(server_process().pid) - before
+        [others] = sockets_of(fork_server().pid) - before
         [pid, _] = pids_of(Rank.running(client, 1, FAMILY))
         assert others not in sockets_of(pid)
 
@@ -218,11 +207,11 @@ def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -
 def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
     Rank(client, 0, Doing(os._exit, 0))
     next_exit(client)
-    before = server_process().num_fds()
+    before = fork_server().num_fds()
     for key in range(10):
         Rank(client, key, Doing(os._exit, 0))
     assert {next_exit(client) for _ in range(10)} == {(key, 0) for key in range(10)}
-    assert server_process().num_fds() == before
+    assert fork_server().num_fds() == before
 
 
 # ---- Fresh interpreters ----------------------------------------------------------------------------------------------
@@ -240,7 +229,7 @@ def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None
             time.sleep(600)
         """
         rank = Rank.running(client, 1, source)
-        server = server_process()
+        server = fork_server()
         assert rank.line() == f"False True {server.pid}"
         assert rank.line() == "to stderr"
         [pid] = pids_of(rank)
@@ -353,7 +342,7 @@ def test_killing_the_owner_leaves_no_rank_no_server_and_no_folder(tmp_path: Path
 def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(client: ForkServerClient) -> None:
     rank = Rank.running(client, 0, "import os, time; print(os.getpid()); time.sleep(600)")
     pids = pids_of(rank)
-    first = server_process()
+    first = fork_server()
     first.kill()
     assert wait([client], PATIENCE)
     with pytest.raises(forkserver.ForkServerLostError):
@@ -361,7 +350,7 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
     assert are_gone(pids)
     first.wait()
     with contextlib.closing(forkserver.connect()) as again:
-        assert server_process().pid != first.pid
+        assert fork_server().pid != first.pid
         Rank(again, 0, Doing(os._exit, 5))
         assert next_exit(again) == (0, 5)
 
@@ -369,7 +358,7 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
 def test_the_server_gives_its_memory_back_once_its_successor_has_taken_over() -> None:
     forkserver.shutdown()
     forkserver.start_ahead()
-    server = server_process()
+    server = fork_server()
     assert eventually(lambda: server.memory_info().rss < 40 << 20 and server.children())
     [successor] = server.children()
     with contextlib.closing(forkserver.connect()) as client:
@@ -382,7 +371,7 @@ def test_the_server_gives_its_memory_back_once_its_successor_has_taken_over() ->
 
 def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:
     pids = pids_of(Rank.running(client, 0, FAMILY))
-    server = server_process()
+    server = fork_server()
     forkserver.shutdown()
     assert not is_running(server.pid)
     assert are_gone(pids)

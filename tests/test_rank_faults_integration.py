@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from distributed import Client
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, forkserver
-from processes import MAX_SECONDS, dask_cluster, nothing_left_behind, until
+from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -220,7 +219,7 @@ def test_the_fork_server_of_a_node_is_killed(launch: ft.Launch) -> None:
     with nothing_left_behind():
         watched = launch(2, pace=0.2)
         watched.wait_for("kept-4")
-        next(child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())).kill()
+        fork_server().kill()
         assert watched.futures.result(60) == [ft.expected()] * 2
         assert watched.starts(0) == [0, ft.SAVED_AT]
         assert any("its worker was lost" in note for note in watched.notes)

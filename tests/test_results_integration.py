@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from distributed import Client, LocalCluster
 from flytekit import task
@@ -34,7 +33,7 @@ from flytekitplugins.daskpytorch import (
     forkserver,
 )
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
-from processes import Cluster, dask_cluster, nothing_left_behind, until
+from processes import Cluster, dask_cluster, fork_server, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -235,7 +234,7 @@ def train_share(per_rank: int, lr: float, epochs: int) -> float:
 def warm_server() -> Iterator[None]:
     """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
     forkserver.start_ahead()
-    [server] = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
+    server = fork_server()
     until(lambda: server.children() and server.memory_info().rss < 40 * MIB, "its successor to take over")
     yield
     forkserver.shutdown()
