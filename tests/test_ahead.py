@@ -1,0 +1,65 @@
+"""When the fork server is started ahead: only where something will run here that may need it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.ahead import is_worthwhile
+from processes import SCRIPTS, nothing_left_behind
+
+TRAINING = "from flytekit import task\nfrom flytekitplugins.daskpytorch import DaskDDP\n"
+OTHER = "from flytekit import task\n"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("training.py").write_text(TRAINING)
+    Path("other.py").write_text(OTHER)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/usr/bin/pyflyte run training.py train",
+        "pyflyte run training.py train --file other.py",
+        "pyflyte -v run --copy auto ./training.py train --steps 3",
+    ],
+)
+def test_a_local_run_of_a_file_that_names_the_package_is_worth_it(line: str) -> None:
+    assert is_worthwhile(line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pyflyte run other.py train --file training.py",
+        "pyflyte run --remote training.py train",
+        "pyflyte run -r training.py train",
+        "pyflyte run training.py train --help",
+        "pyflyte run training.py",
+        "pyflyte run nowhere.py train",
+        "pyflyte run",
+        "pyflyte register training.py run",
+        "pyflyte",
+        "pyflyte-execute run training.py train",
+        "python training.py run training.py train",
+        "",
+    ],
+)
+def test_nothing_else_is(line: str) -> None:
+    assert not is_worthwhile(line.split())
+
+
+@pytest.mark.timeout(100)
+def test_a_run_that_needs_none_leaves_none(tmp_path: Path) -> None:
+    Path("training.py").write_text(f"{TRAINING}\n@task\ndef double(x: int) -> int:\n    return 2 * x\n")
+    with nothing_left_behind():
+        command = [str(SCRIPTS / "pyflyte"), "run", "training.py", "double", "--x", "21"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "42" in done.stdout
