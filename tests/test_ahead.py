@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -55,11 +54,26 @@ def test_nothing_else_is(line: str) -> None:
     assert not is_worthwhile(line.split())
 
 
+LOOK = """
+import psutil
+
+for child in psutil.Process().children():
+    print("at import:", child.cmdline())
+"""
+DOUBLE = """
+@task
+def double(x: int) -> int:
+    return 2 * x
+"""
+
+
 @pytest.mark.timeout(100)
-def test_a_run_that_needs_none_leaves_none(tmp_path: Path) -> None:
-    Path("training.py").write_text(f"{TRAINING}\n@task\ndef double(x: int) -> int:\n    return 2 * x\n")
+@pytest.mark.parametrize("names_it", [True, False])
+def test_it_runs_before_the_file_is_imported_and_is_ended_unused(names_it: bool) -> None:
+    Path("file.py").write_text((TRAINING if names_it else OTHER) + LOOK + DOUBLE)
     with nothing_left_behind():
-        command = [str(SCRIPTS / "pyflyte"), "run", "training.py", "double", "--x", "21"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=os.environ)
+        command = [str(SCRIPTS / "pyflyte"), "run", "file.py", "double", "--x", "21"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "42" in done.stdout
+    assert ("daskpytorch.forkserver" in done.stdout) == names_it

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE, is_local
 
-__all__ = ["current_client", "greet", "opened"]
+__all__ = ["current_client", "greet", "identity", "opened"]
 
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
@@ -101,6 +101,22 @@ def greet(address: str, seconds: float) -> None:
         thread.submit(lambda: asyncio.run(say_hello())).result()
 
 
+def identity(client: Client, seconds: float) -> Mapping[str, Any]:
+    """What the scheduler says of itself and its workers.
+
+    Raises:
+        GangStartError: It does not say so within so many seconds.
+    """
+    try:
+        found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
+    except TimeoutError as error:
+        raise GangStartError(
+            f"the Dask scheduler at {client.scheduler.address} is connected, but did not say within {seconds:.1f} s "
+            "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
+        ) from error
+    return found
+
+
 @contextlib.contextmanager
 def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
     with (
@@ -148,7 +164,7 @@ def _wait_for_workers(
     here, newest_at = -1, time.monotonic()
     while True:
         now = time.monotonic()
-        scheduler = _identity(client, max(1.0, deadline - now))
+        scheduler = identity(client, max(1.0, deadline - now))
         if (count := len(scheduler["workers"])) != here:
             here, newest_at = count, now
         if here >= wanted:
@@ -165,17 +181,6 @@ def _wait_for_workers(
             )
         notice.give(f"{here} of {wanted} Dask workers are here, waiting for the others")
         time.sleep(POLL_INTERVAL)
-
-
-def _identity(client: Client, seconds: float) -> Mapping[str, Any]:
-    try:
-        found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
-    except TimeoutError as error:
-        raise GangStartError(
-            f"the Dask scheduler at {client.scheduler.address} is connected, but did not say within {seconds:.0f} s "
-            "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
-        ) from error
-    return found
 
 
 class _Notice:

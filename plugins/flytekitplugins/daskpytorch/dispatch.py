@@ -24,7 +24,7 @@ from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, flyte, resident, ship, worker_data
+from flytekitplugins.daskpytorch import agent, cluster, flyte, resident, ship, worker_data
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
@@ -261,13 +261,7 @@ class DaskAgents:
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
         self._stay = stay
-        try:
-            self._addresses = self._look(FIRST_LOOK_TIMEOUT)
-        except TimeoutError as error:
-            raise GangStartError(
-                f"the Dask scheduler at {self.scheduler} is connected, but did not say within {FIRST_LOOK_TIMEOUT:g} s "
-                "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
-            ) from error
+        self._addresses = _addresses(cluster.identity(client, FIRST_LOOK_TIMEOUT))
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
@@ -300,26 +294,27 @@ class DaskAgents:
 
     def present(self) -> list[str]:
         """All the workers that the scheduler knows now."""
-        self._addresses |= (here := self._look(LOOK_TIMEOUT))
+        found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
+        self._addresses |= (here := _addresses(found))
         return list(here)
 
     def is_connected(self) -> bool:
         """Whether the scheduler is there, as far as the client knows."""
         return bool(self._client.status == "running")
 
-    def _look(self, timeout: float) -> dict[str, str]:
-        """What users call the workers -> their addresses. In-process ones have addresses without an order."""
-        infos = self._client.sync(self._client.scheduler.identity, callback_timeout=timeout)["workers"]
-        return {
-            f"local worker {info['name']}" if address.startswith("inproc:") else address: address
-            for address, info in infos.items()
-        }
-
     def close(self) -> None:
         """Forget the agents' tasks."""
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
+
+
+def _addresses(scheduler: Mapping[str, Any]) -> dict[str, str]:
+    """What users call the workers -> their addresses. In-process ones have addresses without an order."""
+    return {
+        f"local worker {info['name']}" if address.startswith("inproc:") else address: address
+        for address, info in scheduler["workers"].items()
+    }
 
 
 def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
