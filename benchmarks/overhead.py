@@ -24,7 +24,6 @@ This process imports nothing but the standard library; what is measured runs in 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -33,26 +32,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
-from launch import console_script, machine, verdict
-from running import Cluster, Program, nothing_left, until
+from launch import machine, verdict
+from running import FOLLOW, Cluster, Gang, nothing_left
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_RANKS = 2
 BLOCK = 46
 """Steps in one turn."""
 CALLS = ("should_stop", "log", "save")
 
-TRAIN = f"""
+TRAIN = f"""{FOLLOW}
 import itertools
-import json
-import os
 import statistics
 import sys
 import time
 import torch
-from torch import distributed
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from tasks.char_lstm import BLANK, CharLSTM, windows
@@ -61,51 +55,53 @@ from tasks.names import load_names
 def train(folder, tools):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank = distributed.get_rank()
     model = CharLSTM()
     gang_model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
     every = windows(load_names().names).long()
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(rank))
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(distributed.get_rank()))
     batches = every[order].split(128)[:{BLOCK}]
     step = 0
-    reports = open(f"{{folder}}/reports-{{rank}}", "a", buffering=1)
-    with open(f"{{folder}}/orders-{{rank}}") as orders:
-        for line in orders:
-            uses = tools if line.strip() == "full" else None
-            spent = dict.fromkeys({CALLS!r}, 0.0)
 
-            def timed(name, call, *args):
-                used = time.thread_time()
-                call(*args)
-                spent[name] += time.thread_time() - used
+    def take_turn(mode):
+        nonlocal step
+        uses = tools if mode == "full" else None
+        spent = dict.fromkeys({CALLS!r}, 0.0)
 
-            distributed.barrier()
-            times = [time.perf_counter()]
-            for number, batch in enumerate(batches):
-                logits = gang_model(batch[:, :-1])
-                loss = functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], ignore_index=BLANK)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                step += 1
-                if uses is not None:
-                    if step % 10 == 0:
-                        timed("log", uses.log, {{"loss": loss.detach(), "epoch": 1}}, step)
-                    if number == {BLOCK // 2}:
-                        state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}}
-                        timed("save", uses.checkpoint.save, state, step)
-                    timed("should_stop", uses.should_stop)
-                times.append(time.perf_counter())
-            distributed.barrier()
-            mean = (time.perf_counter() - times[0]) / len(batches)
-            median = statistics.median(after - before for before, after in itertools.pairwise(times))
-            reports.write(json.dumps([mean, median, spent]) + "\\n")
+        def timed(name, call, *args):
+            used = time.thread_time()
+            call(*args)
+            spent[name] += time.thread_time() - used
+
+        distributed.barrier()
+        times = [time.perf_counter()]
+        for number, batch in enumerate(batches):
+            logits = gang_model(batch[:, :-1])
+            loss = functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], ignore_index=BLANK)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if uses is not None:
+                if step % 10 == 0:
+                    timed("log", uses.log, {{"loss": loss.detach(), "epoch": 1}}, step)
+                if number == {BLOCK // 2}:
+                    state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}}
+                    timed("save", uses.checkpoint.save, state, step)
+                timed("should_stop", uses.should_stop)
+            times.append(time.perf_counter())
+        distributed.barrier()
+        mean = (time.perf_counter() - times[0]) / len(batches)
+        median = statistics.median(after - before for before, after in itertools.pairwise(times))
+        return mean, median, spent
+
+    follow(folder, take_turn)
 """
 
 TORCHRUN = f"""{TRAIN}
+[folder] = json.loads(sys.argv[1])
 distributed.init_process_group("gloo")
-train(sys.argv[1], None)
+train(folder, None)
 """
 
 DASK = f"""{TRAIN}
@@ -115,7 +111,7 @@ from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 def rank(folder):
     train(folder, current_rank())
 
-cluster, folder, hang_timeout = json.loads(sys.argv[1])
+folder, cluster, hang_timeout = json.loads(sys.argv[1])
 with Client(scheduler_file=cluster) as client:
     dispatch.run(client, rank, folder, gang=Gang(max_restarts=0, hang_timeout=hang_timeout)).result()
 """
@@ -131,55 +127,6 @@ class Block:
     """Seconds of a typical step: one without a log record or a checkpoint, and not disturbed by other processes."""
     spent: dict[str, float]
     """Processor seconds in each kind of call, altogether."""
-
-
-@dataclass
-class Gang:
-    """Two ranks that train when they are told to."""
-
-    program: Program
-    folder: Path
-    _orders: list[IO[str]] = field(default_factory=list)
-    _num_reports: int = 0
-
-    def __post_init__(self) -> None:
-        for rank in range(NUM_RANKS):
-            os.mkfifo(self.folder / f"orders-{rank}")
-
-    def train(self, mode: str) -> Block:
-        """Have it take the steps of one block."""
-        if not self._orders:
-            self._open()
-        for orders in self._orders:
-            orders.write(f"{mode}\n")
-            orders.flush()
-        self._num_reports += 1
-        until(lambda: len(self._reports()) == self._num_reports or self._has_ended(), "a block of steps")
-        return Block(*json.loads(self._reports()[-1]))
-
-    def _open(self) -> None:
-        """Wait until the ranks wait for their orders."""
-        for rank in range(NUM_RANKS):
-            found: list[int] = []
-
-            def is_read(path: Path = self.folder / f"orders-{rank}", found: list[int] = found) -> bool:
-                try:
-                    found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-                except OSError:  # nobody reads
-                    return self._has_ended()
-                return True
-
-            until(is_read, "the ranks to start")
-            self._orders.append(os.fdopen(found[0], "w"))
-
-    def _reports(self) -> list[str]:
-        path = self.folder / "reports-0"
-        return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-    def _has_ended(self) -> bool:
-        if self.program.has_spoken():
-            raise self.program.failure("ended")
-        return False
 
 
 ARMS = ("torchrun", "bare", "watched", "full")
@@ -209,14 +156,18 @@ def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
     for number in range(1, num_starts + 1):
         (here := folder / str(number)).mkdir()
         cluster = Cluster(here / "cluster", NUM_RANKS)
-        gangs = {"torchrun": torchrun(here), "bare": dask(here, cluster, None), "watched": dask(here, cluster, 60.0)}
+        gangs = {
+            "torchrun": Gang.of_torchrun(NUM_RANKS, here / "torchrun", TORCHRUN),
+            "bare": Gang.of_driver(NUM_RANKS, here / "bare", DASK, cluster.contact, None),
+            "watched": Gang.of_driver(NUM_RANKS, here / "watched", DASK, cluster.contact, 60.0),
+        }
         gangs["full"] = gangs["watched"]
         for arm in ARMS:  # not counted: whatever is done at a first step
-            gangs[arm].train(arm)
+            gangs[arm].take_turn(arm)
         watchers = [gangs["watched"].program.pid, *(cluster.worker_pid(nanny) for nanny in cluster.nannies)]
         began_at, used = time.monotonic(), sum(map(cpu_seconds, watchers))
         for done in range(1, num_rounds + 1):
-            measured.rounds.append({arm: gangs[arm].train(arm) for arm in rng.sample(ARMS, len(ARMS))})
+            measured.rounds.append({arm: Block(*gangs[arm].take_turn(arm)) for arm in rng.sample(ARMS, len(ARMS))})
             times = ", ".join(f"{arm} {measured.rounds[-1][arm].mean * 1e3:.2f}" for arm in ARMS)
             print(f"start {number} of {num_starts}, round {done} of {num_rounds}: {times} ms per step", file=sys.stderr)
         measured.background.append((sum(map(cpu_seconds, watchers)) - used) / (time.monotonic() - began_at))
@@ -224,21 +175,6 @@ def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
             program.kill()
         cluster.close()
     return measured
-
-
-def torchrun(folder: Path) -> Gang:
-    """The peer."""
-    (at := folder / "torchrun").mkdir()
-    (at / "program.py").write_text(TORCHRUN)
-    command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={NUM_RANKS}", "program.py", str(at)]
-    return Gang(Program(command, at, {"PYTHONPATH": str(ROOT)}), at)
-
-
-def dask(folder: Path, cluster: Cluster, hang_timeout: float | None) -> Gang:
-    """A gang with a driver of its own."""
-    (at := folder / f"dask-{hang_timeout}").mkdir()
-    arguments = json.dumps([cluster.contact, str(at), hang_timeout])
-    return Gang(Program.of(DASK, at, arguments, environment={"PYTHONPATH": str(ROOT)}), at)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -14,10 +15,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from launch import console_script
 
-__all__ = ["TIME_LIMIT", "Cluster", "Program", "nothing_left", "until", "worker_above"]
+__all__ = ["FOLLOW", "TIME_LIMIT", "Cluster", "Gang", "Program", "nothing_left", "until", "worker_above"]
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TIME_LIMIT = 180.0
 """Seconds for whatever is waited for, unless it says otherwise."""
@@ -45,6 +49,18 @@ class Notes(SchedulerPlugin):
 def dask_setup(scheduler):
     scheduler.add_plugin(Notes())
 """
+
+FOLLOW = """
+import json
+from torch import distributed
+
+def follow(folder, take_turn):
+    rank = distributed.get_rank()
+    with open(f"{folder}/reports-{rank}", "a", buffering=1) as reports, open(f"{folder}/orders-{rank}") as orders:
+        for line in orders:
+            reports.write(json.dumps(take_turn(*json.loads(line))) + "\\n")
+"""
+"""What the ranks of a `Gang` do, each with a function of its own."""
 
 
 @contextlib.contextmanager
@@ -139,6 +155,68 @@ class Program:
         for line in self._process.stdout:
             self._heard.put(line)
         self._heard.put(None)
+
+
+class Gang:
+    """Ranks that `follow`: each takes a turn when it is told to, and waits in between."""
+
+    def __init__(self, num_ranks: int, folder: Path, command: list[str], text: str) -> None:
+        """Start a command that runs this Python text, `program.py`, in the folder."""
+        folder.mkdir(parents=True)
+        (folder / "program.py").write_text(text)
+        self._paths = [folder / f"orders-{rank}" for rank in range(num_ranks)]
+        for path in self._paths:
+            os.mkfifo(path)
+        self._reported_in = folder / "reports-0"
+        self._orders: list[IO[str]] = []
+        self._num_turns = 0
+        self.program = Program(command, folder, {"PYTHONPATH": str(ROOT)})
+
+    @classmethod
+    def of_torchrun(cls, num_ranks: int, folder: Path, text: str, *arguments: object) -> Gang:
+        """One whose ranks run that text under `torchrun`. Its arguments are the folder and these, as JSON."""
+        command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={num_ranks}", "program.py"]
+        return cls(num_ranks, folder, [*command, json.dumps([str(folder), *arguments])], text)
+
+    @classmethod
+    def of_driver(cls, num_ranks: int, folder: Path, text: str, *arguments: object) -> Gang:
+        """One whose driver runs that text. Its arguments are the folder and these, as JSON."""
+        command = [sys.executable, "program.py", json.dumps([str(folder), *arguments])]
+        return cls(num_ranks, folder, command, text)
+
+    def take_turn(self, *order: object) -> Any:
+        """Have each rank do something, and wait for it; what rank 0 says of it."""
+        if not self._orders:
+            self._orders = [self._opened(path) for path in self._paths]
+        for orders in self._orders:
+            orders.write(f"{json.dumps(order)}\n")
+            orders.flush()
+        self._num_turns += 1
+        until(lambda: len(self._reports()) == self._num_turns or self._has_ended(), f"the turn {order}")
+        return json.loads(self._reports()[-1])
+
+    def _opened(self, path: Path) -> IO[str]:
+        """The way to a rank, once it waits for its orders."""
+        found: list[int] = []
+
+        def is_read() -> bool:
+            try:
+                found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError:  # nobody reads
+                return self._has_ended()
+            return True
+
+        until(is_read, "the ranks to start")
+        return os.fdopen(found[0], "w")
+
+    def _reports(self) -> list[str]:
+        path = self._reported_in
+        return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def _has_ended(self) -> bool:
+        if self.program.has_spoken():
+            raise self.program.failure("ended")
+        return False
 
 
 class Cluster:
