@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import json
 import os
 import platform
 import shutil
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -418,7 +421,7 @@ def machine() -> str:
     packages = ("flytekitplugins-daskpytorch", "torch", "distributed", "flytekit", "ray")
     versions = ", ".join(f"{name} {version_of(name)}" for name in packages)
     return (
-        f"{time.strftime('%Y-%m-%d')}; {len(os.sched_getaffinity(0))} cores, {cpu_model()}, "
+        f"{time.strftime('%Y-%m-%d')}; {len(os.sched_getaffinity(0))} cores, {cpu_model()}, {gpu_models()}, "
         f"load {os.getloadavg()[0]:.1f} before the start; Python {platform.python_version()}, {versions}"
     )
 
@@ -437,6 +440,24 @@ def cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+@functools.cache
+def gpus() -> list[str]:
+    """The models of the GPUs that torch sees. It is asked in a process of its own, as this one does not import it."""
+    if not Path("/dev/nvidiactl").exists():
+        return []
+    question = """if True:
+        import json, torch
+        print(json.dumps([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]))
+    """
+    return list(json.loads(subprocess.run([sys.executable, "-c", question], stdout=subprocess.PIPE, check=True).stdout))
+
+
+def gpu_models() -> str:
+    """How many GPUs of which kind."""
+    counts = Counter(gpus())
+    return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "no GPU"
 
 
 def chosen(skipped: list[str]) -> list[Row]:
