@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
-from launch import gpus, machine, verdict
+from launch import JOIN, gpus, machine, verdict
 from running import FOLLOW, Cluster, Gang, nothing_left
 
 SIDES = ("torchrun", "gang")
@@ -45,10 +45,8 @@ LOSS_BATCH = 256
 """Of all ranks together, where the time to a loss is taken."""
 
 TRAIN = f"""{FOLLOW}
-import os
 import sys
 import time
-import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from tasks import char_lstm
@@ -66,15 +64,10 @@ def train(folder, device):
     training, held_out = map(char_lstm.windows, split_by_name(load_names().names, 0.1, 0))
     every = training.long().to(device)
 
-    def wait():
-        distributed.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     def samples_per_second(batch_size, num_steps, seed):
         rng = torch.Generator().manual_seed(seed + distributed.get_rank())
         batches = every[torch.randint(len(every), (num_steps, batch_size), generator=rng).to(device)]
-        wait()
+        wait_for_all(device)
         began = time.perf_counter()
         for batch in batches:
             logits = model(batch[:, :-1])
@@ -82,7 +75,7 @@ def train(folder, device):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        wait()
+        wait_for_all(device)
         return num_steps * batch_size * distributed.get_world_size() / (time.perf_counter() - began)
 
     def losses(batch_size, epochs):
@@ -95,21 +88,17 @@ def train(folder, device):
     follow(folder, lambda kind, *arguments: turns[kind](*arguments))
 """
 
-TORCHRUN = f"""{TRAIN}
+TORCHRUN = f"""{TRAIN}{JOIN}
 from flytekitplugins.daskpytorch import context
 
 folder, backend = json.loads(sys.argv[1])
-rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-gpu = torch.device("cuda", local_rank) if backend == "nccl" else None
-if gpu is not None:
-    torch.cuda.set_device(gpu)
+own_device = join(backend, int(os.environ["LOCAL_RANK"]))
 
-class Rank(context.RankContext):  # for `tasks.char_lstm.train`: who it is, and nobody to report to
-    device = gpu or torch.device("cpu")
+class Rank(context.RankContext):  # tells `tasks.char_lstm.train` who it is, and reports to nobody
+    device = own_device
 
-context.enter(Rank(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=world_size))
-distributed.init_process_group(backend, device_id=gpu)
-train(folder, Rank.device)
+context.enter(Rank(rank=distributed.get_rank(), world_size=distributed.get_world_size()))
+train(folder, own_device)
 """
 
 DASK = f"""{TRAIN}

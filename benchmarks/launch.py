@@ -1,17 +1,20 @@
-"""How long until a gang of two ranks trains: from its launch to the end of its first all-reduce, beside its peers.
+"""How long until a gang trains: from its launch to the end of its first all-reduce, beside its peers.
 
     pip install '.[bench]'                                # Ray, for its row; the others need only the package
     python benchmarks/launch.py                           # five rounds, some ten minutes, a table at the end
     python benchmarks/launch.py --quick --skip ray        # one round: does it still run?
+    python benchmarks/launch.py --backend nccl            # one rank per GPU, also where there is one GPU
 
-Every launch ends in a gloo all-reduce on the CPU whose value is checked, and counts until its slowest rank has done
-it. Every round launches each row once, in turn, and ratios are taken within a round, so that a busy minute of the
-machine bears on both sides. A round that is not counted goes first: it warms the caches of files and the clusters.
+Every launch ends in an all-reduce whose value is checked, and counts until its slowest rank has done it: of two ranks
+with gloo, on the CPU, or of one rank per GPU with nccl, CUDA's own start included. Every round launches each row once,
+in turn, and ratios are taken within a round, so that a busy minute of the machine bears on both sides. A round that is
+not counted goes first: it warms the caches of files and the clusters.
 
 Warm launches are asked of a process that is up, and has imported what it needs: `dispatch.run` on a running Dask
-cluster (`dask scheduler` and two `dask worker`, processes of their own), `torch.multiprocessing.spawn`, Ray Train on
-a running Ray. Cold ones begin with the start of the command. `torchrun` knows only the cold way, and is the measure
-of all. The idle clusters run all the while, in the background of every row.
+cluster (`dask scheduler` and `dask worker`, processes of their own: a worker for each rank, or one for all GPUs),
+`torch.multiprocessing.spawn`, Ray Train on a running Ray (with gloo only). Cold ones begin with the start of the
+command. `torchrun` knows only the cold way, and is the measure of all. The idle clusters run all the while, in the
+background of every row.
 
 This process imports nothing but the standard library; what is measured runs in processes of its own.
 """
@@ -40,30 +43,48 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-NUM_RANKS = 2
 TIME_LIMIT = 180.0
 """Seconds for any one launch, or for a cluster to come up; the process is killed then."""
 PAUSE = 0.5
 """Seconds between two launches, for the last one's processes to be gone."""
 MARKS = "LAUNCH_MARKS"
 """Names the folder in which every rank notes when it has done its all-reduce."""
+SIZE, BACKEND = "LAUNCH_SIZE", "LAUNCH_BACKEND"
+"""How many ranks are launched, and what they meet by."""
 
 # ---- What is launched: the same function in every rank, and how each launcher's users would write the rest ----------
 
-MEET = f"""
+JOIN = """
 import os
-import sys
-import time
 import torch
 from torch import distributed
 
+def join(backend, local_rank, **others):
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        others["device_id"] = device
+    distributed.init_process_group(backend, **others)
+    return device
+"""
+"""How a script of one's own joins its process group, on a GPU of its own where the backend is nccl."""
+
+MEET = f"""{JOIN}
+import sys
+import time
+
+NUM_RANKS, BACKEND = int(os.environ["{SIZE}"]), os.environ["{BACKEND}"]
+NUM_WORKERS = 1 if BACKEND == "nccl" else NUM_RANKS
+RANKS_PER_WORKER = NUM_RANKS // NUM_WORKERS
+
 def meet():
     rank = distributed.get_rank()
-    total = torch.tensor([rank + 1.0])
+    total = torch.tensor([rank + 1.0], device="cuda" if BACKEND == "nccl" else "cpu")
     distributed.all_reduce(total)
+    found = total.item()
     now = time.time()
-    if total.item() != {sum(range(1, NUM_RANKS + 1))}:
-        raise ValueError(f"the all-reduce gave {{total.item()}}")
+    if found != sum(range(1, NUM_RANKS + 1)):
+        raise ValueError(f"the all-reduce of {{NUM_RANKS}} ranks gave {{found}}")
     with open(os.path.join(os.environ["{MARKS}"], str(rank)), "w") as mark:
         mark.write(repr(now))
 """
@@ -77,35 +98,38 @@ def serve(launch):
 """
 
 TORCHRUN = f"""{MEET}
-distributed.init_process_group("gloo")
+join(BACKEND, int(os.environ["LOCAL_RANK"]))
 meet()
 distributed.destroy_process_group()
 """
 
 PYFLYTE = f"""{MEET}
 from flytekit import task
-from flytekitplugins.daskpytorch import DaskDDP, WorkerGroup
+from flytekitplugins.daskpytorch import DaskDDP, Gang, WorkerGroup
 
-@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers={NUM_RANKS})))
-def gang() -> None:
+workers, gang = WorkerGroup(number_of_workers=NUM_WORKERS), Gang(backend=BACKEND, ranks_per_worker=RANKS_PER_WORKER)
+
+@task(task_config=DaskDDP(workers=workers, gang=gang))
+def launch() -> None:
     meet()
 """
 
 DASK = f"""{MEET}{SERVE}
 import subprocess
 from distributed import Client
-from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch import Gang, dispatch
 
 def dask(*arguments):
     return subprocess.Popen([sys.executable, "-m", "dask", *arguments], stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 address = os.path.join(os.environ["TMPDIR"], f"scheduler-{{os.getpid()}}.json")
 cluster = [dask("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", address)]
-cluster += [dask("worker", "--no-dashboard", "--scheduler-file", address) for _ in range({NUM_RANKS})]
+cluster += [dask("worker", "--no-dashboard", "--scheduler-file", address) for _ in range(NUM_WORKERS)]
+gang = Gang(backend=BACKEND, ranks_per_worker=RANKS_PER_WORKER)
 try:
     with Client(scheduler_file=address, timeout={TIME_LIMIT}) as client:
-        client.wait_for_workers({NUM_RANKS}, timeout={TIME_LIMIT})
-        serve(lambda: dispatch.run(client, meet).result(timeout={TIME_LIMIT}))
+        client.wait_for_workers(NUM_WORKERS, timeout={TIME_LIMIT})
+        serve(lambda: dispatch.run(client, meet, gang=gang).result(timeout={TIME_LIMIT}))
 finally:
     for process in reversed(cluster):
         process.terminate()
@@ -117,13 +141,13 @@ import tempfile
 import torch.multiprocessing
 
 def rank(index, file):
-    distributed.init_process_group("gloo", init_method=f"file://{{file}}", rank=index, world_size={NUM_RANKS})
+    join(BACKEND, index, init_method=f"file://{{file}}", rank=index, world_size=NUM_RANKS)
     meet()
     distributed.destroy_process_group()
 
 def launch():
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank, args=(f"{{folder}}/store",), nprocs={NUM_RANKS})
+        torch.multiprocessing.spawn(rank, args=(f"{{folder}}/store",), nprocs=NUM_RANKS)
 
 if __name__ == "__main__":
     serve(launch)
@@ -137,15 +161,15 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def launch():
     trainer = TorchTrainer(
         meet,
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers={NUM_RANKS}, use_gpu=False),
+        torch_config=TorchConfig(backend=BACKEND),
+        scaling_config=ScalingConfig(num_workers=NUM_RANKS, use_gpu=False),
         run_config=RunConfig(storage_path=os.path.join(os.environ["TMPDIR"], "results")),
     )
     trainer.fit()
 
 # One logical CPU more than the ranks need, so that nothing of Ray's own waits for one; the dashboard makes it slower.
 folder = os.path.join(os.environ["TMPDIR"], "ray")
-ray.init("local", num_cpus={NUM_RANKS + 1}, include_dashboard=False, _temp_dir=folder)
+ray.init("local", num_cpus=NUM_RANKS + 1, include_dashboard=False, _temp_dir=folder)
 serve(launch)
 ray.shutdown()
 """
@@ -215,7 +239,7 @@ class Child:
 
     def met_at(self) -> float:
         """When the slowest rank had done its all-reduce; forgets it then."""
-        marks = [self._marks / str(rank) for rank in range(NUM_RANKS)]
+        marks = [self._marks / str(rank) for rank in range(int(os.environ[SIZE]))]
         if missing := [mark.name for mark in marks if not mark.exists()]:
             raise self._failure(f"did no all-reduce in rank {', '.join(missing)}")
         times = [float(mark.read_text()) for mark in marks]
@@ -331,12 +355,17 @@ TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, _, PYFLYTE_ROW = ROWS
 
 def torchrun(folder: Path) -> list[str]:
     """A `torchrun` command line."""
-    return [console_script("torchrun"), "--standalone", f"--nproc-per-node={NUM_RANKS}", written(folder, TORCHRUN)]
+    return [
+        console_script("torchrun"),
+        "--standalone",
+        f"--nproc-per-node={os.environ[SIZE]}",
+        written(folder, TORCHRUN),
+    ]
 
 
 def pyflyte(folder: Path) -> list[str]:
     """A local `pyflyte run` command line."""
-    return [console_script("pyflyte"), "run", written(folder, PYFLYTE), "gang"]
+    return [console_script("pyflyte"), "run", written(folder, PYFLYTE), "launch"]
 
 
 def script(folder: Path, text: str) -> list[str]:
@@ -389,7 +418,8 @@ def ratio(times: Times, slow: Row, fast: Row) -> float:
 
 def table(times: Times) -> Iterator[str]:
     """The lines of a Markdown table."""
-    yield f"| {NUM_RANKS} gloo ranks, launch to first all-reduce | median | min–max | times as fast as `torchrun` |"
+    what = f"{os.environ[BACKEND]}, ranks: {os.environ[SIZE]}"
+    yield f"| launch to first all-reduce, {what} | median | min–max | times as fast as `torchrun` |"
     yield "|---|---|---|---|"
     for row, seconds in times.items():
         spread = f"{min(seconds):.3g}–{max(seconds):.3g} s"
@@ -398,8 +428,8 @@ def table(times: Times) -> Iterator[str]:
 
 
 def goals(times: Times) -> Iterator[str]:
-    """What was to be reached, and what was."""
-    if WARM_ROW in times:
+    """What was to be reached, and what was; nobody can start CUDA in the time that a warm gang has for its launch."""
+    if WARM_ROW in times and os.environ[BACKEND] == "gloo":
         seconds, factor = statistics.median(times[WARM_ROW]), ratio(times, TORCHRUN_ROW, WARM_ROW)
         yield f"- warm gang within 0.1 s: {verdict(seconds <= 0.1)}, {seconds:.3f} s"
         yield f"- 30× as fast as `torchrun`: {verdict(factor >= 30)}, {factor:.0f}×"
@@ -462,6 +492,8 @@ def gpu_models() -> str:
 
 def chosen(skipped: list[str]) -> list[Row]:
     """The rows to measure; `torchrun` always, since all others are held against it."""
+    if os.environ[BACKEND] == "nccl":
+        skipped = [*skipped, "ray"]
     if "ray" not in skipped and find_spec("ray") is None:
         print("Ray is not installed, its row is skipped: pip install '.[bench]'", file=sys.stderr)
         skipped = [*skipped, "ray"]
@@ -475,11 +507,15 @@ def main() -> None:
         "--rounds", type=int, default=5, metavar="N", help="how often each row is launched (default: 5)"
     )
     parser.add_argument("--quick", action="store_true", help="one round: does it still run?")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="(default: gloo, on the CPU)")
     names = sorted({row.name for row in ROWS} - {"torchrun"})
     parser.add_argument("--skip", nargs="+", default=[], choices=names, help="rows to leave out")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}: must be 1 or more")
+    if arguments.backend == "nccl" and not gpus():
+        parser.error("--backend nccl: torch sees no GPU here; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    os.environ |= {BACKEND: arguments.backend, SIZE: str(len(gpus()) if arguments.backend == "nccl" else 2)}
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the clusters are ended then, too
     on_what = machine()

@@ -4,9 +4,10 @@
     python benchmarks/overhead.py --quick                 # one start of three rounds: does it still run?
 
 Two ranks train the model of `tasks.char_lstm` on the embedded names, in blocks of 46 steps, which is one epoch of that
-training. All the contestants are up at the same time and wait, but for the one whose turn it is; every round each has
-one block, in an order drawn anew, with the very same batches. So a round is a few seconds long, and a busy minute of
-the machine bears on all alike. Ratios and differences are taken within a round; their median and quartiles are printed.
+training; with GPUs a rank on each, with nccl, in blocks of 460 steps. All the contestants are up at the same time and
+wait, but for the one whose turn it is; every round each has one block, in an order drawn anew, with the very same
+batches. So a round is a few seconds long, and a busy minute of the machine bears on all alike. Ratios and differences
+are taken within a round; their median and quartiles are printed.
 
 torchrun  a plain script under `torchrun`
 bare      a gang with `hang_timeout=None`, whose function calls nothing of ours
@@ -33,11 +34,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import machine, verdict
+from launch import JOIN, gpus, machine, verdict
 from running import FOLLOW, Cluster, Gang, nothing_left
 
-NUM_RANKS = 2
-BLOCK = 46
+BACKEND, NUM_RANKS, NUM_WORKERS = ("nccl", len(gpus()), 1) if gpus() else ("gloo", 2, 2)
+EPOCH = 46
+BLOCK = EPOCH if BACKEND == "gloo" else 10 * EPOCH
 """Steps in one turn."""
 CALLS = ("should_stop", "log", "save")
 
@@ -46,21 +48,20 @@ import itertools
 import statistics
 import sys
 import time
-import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from tasks.char_lstm import BLANK, CharLSTM, windows
 from tasks.names import load_names
 
-def train(folder, tools):
+def train(folder, device, tools):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = CharLSTM()
+    model = CharLSTM().to(device)
     gang_model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
     every = windows(load_names().names).long()
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(distributed.get_rank()))
-    batches = every[order].split(128)[:{BLOCK}]
+    batches = every[order].to(device).split(128)[:{EPOCH}] * {BLOCK // EPOCH}
     step = 0
 
     def take_turn(mode):
@@ -73,7 +74,7 @@ def train(folder, tools):
             call(*args)
             spent[name] += time.thread_time() - used
 
-        distributed.barrier()
+        wait_for_all(device)
         times = [time.perf_counter()]
         for number, batch in enumerate(batches):
             logits = gang_model(batch[:, :-1])
@@ -90,7 +91,7 @@ def train(folder, tools):
                     timed("save", uses.checkpoint.save, state, step)
                 timed("should_stop", uses.should_stop)
             times.append(time.perf_counter())
-        distributed.barrier()
+        wait_for_all(device)
         mean = (time.perf_counter() - times[0]) / len(batches)
         median = statistics.median(after - before for before, after in itertools.pairwise(times))
         return mean, median, spent
@@ -98,10 +99,9 @@ def train(folder, tools):
     follow(folder, take_turn)
 """
 
-TORCHRUN = f"""{TRAIN}
+TORCHRUN = f"""{TRAIN}{JOIN}
 [folder] = json.loads(sys.argv[1])
-distributed.init_process_group("gloo")
-train(folder, None)
+train(folder, join("{BACKEND}", int(os.environ["LOCAL_RANK"])), None)
 """
 
 DASK = f"""{TRAIN}
@@ -109,11 +109,12 @@ from distributed import Client
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 
 def rank(folder):
-    train(folder, current_rank())
+    train(folder, current_rank().device, current_rank())
 
 folder, cluster, hang_timeout = json.loads(sys.argv[1])
+shape = {{"backend": "{BACKEND}", "ranks_per_worker": {NUM_RANKS // NUM_WORKERS}}}
 with Client(scheduler_file=cluster) as client:
-    dispatch.run(client, rank, folder, gang=Gang(max_restarts=0, hang_timeout=hang_timeout)).result()
+    dispatch.run(client, rank, folder, gang=Gang(max_restarts=0, hang_timeout=hang_timeout, **shape)).result()
 """
 
 
@@ -124,7 +125,8 @@ class Block:
     mean: float
     """Seconds per step, all that happens in the block included."""
     median: float
-    """Seconds of a typical step: one without a log record or a checkpoint, and not disturbed by other processes."""
+    """Seconds of a typical step: one without a log record or a checkpoint, and not disturbed by other processes. Of
+    one on a GPU it is the host's part."""
     spent: dict[str, float]
     """Processor seconds in each kind of call, altogether."""
 
@@ -155,7 +157,7 @@ def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
     rng = random.Random(0)
     for number in range(1, num_starts + 1):
         (here := folder / str(number)).mkdir()
-        cluster = Cluster(here / "cluster", NUM_RANKS)
+        cluster = Cluster(here / "cluster", NUM_WORKERS)
         gangs = {
             "torchrun": Gang.of_torchrun(NUM_RANKS, here / "torchrun", TORCHRUN),
             "bare": Gang.of_driver(NUM_RANKS, here / "bare", DASK, cluster.contact, None),
@@ -188,7 +190,7 @@ def cpu_seconds(pid: int) -> float:
 
 def table(measured: Measured) -> Iterator[str]:
     """The lines of two Markdown tables."""
-    yield f"| {NUM_RANKS} ranks, blocks of {BLOCK} steps | mean step | median step |"
+    yield f"| {BACKEND}, ranks: {NUM_RANKS}, blocks of {BLOCK} steps | mean step | median step |"
     yield "|---|---|---|"
     for arm in ARMS:
         mean = statistics.median(turns[arm].mean for turns in measured.rounds)

@@ -52,7 +52,13 @@ def dask_setup(scheduler):
 
 FOLLOW = """
 import json
+import torch
 from torch import distributed
+
+def wait_for_all(device):
+    distributed.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 def follow(folder, take_turn):
     rank = distributed.get_rank()
