@@ -1,7 +1,7 @@
 """How well training scales from one rank to many: the same plain script under `torchrun` and as a gang.
 
-    python benchmarks/efficiency.py                       # as many ranks as there are GPUs, or cores
-    python benchmarks/efficiency.py --ranks 2 4 8 16      # these, beside one rank
+    python benchmarks/efficiency.py                       # three starts of five rounds; seven minutes on two cores
+    python benchmarks/efficiency.py --ranks 4 16          # these beside one rank, not 1, 2, 4, ... up to GPUs or cores
     python benchmarks/efficiency.py --quick               # one start of two rounds: does it still run?
 
 Ranks train the model of `tasks.char_lstm` in DistributedDataParallel; here it is written with `nn.LSTM` on every
@@ -12,6 +12,7 @@ anew, with the very same batches. Ratios are taken within a round; their medians
 
 strong    the ranks together have as large a batch as one rank alone
 weak      each rank has as large a batch as one rank alone
+apart     as weak, without the all-reduce: what cores and memory allow, if the ranks have nothing to say to each other
 loss      `tasks.char_lstm.train` itself, by the seconds of training until the held-out loss is a bigram model's. The
           global batch is the same for each number of ranks, and there is no dropout, so all of them take the same steps
           and come to the same losses. Gangs report and save checkpoints meanwhile, `torchrun` does neither
@@ -19,6 +20,7 @@ loss      `tasks.char_lstm.train` itself, by the seconds of training until the h
 Efficiency is a number of ranks' throughput, divided by that number and by the throughput of one rank under the same
 launcher. With GPUs each rank has one, and the backend is nccl; else each rank has one thread, also where there is one
 rank, since other cores would help it alone, and the backend is gloo. `CUDA_VISIBLE_DEVICES=` hides the GPUs.
+Processes differ from start to start by more than from round to round, so everything is started several times.
 
 This process imports nothing but the standard library; what is measured runs in processes of its own.
 """
@@ -40,11 +42,12 @@ from launch import JOIN, gpus, machine, verdict
 from running import FOLLOW, Cluster, Gang, nothing_left
 
 SIDES = ("torchrun", "gang")
-SCALINGS = ("strong", "weak")
+SCALINGS = ("strong", "weak", "apart")
 LOSS_BATCH = 256
 """Of all ranks together, where the time to a loss is taken."""
 
 TRAIN = f"""{FOLLOW}
+import contextlib
 import sys
 import time
 from torch.nn import functional
@@ -64,17 +67,18 @@ def train(folder, device):
     training, held_out = map(char_lstm.windows, split_by_name(load_names().names, 0.1, 0))
     every = training.long().to(device)
 
-    def samples_per_second(batch_size, num_steps, seed):
+    def samples_per_second(batch_size, num_steps, seed, is_apart):
         rng = torch.Generator().manual_seed(seed + distributed.get_rank())
         batches = every[torch.randint(len(every), (num_steps, batch_size), generator=rng).to(device)]
         wait_for_all(device)
         began = time.perf_counter()
-        for batch in batches:
-            logits = model(batch[:, :-1])
-            loss = functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], ignore_index=char_lstm.BLANK)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        with model.no_sync() if is_apart else contextlib.nullcontext():
+            for batch in batches:
+                logits = model(batch[:, :-1])
+                loss = functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], ignore_index=char_lstm.BLANK)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
         wait_for_all(device)
         return num_steps * batch_size * distributed.get_world_size() / (time.perf_counter() - began)
 
@@ -123,7 +127,7 @@ class Plan:
     """Numbers of ranks, from 1 up."""
     backend: str
     batch: int
-    """Samples per step: of all ranks together where scaling is strong, of each where it is weak."""
+    """Samples per step: of all ranks together where scaling is strong, else of each."""
     num_steps: int
     """Of one turn."""
     num_starts: int
@@ -140,7 +144,7 @@ class Plan:
 
     def share(self, scaling: str, num_ranks: int) -> int:
         """Samples per step and rank."""
-        return self.batch if scaling == "weak" else self.batch // num_ranks
+        return self.batch // num_ranks if scaling == "strong" else self.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +202,11 @@ def measure(plan: Plan, folder: Path) -> Measured:
         gangs = {(n, side): started(n, side, plan, here, cluster) for n in plan.ranks for side in SIDES}
         turns = [(scaling, n, side) for scaling, n in plan.cells for side in SIDES]
         for scaling, n, side in turns:  # not counted: whatever is done at a first step
-            gangs[n, side].take_turn("throughput", plan.share(scaling, n), 2, 0)
+            gangs[n, side].take_turn("throughput", plan.share(scaling, n), 2, 0, scaling == "apart")
         for done in range(1, plan.num_rounds + 1):
             for scaling, n, side in rng.sample(turns, len(turns)):
-                speed = gangs[n, side].take_turn("throughput", plan.share(scaling, n), plan.num_steps, 1000 * done)
-                measured.throughput[scaling, n, side].append(speed)
+                order = plan.share(scaling, n), plan.num_steps, 1000 * done, scaling == "apart"
+                measured.throughput[scaling, n, side].append(gangs[n, side].take_turn("throughput", *order))
             shown = ", ".join(f"{scaling} {n}: {measured.beside(scaling, n)[-1]:.3f}" for scaling, n in plan.cells)
             print(f"start {number}, round {done} of {plan.num_rounds}: beside torchrun: {shown}", file=sys.stderr)
         for n, side in rng.sample(list(gangs), len(gangs)):
@@ -273,7 +277,8 @@ def spread(values: list[float], unit: str) -> str:
 def goals(plan: Plan, measured: Measured) -> Iterator[str]:
     """What was to be reached, and what was."""
     for n in plan.ranks:
-        speed = statistics.median(ratio for scaling, m in plan.cells if m == n for ratio in measured.beside(scaling, n))
+        together = [scaling for scaling, m in plan.cells if m == n and scaling != "apart"]
+        speed = statistics.median(ratio for scaling in together for ratio in measured.beside(scaling, n))
         yield f"- as fast as under `torchrun`, ranks: {n}: {verdict(speed >= 1)}, {speed:.3f}×"
     reached = {found.num_epochs for trainings in measured.to_loss.values() for found in trainings}
     yield f"- the loss after the same number of epochs everywhere: {verdict(len(reached) == 1 and None not in reached)}"
@@ -324,8 +329,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="beside 1 (default: 1, 2, 4, ...)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per step (default: 128; with GPUs 4096)")
-    parser.add_argument("--starts", type=int, default=2, metavar="N", help="how often all is started (default: 2)")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="rounds in each start (default: 10)")
+    parser.add_argument("--starts", type=int, default=3, metavar="N", help="how often all is started (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds in each start (default: 5)")
     parser.add_argument("--quick", action="store_true", help="one start of two rounds: does it still run?")
     try:
         plan = chosen(parser.parse_args())

@@ -1,7 +1,7 @@
 """All that is to be measured on a machine with GPUs, by one command, as one Markdown page.
 
     python benchmarks/gpu.py                              # within ten minutes; needs nothing from the network
-    python benchmarks/gpu.py --to gpu.md                  # and into a file
+    python benchmarks/gpu.py --minutes 20 --to gpu.md     # longer, with many GPUs; and into a file
     python benchmarks/gpu.py --quick                      # small: does it still run? Without GPUs, too, and says so
 
 It runs the other benchmarks one after the other, each with a rank per GPU and nccl, also where there is one GPU:
@@ -37,7 +37,7 @@ from launch import gpus, machine
 BENCHMARKS = Path(__file__).resolve().parent
 PARTS: tuple[tuple[str, ...], ...] = (
     ("launch.py", "--rounds", "3", "--skip", "ray", "--backend"),
-    ("efficiency.py", "--starts", "1"),
+    ("efficiency.py", "--starts", "2"),
     ("overhead.py", "--starts", "1", "--rounds", "10"),
     ("recipe.py",),
 )
@@ -140,7 +140,7 @@ def main() -> None:
         limit = max(1.0, deadline - time.monotonic()) / (len(PARTS) - number)  # what one leaves is for the next
         outcomes.append(run([name, *options], limit))
     text = page(outcomes, on_what)
-    print(text)
+    print(text, end="")
     if arguments.to:
         arguments.to.write_text(text)
     sys.exit(any(outcome.failure for outcome in outcomes))
