@@ -15,8 +15,9 @@ live       the share of a core that the driver takes for the signs of life of ra
 results    from the moment all ranks deliver until `run` returns them, agents dismissed
 abort      from one rank's failure until all the others have ended and the error is raised
 
-Times are those of the clock; driver and agents share the machine's cores, so the agents' own work is part of them.
-Where they grow in proportion to the number of ranks, milliseconds per rank are the same in every row.
+Each phase is given twice, in milliseconds per rank: by the clock, and what the driver's threads took of the
+processor. Driver and agents share the machine's cores, so the agents' own work is part of the former, and not of the
+latter. Where a phase grows in proportion to the number of ranks, both are the same in every row.
 
 This process imports nothing but the standard library; what is measured runs in processes of its own.
 """
@@ -27,11 +28,14 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 
 from launch import machine
 from running import Program, nothing_left
 
 PHASES = ("start", "form", "results", "abort")
+Seconds = tuple[float, float]
+"""Of the clock, and of processor time that the driver took."""
 LIVE_SECONDS = 4.0
 TIME_LIMIT = 900.0
 """Seconds for one gang."""
@@ -163,46 +167,42 @@ class Launcher:
     def close(self):
         pass
 
+def now():
+    return time.monotonic(), time.process_time()
+
 class Times(Observer):
     def __init__(self):
         self.has_formed = threading.Event()
 
     def placed(self, shape):
-        self.placed_at = time.monotonic()
+        self.placed_at = now()
 
     def formed(self, seconds):
-        self.formed_at = time.monotonic()
+        self.formed_at = now()
         self.has_formed.set()
 
 def run(count, ending):
     times = Times()
     settings = Gang(max_restarts=0, hang_timeout=60, start_timeout={TIME_LIMIT})
     supervisor = Supervisor(dispatch.request_for(print, [], {{}}, settings), Launcher(count), [times])
-    live = told_at = 0.0
-
     def end():
-        nonlocal live, told_at
         times.has_formed.wait()
-        began_at, began = time.monotonic(), time.process_time()
         time.sleep({LIVE_SECONDS})
-        live = (time.process_time() - began) / (time.monotonic() - began_at)
-        told_at = time.monotonic()
+        times.told_at = now()
         tell(ending)
 
     threading.Thread(target=end, daemon=True).start()
-    began_at = time.monotonic()
+    began_at = now()
     try:
         what = f"{{len(supervisor.run())}} results"
     except ValueError as error:
         what = str(error)
-    ended_at = time.monotonic()
+    ended_at = now()
     assert what == {{"deliver": f"{{count}} results", "fail": "told to"}}[ending]
-    return {{
-        "start": times.placed_at - began_at,
-        "form": times.formed_at - times.placed_at,
-        "live": live,
-        "results" if ending == "deliver" else "abort": ended_at - told_at,
-    }}
+    phases = ["start", "form", "live", "results" if ending == "deliver" else "abort"]
+    moments = [began_at, times.placed_at, times.formed_at, times.told_at, ended_at]
+    spans = zip(moments, moments[1:])
+    return {{phase: [b - a for a, b in zip(*span)] for phase, span in zip(phases, spans, strict=True)}}
 
 print("@ready", flush=True)
 for line in sys.stdin:
@@ -210,17 +210,17 @@ for line in sys.stdin:
 """
 
 
-def measure(driver: Program, sizes: list[int], rounds: int) -> dict[int, dict[str, list[float]]]:
+def measure(driver: Program, sizes: list[int], rounds: int) -> dict[int, dict[str, list[Seconds]]]:
     """For each size and phase, what every gang took."""
-    taken: dict[int, dict[str, list[float]]] = {size: {} for size in sizes}
+    taken: dict[int, dict[str, list[Seconds]]] = {size: {} for size in sizes}
     for number in range(1, rounds + 1):
         for size in sizes:
             for ending in ("deliver", "fail"):
                 driver.tell(json.dumps([size, ending]))
                 times = json.loads(driver.hear("done", TIME_LIMIT))
-                for phase, value in times.items():
-                    taken[size].setdefault(phase, []).append(value)
-                shown = ", ".join(f"{phase} {value:.2f}" for phase, value in times.items())
+                for phase, seconds in times.items():
+                    taken[size].setdefault(phase, []).append(seconds)
+                shown = ", ".join(f"{phase} {clock:.2f} ({own:.2f})" for phase, (clock, own) in times.items())
                 print(f"round {number}: {size} ranks, {shown}", file=sys.stderr)
     return taken
 
@@ -242,10 +242,18 @@ def main() -> None:
         measure(driver, [10], 1)  # imports what is imported late
         taken = measure(driver, asked.sizes, asked.rounds)
     print(machine())
+    print(f"| ranks | {' | '.join(f'{phase}, ms per rank: clock; driver' for phase in PHASES)} | live |")
+    print(f"|{'---|' * (len(PHASES) + 2)}")
     for size, phases in taken.items():
-        median = {phase: statistics.median(values) for phase, values in phases.items()}
-        cells = [f"{median[phase]:.2f} s ({1000 * median[phase] / size:.2f} ms per rank)" for phase in PHASES]
-        print(f"| {size} | {' | '.join(cells)} | {100 * median['live']:.0f} % |")
+        cells = ["; ".join(spread(1000 * each / size for each in part) for part in zip(*phases[it])) for it in PHASES]
+        live = statistics.median(own / clock for clock, own in phases["live"])
+        print(f"| {size} | {' | '.join(cells)} | {100 * live:.0f} % |")
+
+
+def spread(values: Iterable[float]) -> str:
+    """Median, least and greatest."""
+    ordered = sorted(values)
+    return f"{statistics.median(ordered):.2f} ({ordered[0]:.2f}–{ordered[-1]:.2f})"
 
 
 if __name__ == "__main__":
