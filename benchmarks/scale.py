@@ -245,7 +245,10 @@ def main() -> None:
     print(f"| ranks | {' | '.join(f'{phase}, ms per rank: clock; driver' for phase in PHASES)} | live |")
     print(f"|{'---|' * (len(PHASES) + 2)}")
     for size, phases in taken.items():
-        cells = ["; ".join(spread(1000 * each / size for each in part) for part in zip(*phases[it])) for it in PHASES]
+        cells = [
+            "; ".join(spread(1000 * each / size for each in part) for part in zip(*phases[it], strict=True))
+            for it in PHASES
+        ]
         live = statistics.median(own / clock for clock, own in phases["live"])
         print(f"| {size} | {' | '.join(cells)} | {100 * live:.0f} % |")
 
