@@ -52,7 +52,7 @@ class Inbox:
         """A rank has asked for the folder that its task's results go to."""
 
     def keep(self, message: Reported) -> Part:
-        """Take a piece in, on the thread that listens to its agent: when the disk is slow, that agent's ranks wait."""
+        """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
         piece = unpack(message.report)
         return Part(message.rank, piece.key, piece.path, piece.is_first, piece.is_last, self._spool.put(piece.data))
 
