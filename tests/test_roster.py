@@ -128,7 +128,7 @@ def test_nodes_stand_in_the_order_of_their_addresses(roster: Roster) -> None:
 
 def test_worker_that_is_leaving_carries_no_ranks_but_may_still_speak(roster: Roster) -> None:
     connection, _ = hello(roster, W1, W2)
-    roster.peers[W1].is_leaving = True
+    roster.leaving.add(W1)
     assert workers(roster) == [W2]
     assert roster.find(connection) is roster.peers[W1]
 
@@ -215,10 +215,24 @@ def test_nobody_is_recruited_where_all_are_here(roster: Roster, cluster: Cluster
 
 def test_worker_that_is_leaving_is_replaced(roster: Roster, cluster: Cluster) -> None:
     hello(roster, W1, W2)
-    roster.peers[W1].is_leaving = True
+    roster.leaving.add(W1)
     cluster.here.append(W3)
     roster.recruit(2)
     assert cluster.asked() == [W3]
+
+
+def test_worker_that_was_leaving_counts_again_when_it_comes_back(roster: Roster) -> None:
+    [gone, replaced, _] = hello(roster, W1, W2, W3)
+    roster.leaving |= {W1, W2}
+    assert roster.num_nodes == 1
+    roster.forget(gone)
+    assert roster.num_nodes == 1
+    hello(roster, W1)
+    assert workers(roster) == [W1, W3]
+    hello(roster, W2)  # another agent, before the first one's end was noticed
+    assert roster.forget(replaced) is None
+    assert workers(roster) == [W1, W2, W3]
+    assert roster.num_nodes == 3
 
 
 def test_refused_worker_is_not_asked_again(roster: Roster, cluster: Cluster) -> None:

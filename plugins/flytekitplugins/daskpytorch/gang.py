@@ -486,7 +486,7 @@ class Supervisor:
     # ---- being told to stop
 
     def _note_leaving(self, peer: Peer, generation: Generation | None) -> None:
-        peer.is_leaving = True
+        self._roster.leaving.add(peer.node.worker)
         if generation is None or peer.node.worker not in generation.ranks_of:
             peer.send(messages.Close())
             return

@@ -66,8 +66,6 @@ class Peer:
     connection: Connection
     heard_at: float
     """When it last said anything; on the monotonic clock."""
-    is_leaving: bool = False
-    """Its worker is being taken away."""
 
     def send(self, message: object) -> None:
         """Tell it something; should it be gone, that arrives as an event."""
@@ -89,6 +87,8 @@ class Roster:
     """Proves to the driver who dials in."""
     peers: dict[str, Peer] = field(default_factory=dict)
     """By worker."""
+    leaving: set[str] = field(default_factory=set)
+    """Workers of these that are being taken away."""
     expected: set[str] = field(default_factory=set)
     """Workers that were asked, and have not answered yet."""
     lost: dict[str, Exception] = field(default_factory=dict)
@@ -113,13 +113,13 @@ class Roster:
 
     def nodes(self) -> list[Node]:
         """Those that can carry ranks, in the order of their ranks."""
-        fit = [peer.node for peer in self.peers.values() if not peer.is_leaving]
+        fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
     @property
     def num_nodes(self) -> int:
         """How many can carry ranks."""
-        return sum(not peer.is_leaving for peer in self.peers.values())
+        return len(self.peers) - len(self.leaving)
 
     def find(self, connection: Connection) -> Peer | None:
         """Whose connection this is."""
@@ -132,6 +132,7 @@ class Roster:
             hang_up(old.connection)
             del self._by_connection[old.connection]
         self.expected.discard(worker)
+        self.leaving.discard(worker)
         self.lost.pop(worker, None)
         self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, time.monotonic())
 
@@ -150,6 +151,7 @@ class Roster:
         peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
+            self.leaving.discard(peer.node.worker)
             self.lost[peer.node.worker] = ConnectionError("the worker was lost")
         return peer
 
@@ -232,9 +234,8 @@ class Roster:
 
     def dismiss_leaving(self) -> None:
         """Let those workers go that are being taken away; they wait for their agents' end."""
-        for peer in self.peers.values():
-            if peer.is_leaving:
-                peer.send(Close())
+        for worker in self.leaving:
+            self.peers[worker].send(Close())
 
     def broadcast(self, message: object) -> None:
         """Tell all agents something."""
