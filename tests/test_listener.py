@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import resource
 import struct
 import sys
 import threading
@@ -133,6 +134,16 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
 
 def listening() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "daskpytorch-listener"]
+
+
+def test_more_agents_can_come_than_files_could_be_open_before() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
+    try:
+        Listener("127.0.0.1", TOKEN, queue.SimpleQueue()).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(listener.MAX_FILES, limit[1]), limit[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_the_work_for_a_message_does_not_grow_with_the_number_of_agents(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import queue
+import resource
 import select
 import socket
 import struct
@@ -29,6 +30,8 @@ FileServer = Callable[[Connection, Upload | Download], None]
 """Sends or receives a checkpoint over a connection."""
 READ_SIZE = 1 << 16
 """Bytes to take from one agent before the next has its turn."""
+MAX_FILES = 1 << 16
+"""Open files that this process may have: each agent's connection is one, and each rank's to the rendezvous."""
 
 
 class Listener:
@@ -46,6 +49,7 @@ class Listener:
         serve_file: FileServer | None = None,
         keep_piece: Callable[[Reported], object] | None = None,
     ) -> None:
+        _allow_files()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # Of agents that dial at once, those beyond the backlog would try again a second later.
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
@@ -146,6 +150,14 @@ class Listener:
                 error = caught
         if isinstance(request, Upload):
             self._events.put(("kept", request.file, error))
+
+
+def _allow_files() -> None:
+    """Raise the limit as far as this process may; many systems begin with 1024, which is 500 ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Agent:
