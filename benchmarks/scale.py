@@ -185,6 +185,7 @@ def run(count, ending):
     times = Times()
     settings = Gang(max_restarts=0, hang_timeout=60, start_timeout={TIME_LIMIT})
     supervisor = Supervisor(dispatch.request_for(print, [], {{}}, settings), Launcher(count), [times])
+
     def end():
         times.has_formed.wait()
         time.sleep({LIVE_SECONDS})
