@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -359,6 +360,16 @@ def test_training_starts_from_given_weights() -> None:
     found = train(few, HELD_OUT, hp, start=start).epochs[0].held_out_loss
     assert found == pytest.approx(evaluate(CharLSTM.from_state_dict(start), HELD_OUT).loss, rel=1e-5)
     assert train(few, HELD_OUT, hp, start={}).epochs[0].held_out_loss != pytest.approx(found, rel=1e-2)
+
+
+@pytest.mark.timeout(60)
+def test_training_starts_from_the_frequencies_of_the_characters() -> None:
+    hp = Hyperparameters(epochs=1, learning_rate=1e-9)
+    bias = train(windows(["aab", "ab"]), HELD_OUT, hp).state_dict["dense.bias"]
+    targets = Counter("a" + "aa" + "aab" + "aab+" + "a" + "ab" + "ab+")  # what the seven windows predict
+    total = targets.total() + len(ALPHABET)
+    expected = torch.tensor([math.log((targets[character] + 1) / total) for character in ALPHABET])
+    torch.testing.assert_close(bias, expected)
 
 
 @pytest.mark.timeout(60)
