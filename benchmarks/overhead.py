@@ -12,8 +12,8 @@ are taken within a round; their median and quartiles are printed.
 torchrun  a plain script under `torchrun`
 bare      a gang with `hang_timeout=None`, whose function calls nothing of ours
 watched   a gang with `hang_timeout=60`, in a block in which its function calls nothing of ours
-full      the same gang, in a block with `should_stop` at every step, `log` at every tenth, and one checkpoint of model
-          and optimizer in the middle, so that it is written and sent to the driver before the block is over
+full      the same gang, in a block with `should_stop` and `log` at every step, and one checkpoint of model and
+          optimizer in the middle, so that it is written and sent to the driver before the block is over
 
 `full` beside `watched` shows a small effect best: the processes are the same. The others differ from start to start, as
 any two processes do (where their memory lies, which core they prefer), and so everything is started several times.
@@ -84,8 +84,7 @@ def train(folder, device, tools):
             optimizer.step()
             step += 1
             if uses is not None:
-                if step % 10 == 0:
-                    timed("log", uses.log, {{"loss": loss.detach(), "epoch": 1}}, step)
+                timed("log", uses.log, {{"loss": loss.detach(), "epoch": 1}}, step)
                 if number == {BLOCK // 2}:
                     state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}}
                     timed("save", uses.checkpoint.save, state, step)
@@ -125,7 +124,7 @@ class Block:
     mean: float
     """Seconds per step, all that happens in the block included."""
     median: float
-    """Seconds of a typical step: one without a log record or a checkpoint, and not disturbed by other processes. Of
+    """Seconds of a typical step: one without a checkpoint, and not disturbed by other processes. Of
     one on a GPU it is the host's part."""
     spent: dict[str, float]
     """Processor seconds in each kind of call, altogether."""
@@ -222,7 +221,7 @@ def calls(measured: Measured) -> Iterator[str]:
     """What the ranks spend inside the calls, and what goes on beside them."""
     step = statistics.median(turns["watched"].median for turns in measured.rounds)
     total = 0.0
-    for name, num_calls in zip(CALLS, (BLOCK, BLOCK / 10, 1), strict=True):
+    for name, num_calls in zip(CALLS, (BLOCK, BLOCK, 1), strict=True):
         seconds = statistics.median(turns["full"].spent[name] for turns in measured.rounds)
         total += seconds / BLOCK
         each = f"{seconds / num_calls * 1e6:,.1f} µs a call"
