@@ -34,7 +34,7 @@ from workflows.retrain import retrain_daily
 
 pytestmark = pytest.mark.timeout(300)
 
-HP = {"epochs": 1, "batch_size": 512, "learning_rate": 0.01}
+HP = {"epochs": 1, "batch_size": 64, "learning_rate": 0.005}
 FEW = EMBEDDED_NAMES[::3]
 MORE = [*FEW, *EMBEDDED_NAMES[1::6]]
 DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
