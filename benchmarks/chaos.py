@@ -37,9 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import machine
-from running import Cluster, Program, nothing_left, until, worker_above
+from running import ROOT, Cluster, Program, nothing_left, until, worker_above
 
-ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 120.0
 """Seconds for the gang to train again."""
 STEPS_PER_FAULT = 6

@@ -124,8 +124,8 @@ class Block:
     mean: float
     """Seconds per step, all that happens in the block included."""
     median: float
-    """Seconds of a typical step: one without a checkpoint, and not disturbed by other processes. Of
-    one on a GPU it is the host's part."""
+    """Seconds of a typical step: one without a checkpoint, and not disturbed by other processes. On a GPU
+    it is the host's part."""
     spent: dict[str, float]
     """Processor seconds in each kind of call, altogether."""
 

@@ -26,9 +26,8 @@ import time
 from pathlib import Path
 
 from launch import console_script, machine
-from running import TIME_LIMIT, Program, nothing_left
+from running import ROOT, TIME_LIMIT, Program, nothing_left
 
-ROOT = Path(__file__).resolve().parent.parent
 MARKS = "PROFILE_MARKS"
 STAGES = {
     "file": "Python, flytekit and `pyflyte`",

@@ -1,7 +1,7 @@
 """How soon a model of names has learnt as much, beside the recipe as it is usually written.
 
     python benchmarks/recipe.py                           # the embedded names: five rounds, some nine minutes
-    python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own_epochs 2 --own_batch 2048
+    python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own-epochs 2 --own-batch 2048
     python benchmarks/recipe.py --quick                   # one short round: does it still run?
 
 The recipe: all windows as one-hot floats in memory, an item-by-item `Dataset` behind a `DataLoader`, `nn.LSTM`, Adam,
@@ -33,9 +33,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import gpus, machine, verdict
-from running import Cluster, Program, nothing_left
+from running import ROOT, Cluster, Program, nothing_left
 
-ROOT = Path(__file__).resolve().parent.parent
 GOAL = 4.0
 GOAL_ON_GPU = 10.0
 TIME_LIMIT = 1800.0
@@ -213,9 +212,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6, help="of the recipe (default: 6)")
     parser.add_argument("--batch", type=int, default=128, help="the recipe's windows per step (default: 128)")
     parser.add_argument("--rate", type=float, default=0.005, help="the recipe's learning rate (default: 0.005)")
-    parser.add_argument("--own_epochs", type=int, default=8, help="ours (default: 8)")
-    parser.add_argument("--own_batch", type=int, default=512, help="ours, all ranks together (default: 512)")
-    parser.add_argument("--own_rate", type=float, default=0.015, help="ours (default: 0.015)")
+    parser.add_argument("--own-epochs", type=int, default=8, help="ours (default: 8)")
+    parser.add_argument("--own-batch", type=int, default=512, help="ours, all ranks together (default: 512)")
+    parser.add_argument("--own-rate", type=float, default=0.015, help="ours (default: 0.015)")
     parser.add_argument("--ranks", type=int, default=0, help="ours, on one worker (default: one per GPU, or per core)")
     parser.add_argument("--quick", action="store_true", help="one round of few epochs")
     asked = parser.parse_args()

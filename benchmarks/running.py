@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from launch import console_script
 
-__all__ = ["FOLLOW", "TIME_LIMIT", "Cluster", "Gang", "Program", "nothing_left", "until", "worker_above"]
+__all__ = ["FOLLOW", "ROOT", "TIME_LIMIT", "Cluster", "Gang", "Program", "nothing_left", "until", "worker_above"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
