@@ -45,6 +45,8 @@ SIDES = ("torchrun", "gang")
 SCALINGS = ("strong", "weak", "apart")
 LOSS_BATCH = 256
 """Of all ranks together, where the time to a loss is taken."""
+NUM_EPOCHS = 2
+"""Of a training to the loss."""
 
 TRAIN = f"""{FOLLOW}
 import contextlib
@@ -83,7 +85,7 @@ def train(folder, device):
         return num_steps * batch_size * distributed.get_world_size() / (time.perf_counter() - began)
 
     def losses(batch_size, epochs):
-        settings = {{"batch_size": batch_size, "learning_rate": 0.015, "dropout": 0.0}}
+        settings = {{"batch_size": batch_size, "learning_rate": 0.006, "dropout": 0.0}}
         result = char_lstm.train(training, held_out, char_lstm.Hyperparameters(epochs=epochs, **settings))
         target = char_lstm.bigram_loss(training, held_out)
         return target, [(epoch.held_out_loss, epoch.epoch_seconds) for epoch in result.epochs]
@@ -134,8 +136,6 @@ class Plan:
     """How often everything is started, and each trained to the loss."""
     num_rounds: int
     """Turns of each in each start."""
-    num_epochs: int
-    """Of a training to the loss."""
 
     @property
     def cells(self) -> list[tuple[str, int]]:
@@ -210,7 +210,7 @@ def measure(plan: Plan, folder: Path) -> Measured:
             shown = ", ".join(f"{scaling} {n}: {measured.beside(scaling, n)[-1]:.3f}" for scaling, n in plan.cells)
             print(f"start {number}, round {done} of {plan.num_rounds}: beside torchrun: {shown}", file=sys.stderr)
         for n, side in rng.sample(list(gangs), len(gangs)):
-            target, epochs = gangs[n, side].take_turn("loss", LOSS_BATCH // n, plan.num_epochs)
+            target, epochs = gangs[n, side].take_turn("loss", LOSS_BATCH // n, NUM_EPOCHS)
             losses, seconds = zip(*epochs, strict=True)
             found = ToLoss(target=target, losses=list(losses), seconds=list(accumulate(seconds)))
             measured.to_loss[n, side].append(found)
@@ -315,7 +315,6 @@ def chosen(arguments: argparse.Namespace) -> Plan:
         num_steps=200 if num_gpus else (5 if quick else 20),
         num_starts=1 if quick else rounds[0],
         num_rounds=2 if quick else rounds[1],
-        num_epochs=2 if quick else 3,
     )
 
 

@@ -87,7 +87,7 @@ SWEEP_LEARNING_RATES = [0.003, 0.01]
 SCALING_RANKS = [1, 2]
 SCALING_BATCH_SIZES = [128, 256]
 """Per rank: 1 x 256 and 2 x 128 have the same global batch."""
-SCALING_LEARNING_RATES = [0.015]
+SCALING_LEARNING_RATES = [0.006]
 
 
 class TrainingOutputs(NamedTuple):
