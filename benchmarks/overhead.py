@@ -1,6 +1,6 @@
 """What it costs an undisturbed training to be supervised, logged, checkpointed and watched, per step.
 
-    python benchmarks/overhead.py                         # three starts of 15 rounds, some eight minutes
+    python benchmarks/overhead.py                         # three starts of ten rounds, nine minutes
     python benchmarks/overhead.py --quick                 # one start of three rounds: does it still run?
 
 Two ranks train the model of `tasks.char_lstm` on the embedded names, in blocks of 46 steps, which is one epoch of that
@@ -243,7 +243,7 @@ def main() -> None:
     """Measure, then print the machine, the table and the goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="how often all is started (default: 3)")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds in each start (default: 15)")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="rounds in each start (default: 10)")
     parser.add_argument("--quick", action="store_true", help="one start of three rounds: does it still run?")
     arguments = parser.parse_args()
     num_starts, num_rounds = (1, 3) if arguments.quick else (arguments.starts, arguments.rounds)

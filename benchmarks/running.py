@@ -289,11 +289,13 @@ class Cluster:
         return self._start("worker", "--name", name, *options)
 
     def _start(self, kind: str, *options: str) -> int:
-        # As the backend has it: task environment sets these two, and the project's modules are not there.
+        # As the backend has it: task environment sets these, and the project's modules are not there.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {
             "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
             "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+            "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+            "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
         }
         with (self._folder / "log").open("ab") as log:
             process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A scheduler that is not one: the driver gives up in time, and says why."""
+"""Clusters as the driver sees them: one made here, and a scheduler that is none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import socket
 from collections.abc import Iterator
 
+import dask
 import pytest
+from distributed import Worker
 
 from flytekitplugins.daskpytorch import cluster
 from flytekitplugins.daskpytorch.blame import GangStartError
@@ -45,3 +47,27 @@ def test_nobody_at_the_address_is_told_from_a_scheduler_that_says_nothing() -> N
     with pytest.raises(OSError, match="connect") as failure:
         cluster.greet("tcp://127.0.0.1:9", 0.3)
     assert "says nothing" not in str(failure.value)
+
+
+def intervals(*, dashboard: bool) -> dict[str, float]:
+    """What a worker of a cluster made here does over and over, and after how many milliseconds."""
+
+    def of(dask_worker: Worker) -> dict[str, float]:
+        return {name: callback.callback_time for name, callback in dask_worker.periodic_callbacks.items()}
+
+    with cluster.opened(num_workers=1, start_timeout=30, dashboard=dashboard) as client:
+        [found] = client.run(of).values()
+    return found
+
+
+def test_a_cluster_made_here_leaves_the_cores_to_the_ranks() -> None:
+    found = intervals(dashboard=False)
+    assert found["tick"] == 1000
+    assert "profile" not in found
+    assert "profile" in intervals(dashboard=True)
+    assert dask.config.get("distributed.admin.tick.interval") == "20ms"  # for what else this process does with Dask
+
+
+def test_what_the_user_told_dask_wins() -> None:
+    with dask.config.set({"distributed.admin.tick.interval": "50ms"}):
+        assert intervals(dashboard=False)["tick"] == 50

@@ -34,7 +34,11 @@ WORKERS = WorkerGroup(
     limits=Resources(cpu="8", mem="16Gi", gpu="2"),
 )
 DAEMON, FAILURES = "DASK_DISTRIBUTED__WORKER__DAEMON", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES"
-PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload"}
+OTHERS = {
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload",
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+}
+NO_PROFILE = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
 CONFIGS = [DaskDDP, DaskCluster]
 
 
@@ -159,11 +163,11 @@ def test_pod_template_passes_through_with_our_settings_in_its_primary_container(
 
 
 def test_gangs_environment_has_our_dask_settings() -> None:
-    assert ours(DaskDDP).container.env == {DAEMON: "False", FAILURES: "0"} | PRELOAD
+    assert ours(DaskDDP).container.env == {DAEMON: "False", FAILURES: "0"} | NO_PROFILE | OTHERS
 
 
 def test_clusters_environment_leaves_the_retries_of_dask_tasks_to_the_user() -> None:
-    assert ours(DaskCluster).container.env == {DAEMON: "False"} | PRELOAD
+    assert ours(DaskCluster).container.env == {DAEMON: "False"} | OTHERS
 
 
 @pytest.mark.parametrize("config", CONFIGS)

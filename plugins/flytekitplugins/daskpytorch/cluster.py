@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
+import dask
 from dask.system import cpu_count
 from distributed import Client, LocalCluster
 from distributed.comm import connect
@@ -119,17 +120,26 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
-    with (
-        LocalCluster(
+    # As in the pods, see `task`: what Dask does all the time to know itself takes a tenth of a core from the ranks.
+    quiet = {"distributed.admin.tick.interval": "1s", "distributed.worker.profile.enabled": dashboard}
+    with dask.config.set(_unless_set(quiet)):
+        local = LocalCluster(
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
             memory_limit=0,  # the workers are this process: each would count all its memory as its own, and pause
             dashboard_address=":0" if dashboard and find_spec("bokeh") else None,
-        ) as local,
-        Client(local) as client,
-    ):
+        )
+    with local, Client(local) as client:
         yield client
+
+
+def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of Dask's settings that nobody but Dask itself has set."""
+    defaults = dask.config.merge(*dask.config.defaults)
+    return {
+        key: value for key, value in settings.items() if dask.config.get(key) == dask.config.get(key, config=defaults)
+    }
 
 
 @contextlib.contextmanager

@@ -42,8 +42,12 @@ CLUSTER_SETTINGS = {
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     # Workers import torch for their ranks while the driver still waits for all of them.
     "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload",
+    # Dask looks at its event loops 50 times a second: two hundredths of a core per process, which the ranks want.
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
 GANG_SETTINGS = CLUSTER_SETTINGS | {
+    # Nor is a worker whose only task is an agent worth a profile, taken 100 times a second.
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     # An agent whose worker dies must not be tried on another worker.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
