@@ -1,6 +1,6 @@
 """How soon a model of names has learnt as much, beside the recipe as it is usually written.
 
-    python benchmarks/recipe.py                           # the embedded names: five rounds, some nine minutes
+    python benchmarks/recipe.py                           # the embedded names: five rounds, some six minutes
     python benchmarks/recipe.py --data names.csv --rounds 1 --epochs 1 --own-epochs 2 --own-batch 2048
     python benchmarks/recipe.py --quick                   # one short round: does it still run?
 
