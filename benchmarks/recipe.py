@@ -84,7 +84,7 @@ class LSTM(nn.Module):
     def forward(self, characters):
         return self.dense(self.lstm(characters)[0])
 
-def train(data, seed, epochs, batch_size, learning_rate, is_wide):
+def train(data, seed, epochs, batch_size, learning_rate, has_our_weights):
     training, held_out = names_of(data, seed)
     held_out = windows(held_out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +94,7 @@ def train(data, seed, epochs, batch_size, learning_rate, is_wide):
     dataset = Names(windows(training))
     loader = DataLoader(dataset, batch_size=batch_size, shuffle=True)
     model = LSTM(dropout=0.1).to(device)
-    if is_wide:
+    if has_our_weights:
         model.load_state_dict(CharLSTM().state_dict())
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     criterion = nn.CrossEntropyLoss(ignore_index=BLANK)
@@ -128,7 +128,7 @@ def in_rank(training, held_out, hp):
     epochs = char_lstm.train(cut, windows(held_out), hp).epochs
     return prepared, [(epoch.epoch_seconds, epoch.held_out_loss) for epoch in epochs]
 
-def train(data, seed, is_wide, **hyperparameters):
+def train(data, seed, has_our_weights, **hyperparameters):
     training, held_out = names_of(data, seed)
     gang = Gang(ranks_per_worker=int(sys.argv[2]), max_restarts=0)
     hp = Hyperparameters(seed=seed, log_interval=100, **hyperparameters)
@@ -151,7 +151,7 @@ class Contestant:
     """Per step of the whole gang."""
     learning_rate: float
     num_ranks: int = 1
-    is_wide: bool = True
+    has_our_weights: bool = True
     """Whether the first weights are those of `CharLSTM`."""
 
     def train(self, data: str, seed: int) -> list[tuple[float, float]]:
@@ -160,7 +160,7 @@ class Contestant:
             "epochs": self.epochs,
             "batch_size": self.batch_size // self.num_ranks,
             "learning_rate": self.learning_rate,
-            "is_wide": self.is_wide,
+            "has_our_weights": self.has_our_weights,
         }
         self.program.tell(json.dumps({"data": data, "seed": seed, **hyperparameters}))
         return [(seconds, loss) for seconds, loss in json.loads(self.program.hear("done", TIME_LIMIT))]
@@ -243,7 +243,7 @@ def main() -> None:
                 epochs=asked.epochs,
                 batch_size=asked.batch,
                 learning_rate=asked.rate,
-                is_wide=False,
+                has_our_weights=False,
             ),
             Contestant(name="ours", program=ours, epochs=asked.own_epochs, num_ranks=num_ranks, **own),
             Contestant(name="recipe, our settings", program=recipe, epochs=asked.own_epochs, **own),

@@ -182,9 +182,9 @@ class CharLSTM(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(NUM_SYMBOLS, 128, num_layers=4, dropout=dropout, batch_first=True)
         self.dense = nn.Linear(128, NUM_SYMBOLS)
-        self._start_wide()
+        self._draw_input_weights()
 
-    def _start_wide(self) -> None:
+    def _draw_input_weights(self) -> None:
         """Let what a layer reads matter from the first step.
 
         `nn.LSTM` draws all its weights from within 1/sqrt(128). That is too little for inputs of which one in 31 is not

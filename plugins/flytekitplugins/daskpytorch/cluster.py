@@ -135,10 +135,12 @@ def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of Dask's settings that nobody but Dask itself has set."""
-    defaults = dask.config.merge(*dask.config.defaults)
+    """Those of Dask's settings that nobody but Dask itself has set; one that it does not have any more does no harm."""
+    usual = dask.config.merge(*dask.config.defaults)
     return {
-        key: value for key, value in settings.items() if dask.config.get(key) == dask.config.get(key, config=defaults)
+        key: value
+        for key, value in settings.items()
+        if dask.config.get(key, None) == dask.config.get(key, None, config=usual)
     }
 
 
