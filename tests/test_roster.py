@@ -24,6 +24,7 @@ class Cluster(AgentLauncher):
         self.num_wanted = len(workers)
         self.host = "127.0.0.1"
         self.here = list(workers)
+        self.connected = False
         self.error: Exception | None = None
         self.num_looks = 0
         self.orders: list[AgentOrder] = []
@@ -36,6 +37,9 @@ class Cluster(AgentLauncher):
         if self.error is not None:
             raise self.error
         return self.here
+
+    def is_connected(self) -> bool:
+        return self.connected
 
     def close(self) -> None:
         pass
@@ -309,7 +313,33 @@ def test_scheduler_that_does_not_answer_for_long_is_lost(
     cluster.error = error
     roster.recruit(2)  # once is nothing yet
     time.sleep(0.25)
-    with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost: {error}"):
+    with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for 0 s: {error}"):
+        roster.recruit(2)
+
+
+def test_scheduler_that_is_busy_is_given_more_time(
+    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.0)
+    monkeypatch.setattr(roster_module, "BUSY_SCHEDULER_PATIENCE", 0.2)
+    cluster.connected = True
+    cluster.error = TimeoutError("no answer")
+    roster.recruit(2)
+    time.sleep(0.25)
+    with pytest.raises(ConnectionError, match="was lost"):
+        roster.recruit(2)
+
+
+def test_scheduler_that_hangs_up_is_given_less_time(
+    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.0)
+    cluster.connected = True
+    cluster.error = TimeoutError("no answer")
+    roster.recruit(2)
+    roster.recruit(2)
+    cluster.connected = False
+    with pytest.raises(ConnectionError, match="was lost"):
         roster.recruit(2)
 
 

@@ -24,7 +24,9 @@ SILENCE_INTERVAL = 0.5
 RECRUIT_INTERVAL = 0.5
 """Seconds between looks at the workers of the cluster."""
 SCHEDULER_PATIENCE = 5.0
-"""Seconds for the scheduler to answer again before it counts as lost; a dropped connection comes back sooner."""
+"""Seconds for the scheduler to answer again before it counts as lost; a dropped connection comes back sooner ..."""
+BUSY_SCHEDULER_PATIENCE = 30.0
+"""... and one that is still connected may be short of processor time; Dask's own time-out for connecting."""
 
 
 OnFailure = Callable[[str, Exception], None]
@@ -203,8 +205,9 @@ class Roster:
             present = set(self.launcher.present())
         except (OSError, TimeoutError) as error:
             self._unanswered_since = self._unanswered_since or now
-            if time.monotonic() - self._unanswered_since >= SCHEDULER_PATIENCE:
-                raise ConnectionError(f"the Dask scheduler was lost: {error}") from error
+            patience = BUSY_SCHEDULER_PATIENCE if self.launcher.is_connected() else SCHEDULER_PATIENCE
+            if (silence := time.monotonic() - self._unanswered_since) >= patience:
+                raise ConnectionError(f"the Dask scheduler was lost, no answer for {silence:.0f} s: {error}") from error
             return None
         self._unanswered_since = None
         return present
