@@ -73,6 +73,7 @@ def dask_cluster(
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"DASK_DISTRIBUTED__WORKER__DAEMON": "False", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
     env |= {"DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s", "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
+    env["DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL"] = "500ms"
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "cluster.log").open("wb"))
 

@@ -38,7 +38,10 @@ OTHERS = {
     "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
-NO_PROFILE = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
+QUIET = {
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
+}
 CONFIGS = [DaskDDP, DaskCluster]
 
 
@@ -163,7 +166,7 @@ def test_pod_template_passes_through_with_our_settings_in_its_primary_container(
 
 
 def test_gangs_environment_has_our_dask_settings() -> None:
-    assert ours(DaskDDP).container.env == {DAEMON: "False", FAILURES: "0"} | NO_PROFILE | OTHERS
+    assert ours(DaskDDP).container.env == {DAEMON: "False", FAILURES: "0"} | QUIET | OTHERS
 
 
 def test_clusters_environment_leaves_the_retries_of_dask_tasks_to_the_user() -> None:

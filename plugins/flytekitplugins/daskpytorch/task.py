@@ -48,6 +48,8 @@ CLUSTER_SETTINGS = {
 GANG_SETTINGS = CLUSTER_SETTINGS | {
     # Nor is a worker whose only task is an agent worth a profile, taken 100 times a second.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    # Its ranks' memory is not the worker's own; two processes would look at that 10 times a second.
+    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
     # An agent whose worker dies must not be tried on another worker.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
