@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -207,6 +208,22 @@ def test_a_gang_runs_beside_another_on_one_cluster(client: Client, tmp_path: Pat
     two = dispatch.run(client, meet, other, own)
     assert one.result(60) == [2.0 * len(own)] * 2
     assert two.result(60) == [2.0 * len(other)] * 2
+
+
+def test_a_gang_leaves_no_connection_open(client: Client) -> None:
+    assert dispatch.run(client, os.getpid).result(60)
+    gc.collect()
+    gc.disable()  # a large gang's connections must not wait for it
+    try:
+        num_open = num_open_files()
+        assert dispatch.run(client, os.getpid).result(60)
+        until(lambda: num_open_files() <= num_open, "the gang's connections to be closed", 10)
+    finally:
+        gc.enable()
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_closures_travel_by_value(client: Client) -> None:

@@ -569,9 +569,12 @@ class Supervisor:
 
     def _next_event(self, timeout: float) -> Event:
         try:
-            return self._events.get(timeout=max(0.0, timeout))
+            event = self._events.get(timeout=max(0.0, timeout))
         except queue.Empty:
             return ("timeout", None, None)
+        if event[0] == "gone":
+            event[1].close()  # by the only thread that sends: another's send might reach whoever gets the number next
+        return event
 
     def _give_notice(self, text: str) -> None:
         if time.monotonic() - self._noticed_at >= NOTICE_INTERVAL:
