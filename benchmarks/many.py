@@ -1,7 +1,7 @@
 """How well many models are packed onto one cluster, and what each costs besides its training, beside Ray Tune.
 
     pip install '.[bench]'                              # Ray; without it, --skip ray
-    python benchmarks/many.py                           # three rounds, some ten minutes, a table at the end
+    python benchmarks/many.py                           # three rounds, some nine minutes, a table at the end
     python benchmarks/many.py --quick --skip ray        # one small round: does it still run?
 
 27 experiments of fake work of equal length take one, two or four workers each, on four workers. The best packing of
@@ -147,7 +147,7 @@ def main() -> None:
     """Measure, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
-    parser.add_argument("--work", type=float, default=4.0, help="seconds of fake work per experiment (default: 4)")
+    parser.add_argument("--work", type=float, default=3.0, help="seconds of fake work per experiment (default: 3)")
     parser.add_argument("--trivial", type=int, default=1000, help="experiments that do nothing (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="decides the sizes (default: 0)")
     parser.add_argument("--skip", nargs="*", default=[], choices=["ray"], help="peers to leave out")
