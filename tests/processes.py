@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from flytekitplugins.daskpytorch.task import GANG_SETTINGS
+
 SCRIPTS = Path(sys.executable).parent
 """Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
 MARK = "DASKPYTORCH_TEST_MARK"
@@ -71,9 +73,8 @@ def dask_cluster(
     empty.mkdir(parents=True, exist_ok=True)
     contact = folder / "scheduler.json"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"DASK_DISTRIBUTED__WORKER__DAEMON": "False", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
-    env |= {"DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s", "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
-    env["DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL"] = "500ms"
+    env |= GANG_SETTINGS
+    del env["DASK_DISTRIBUTED__WORKER__PRELOAD"]  # most gangs here have no use for torch imported ahead
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "cluster.log").open("wb"))
 
@@ -155,6 +156,11 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def num_open_files() -> int:
+    """Of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:

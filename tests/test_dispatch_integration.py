@@ -22,7 +22,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch, gang
-from processes import Cluster, dask_cluster, marked, nothing_left_behind, until
+from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -220,10 +220,6 @@ def test_a_gang_leaves_no_connection_open(client: Client) -> None:
         until(lambda: num_open_files() <= num_open, "the gang's connections to be closed", 10)
     finally:
         gc.enable()
-
-
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_closures_travel_by_value(client: Client) -> None:

@@ -305,37 +305,27 @@ def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster) -> None:
 # ---- Without a scheduler --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError("refused"), TimeoutError("no answer")])
+@pytest.mark.parametrize(
+    "error, connected",
+    [(ConnectionRefusedError("refused"), False), (TimeoutError("no answer"), False), (TimeoutError("no answer"), True)],
+)
 def test_scheduler_that_does_not_answer_for_long_is_lost(
-    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
+    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception, *, connected: bool
 ) -> None:
-    monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.2)
-    cluster.error = error
+    patience = "BUSY_SCHEDULER_PATIENCE" if connected else "SCHEDULER_PATIENCE"
+    monkeypatch.setattr(roster_module, patience, 0.2)
+    cluster.error, cluster.connected = error, connected
     roster.recruit(2)  # once is nothing yet
     time.sleep(0.25)
     with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for 0 s: {error}"):
         roster.recruit(2)
 
 
-def test_scheduler_that_is_busy_is_given_more_time(
+def test_scheduler_that_is_busy_has_more_time_than_one_that_hangs_up(
     roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.0)
-    monkeypatch.setattr(roster_module, "BUSY_SCHEDULER_PATIENCE", 0.2)
-    cluster.connected = True
-    cluster.error = TimeoutError("no answer")
-    roster.recruit(2)
-    time.sleep(0.25)
-    with pytest.raises(ConnectionError, match="was lost"):
-        roster.recruit(2)
-
-
-def test_scheduler_that_hangs_up_is_given_less_time(
-    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.0)
-    cluster.connected = True
-    cluster.error = TimeoutError("no answer")
+    cluster.error, cluster.connected = TimeoutError("no answer"), True
     roster.recruit(2)
     roster.recruit(2)
     cluster.connected = False

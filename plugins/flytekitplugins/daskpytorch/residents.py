@@ -92,8 +92,6 @@ class Residents:
     def _hear(self, kind: str, source: Connection, message: object) -> None:
         if kind == "gone":
             self._note_loss(source)
-            with self._lock:  # nobody sends to it meanwhile
-                source.close()
         elif isinstance(message, Arrived):
             self._welcome(message.worker, source)
         elif isinstance(message, Failed):
