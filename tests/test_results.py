@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import context, results, spool
-from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.gang import Request, Supervisor
 from flytekitplugins.daskpytorch.generation import Generation
@@ -25,6 +24,7 @@ from flytekitplugins.daskpytorch.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.roster import Peer
+from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.spawn import OwnNode
 from flytekitplugins.daskpytorch.spool import Spool
 from flytekitplugins.daskpytorch.submission import PIECE_SIZE, is_piece, pack, unpack

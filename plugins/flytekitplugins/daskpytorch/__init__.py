@@ -1,15 +1,14 @@
 """Distributed PyTorch training, on ephemeral Dask clusters or on one node, as typed, cached, retryable Flyte tasks.
 
-Importing it registers the task types with flytekit. Neither Dask nor torch is imported before they are needed.
+Importing it costs next to nothing, since every Dask worker and every rank does: flytekit, Dask and torch are imported
+when they are needed. The task types are registered with flytekit when one of their configs is first asked for.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch import task as _register_task_types  # noqa: F401
 from flytekitplugins.daskpytorch.blame import (
     GangError,
     GangHungError,
@@ -18,21 +17,15 @@ from flytekitplugins.daskpytorch.blame import (
     StoppedEarlyError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.config import (
-    DaskCluster,
-    DaskDDP,
-    EarlyStopping,
-    Gang,
-    Scheduler,
-    SpawnDDP,
-    Wandb,
-    WorkerGroup,
-)
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
-from flytekitplugins.daskpytorch.inputs import StrictInputs
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 
 if TYPE_CHECKING:
     from distributed import Client
+    from flytekitplugins.dask import Scheduler, WorkerGroup
+
+    from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
+    from flytekitplugins.daskpytorch.inputs import StrictInputs
 
 __all__ = [
     "DaskCluster",
@@ -55,8 +48,6 @@ __all__ = [
     "current_rank",
 ]
 
-__version__ = version("flytekitplugins-daskpytorch")
-
 
 def current_client() -> Client:
     """The client of the cluster that this `DaskCluster` task runs on.
@@ -70,7 +61,16 @@ def current_client() -> Client:
 
 
 def __getattr__(name: str) -> Any:
-    """`daskpytorch.data`, `dispatch` and `results`, imported with what they need when they are first named."""
-    if name in ("data", "dispatch", "results"):
-        return import_module(f"{__name__}.{name}")
+    """What is imported when it is first named, with all that it needs."""
+    match name:
+        case "data" | "dispatch" | "results":
+            return import_module(f"{__name__}.{name}")
+        case "DaskCluster" | "DaskDDP" | "SpawnDDP":
+            return getattr(import_module(f"{__name__}.task"), name)  # not `config`: they work once they are registered
+        case "Scheduler" | "WorkerGroup":
+            return getattr(import_module("flytekitplugins.dask"), name)
+        case "StrictInputs":
+            return import_module(f"{__name__}.inputs").StrictInputs
+        case "__version__":
+            return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

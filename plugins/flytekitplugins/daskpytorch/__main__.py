@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flytekitplugins.daskpytorch import doctor
-from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE
 from flytekitplugins.daskpytorch.doctor import Finding
+from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 PIPE_WIDTH = 120

@@ -20,7 +20,7 @@ from distributed.security import Security
 
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.blame import GangStartError
-from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE, is_local
+from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 __all__ = ["current_client", "greet", "identity", "opened"]
 

@@ -24,18 +24,19 @@ from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, cluster, flyte, resident, ship, worker_data
+from flytekitplugins.daskpytorch import agent, cluster, resident, ship, worker_data
 from flytekitplugins.daskpytorch.blame import GangStartError
-from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
 from flytekitplugins.daskpytorch.inbox import GangFuture
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
 from flytekitplugins.daskpytorch.roster import OnFailure
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.many import ModelFutures
+    from flytekitplugins.daskpytorch.mirror import MirrorPaths
 
 __all__ = ["DaskAgents", "Echo", "GangFutures", "map", "request_for", "run"]
 
@@ -161,7 +162,7 @@ def request_for(
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
-        mirror=flyte.checkpoint_paths(key),
+        mirror=_checkpoint_paths(key),
         code=code,
         key=key,
         keep=(function, args, kwargs),
@@ -175,6 +176,15 @@ def _key_of(function: Callable[..., Any], call: bytes) -> str:
     with _lock:
         _num_calls[name] += 1
         return f"{name}-{_num_calls[name]}"
+
+
+def _checkpoint_paths(key: str) -> MirrorPaths | None:
+    """Where Flyte's storage has the gang's checkpoints; None outside a Flyte task, where nobody waits for flytekit."""
+    if "flytekit" not in sys.modules:
+        return None
+    from flytekitplugins.daskpytorch import flyte
+
+    return flyte.checkpoint_paths(key)
 
 
 _lock = threading.Lock()

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from packaging.requirements import Requirement
 
 from flytekitplugins.daskpytorch.blame import GangError
-from flytekitplugins.daskpytorch.config import SCHEDULER_VARIABLE, Gang
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.observer import Observer, Shape
+from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -23,10 +22,9 @@ from flytekit.models.literals import LiteralMap
 from flytekit.utils.asyn import run_sync
 
 from flytekitplugins.daskpytorch.mirror import MirrorPaths
+from flytekitplugins.daskpytorch.task_context import FlyteSettings
 
 __all__ = [
-    "FlyteSettings",
-    "TaskOutput",
     "arguments",
     "capture",
     "checkpoint_paths",
@@ -40,45 +38,10 @@ CHECKPOINTS = "daskpytorch"
 """Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlyteSettings:
-    """What a rank needs to stand in the driver's Flyte execution."""
-
-    mode: ExecutionState.Mode
-    """The driver's: in a local run, secrets and Decks have local rules."""
-    raw_output_prefix: str
-    """Where files that are outputs go."""
-    output_metadata_prefix: str | None
-    checkpoint: str | None
-    """Where this attempt's intratask checkpoint goes."""
-    previous_checkpoint: str | None
-    """Where the attempt before left its own."""
-    environment: dict[str, str] = field(repr=False)
-    """Names the execution and the task, and holds its secrets, in Flyte's own variables."""
-    interface: bytes
-    """The types of the task's inputs and outputs, pickled."""
-    inputs: bytes
-    """The task's inputs: a serialised `flyteidl.core.LiteralMap`. Each rank makes its own values of them, and so
-    downloads input files to its own disk."""
-    task_name: str
-    results: str
-    """The folder of what the ranks submit, complete when the task has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskOutput:
-    """Rank 0's return value as Flyte has it."""
-
-    literal_map: bytes
-    """A serialised `flyteidl.core.LiteralMap`."""
-    decks: list[tuple[str, str]]
-    """Name and HTML of the Decks made in the rank."""
-
-
 def capture(task_name: str, interface: Interface, inputs: LiteralMap, results: str) -> FlyteSettings:
     """Take what the ranks need from the current context, in the driver."""
     ctx = FlyteContextManager.current_context()
-    params = ctx.user_space_params
+    params, mode = ctx.user_space_params, ctx.execution_state.mode
     checkpoint = getattr(params, "_checkpoint", None)
     execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
     names = {
@@ -93,7 +56,7 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap, results: s
     environment = {name: value for name, value in os.environ.items() if name.startswith(("FLYTE_", "_F_", "_FSEC_"))}
     environment |= {name: str(value) for name, value in names.items() if value}
     return FlyteSettings(
-        mode=ctx.execution_state.mode,
+        mode=mode.name if mode else None,
         raw_output_prefix=ctx.file_access.raw_output_prefix,
         output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
         checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
@@ -132,11 +95,8 @@ def checkpoint_paths(name: str) -> MirrorPaths | None:
 
 
 @contextlib.contextmanager
-def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
+def entered(settings: FlyteSettings) -> Iterator[FlyteContext]:
     """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
-    if settings is None:
-        yield None
-        return
     # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
     random.seed()
     with setup_execution(
@@ -145,7 +105,8 @@ def entered(settings: FlyteSettings | None) -> Iterator[FlyteContext | None]:
         checkpoint_path=settings.checkpoint,
         prev_checkpoint=settings.previous_checkpoint,
     ) as ctx:
-        state = ctx.execution_state.with_params(mode=settings.mode)
+        mode = ExecutionState.Mode[settings.mode] if settings.mode else None
+        state = ctx.execution_state.with_params(mode=mode)
         with FlyteContextManager.with_context(ctx.with_execution_state(state)) as rank_ctx:
             yield rank_ctx
 

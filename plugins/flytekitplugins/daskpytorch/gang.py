@@ -31,9 +31,7 @@ from flytekitplugins.daskpytorch.blame import (
     verdict,
 )
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
-from flytekitplugins.daskpytorch.config import Gang
 from flytekitplugins.daskpytorch.courier import Courier
-from flytekitplugins.daskpytorch.flyte import FlyteSettings
 from flytekitplugins.daskpytorch.generation import Generation
 from flytekitplugins.daskpytorch.inbox import Inbox, Part
 from flytekitplugins.daskpytorch.listener import Event, Listener
@@ -45,7 +43,9 @@ from flytekitplugins.daskpytorch.preemption import StopRequest
 from flytekitplugins.daskpytorch.rank import Job
 from flytekitplugins.daskpytorch.restarts import Defeat, Restarts
 from flytekitplugins.daskpytorch.roster import AgentLauncher, Peer, Roster, hang_up
+from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.ship import Code
+from flytekitplugins.daskpytorch.task_context import FlyteSettings
 from flytekitplugins.daskpytorch.tracking import RunSettings
 from flytekitplugins.daskpytorch.vault import Vault
 from flytekitplugins.daskpytorch.watchdog import Witness, report_hang

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.blame import StoppedEarlyError
-from flytekitplugins.daskpytorch.config import EarlyStopping
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Observer
+from flytekitplugins.daskpytorch.settings import EarlyStopping
 
 if TYPE_CHECKING:
     import optuna

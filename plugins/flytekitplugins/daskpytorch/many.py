@@ -12,9 +12,8 @@ from typing import Any, cast, overload
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch import flyte, ship, tracking
+from flytekitplugins.daskpytorch import ship, tracking
 from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
-from flytekitplugins.daskpytorch.config import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, request_for
 from flytekitplugins.daskpytorch.gang import Request, Supervisor, running
@@ -26,6 +25,7 @@ from flytekitplugins.daskpytorch.packing import Pool
 from flytekitplugins.daskpytorch.residents import Residents
 from flytekitplugins.daskpytorch.roster import OnFailure
 from flytekitplugins.daskpytorch.scoreboard import Scoreboard
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.tracking import RunSettings
 
 __all__ = ["ModelFuture", "ModelFutures", "train_all"]
@@ -63,6 +63,8 @@ def train_all(
 
 def _runs(function: Callable[..., Any], wandb: Wandb) -> RunSettings:
     """What the models' Weights & Biases runs share; decided here, where Flyte's context is known."""
+    from flytekitplugins.daskpytorch import flyte
+
     name = ship.name_of(function)
     return tracking.sweep_settings(wandb, function=name, execution=flyte.execution_name())
 

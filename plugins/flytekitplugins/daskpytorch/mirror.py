@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
-
-from flytekit.core.data_persistence import FileAccessProvider
+from typing import TYPE_CHECKING, TypeVar
 
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
+
+if TYPE_CHECKING:
+    from flytekit.core.data_persistence import FileAccessProvider
 
 __all__ = ["Mirror", "MirrorPaths"]
 

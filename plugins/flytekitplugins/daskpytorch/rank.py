@@ -23,12 +23,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
-from flytekitplugins.daskpytorch import context, flyte, ship, submission, tracking
+from flytekitplugins.daskpytorch import context, ship, submission, tracking
 from flytekitplugins.daskpytorch.blame import Failure
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
-from flytekitplugins.daskpytorch.flyte import FlyteSettings, TaskOutput
 from flytekitplugins.daskpytorch.placement import Place
+from flytekitplugins.daskpytorch.task_context import FlyteSettings, TaskOutput
 from flytekitplugins.daskpytorch.worker_data import WorkerData
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def main(channel: Connection) -> int:
             tracker = tracking.Tracker(order.job.tracking)
         rank = _context(order, link, tracker, progress)
         link.obey(rank, tracker)
-        with flyte.entered(order.job.flyte) as ctx:
+        with _flyte_context(order.job) as ctx:
             call = ship.unpack_call(order.job.call)
             _join_gang(order)
             context.enter(rank)
@@ -367,9 +367,20 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
     )
 
 
+def _flyte_context(job: Job) -> contextlib.AbstractContextManager[Any]:
+    """The task's; outside one there is none, and flytekit, whose import takes a second, is not needed."""
+    if job.flyte is None:
+        return contextlib.nullcontext()
+    from flytekitplugins.daskpytorch import flyte
+
+    return flyte.entered(job.flyte)
+
+
 def _keywords(order: RankOrder, call: ship.Call, ctx: Any) -> dict[str, Any]:
     keywords = dict(call.kwargs)
     if order.job.flyte is not None:
+        from flytekitplugins.daskpytorch import flyte
+
         keywords |= flyte.arguments(order.job.flyte, ctx)
     if order.job.pass_local_rank:
         keywords["local_rank"] = order.place.local_rank
@@ -382,6 +393,8 @@ def _payload(order: RankOrder, returned: Any, ctx: Any) -> object:
         return _dumps(returned)
     if order.place.rank != 0:
         return None
+    from flytekitplugins.daskpytorch import flyte
+
     literal_map = flyte.literals(order.job.flyte, returned, ctx)
     return TaskOutput(literal_map=literal_map.to_flyte_idl().SerializeToString(), decks=flyte.decks(ctx))
 

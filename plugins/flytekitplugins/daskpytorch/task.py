@@ -27,13 +27,14 @@ from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch import forkserver, tracking
 from flytekitplugins.daskpytorch.blame import GangError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP, Wandb, is_local
+from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
+from flytekitplugins.daskpytorch.settings import Wandb, is_local
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.flyte import TaskOutput
     from flytekitplugins.daskpytorch.gang import Request
     from flytekitplugins.daskpytorch.observer import Shape
     from flytekitplugins.daskpytorch.roster import AgentLauncher
+    from flytekitplugins.daskpytorch.task_context import TaskOutput
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flytekitplugins.daskpytorch.config import WANDB_MODES, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Shape
 from flytekitplugins.daskpytorch.redaction import without_secrets
+from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
 if TYPE_CHECKING:
     import torch
