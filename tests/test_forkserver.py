@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -20,7 +23,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import forkserver
 from flytekitplugins.daskpytorch.forkserver import ForkServerClient
-from processes import fork_server
+from processes import fork_server, nothing_left_behind
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -375,3 +378,165 @@ def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> Non
     forkserver.shutdown()
     assert not is_running(server.pid)
     assert are_gone(pids)
+
+
+# ---- A server that survives its owner -------------------------------------------------------------------------------
+
+WORKER = """
+    import os, sys, time
+    from multiprocessing.connection import Pipe
+    from flytekitplugins.daskpytorch import forkserver
+
+    class Rank:
+        def __reduce__(self):
+            return exec, ("import os, time; print(os.getpid(), os.getppid()); time.sleep(600)",)
+
+    key, what = sys.argv[1:]
+    forkserver.bequeath(key)
+    if what == "starts-ahead":
+        forkserver.start_ahead()
+    client = forkserver.connect()
+    channel, theirs = Pipe()
+    read, write = os.pipe()
+    client.spawn(0, theirs.fileno(), write)
+    channel.send(Rank())
+    rank = os.fdopen(read).readline().strip()
+    print(os.getpid(), rank, flush=True)
+    parent = os.getppid()
+    while what != "leaves" and os.getppid() == parent:  # it ends with its nanny, as Dask's do
+        time.sleep(0.02)
+"""
+NANNY = f"""
+    import subprocess, sys
+    for line in iter(sys.stdin.readline, ""):
+        subprocess.run([sys.executable, "-c", {textwrap.dedent(WORKER)!r}, *line.split()])
+"""
+
+
+class Nanny:
+    """Starts workers, one after the other, that have a rank each."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(NANNY)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def worker(self, key: str = "1", what: str = "stays") -> tuple[int, int, int]:
+        """Start the next one; the pids of the worker, its rank and its fork server."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{key} {what}\n")
+        self.process.stdin.flush()
+        worker, rank, server = map(int, self.process.stdout.readline().split())
+        return worker, rank, server
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def nanny() -> Iterator[Nanny]:
+    with nothing_left_behind():
+        nanny = Nanny()
+        yield nanny
+        nanny.end()
+
+
+def test_the_server_survives_a_killed_owner_and_serves_the_next(nanny: Nanny) -> None:
+    worker, rank, server = nanny.worker()
+    os.kill(worker, signal.SIGKILL)
+    heir, second_rank, same = nanny.worker()
+    assert same == server
+    assert are_gone([rank])
+    assert is_running(second_rank)
+    os.kill(heir, signal.SIGKILL)  # and once more
+    assert nanny.worker()[2] == server
+
+
+def test_an_heir_finds_the_servers_successor(nanny: Nanny) -> None:
+    worker, _, first = nanny.worker(what="starts-ahead")
+    server = first
+    while server == first:  # also while the successor still imports
+        os.kill(worker, signal.SIGKILL)
+        worker, _, server = nanny.worker()
+    assert psutil.Process(server).ppid() == first
+    os.kill(worker, signal.SIGKILL)
+    assert nanny.worker()[2] == server
+
+
+def test_the_server_ends_with_its_owners_parent(nanny: Nanny) -> None:
+    worker, rank, server = nanny.worker()
+    os.kill(worker, signal.SIGKILL)
+    assert are_gone([rank])
+    assert is_running(server)
+    nanny.end()
+    assert are_gone([server])
+
+
+def test_the_server_ends_with_an_owner_that_ends_in_good_order(nanny: Nanny) -> None:
+    _, rank, server = nanny.worker(what="leaves")
+    assert are_gone([rank, server])
+
+
+def test_only_the_heir_finds_the_server(nanny: Nanny) -> None:
+    worker, _, server = nanny.worker("1")
+    os.kill(worker, signal.SIGKILL)
+    assert nanny.worker("2")[2] != server
+
+
+def test_without_an_heir_the_server_ends_in_time() -> None:
+    """The heir's time is up: a server whose owner is gone and whose parent lives on."""
+    source = "from flytekitplugins.daskpytorch import forkserver as f; f.HEIR_PATIENCE = 0.1; f.main()"
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.pidfd_open(os.getpid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{uuid.uuid4()}")
+        listener.listen()
+        descriptors = [theirs.fileno(), listener.fileno(), parent]
+        server = subprocess.Popen([sys.executable, "-c", source, *map(str, descriptors)], pass_fds=descriptors)
+        os.close(parent)
+        theirs.close()
+        with contextlib.closing(control), pytest.raises(subprocess.TimeoutExpired):
+            server.wait(1)
+        assert server.wait(PATIENCE) == 0
+
+
+STRANGER = """
+    import os, socket, sys
+    os.setuid(65534)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    name = chr(0) + sys.argv[2]
+    if sys.argv[1] == "connects":
+        sock.connect(name)
+        print(sock.recv(1), flush=True)
+    else:
+        sock.bind(name)
+        sock.listen()
+        print("listens", flush=True)
+        sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def stranger(nanny: Nanny, what: str) -> Iterator[str]:
+    """Another user's process, which knows the name; what it says."""
+    name = f"daskpytorch-{hashlib.sha256(f'{nanny.process.pid} 1'.encode()).hexdigest()}"
+    command = [sys.executable, "-c", textwrap.dedent(STRANGER), what, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_neither_gets_the_server_nor_takes_its_place(nanny: Nanny) -> None:
+    with stranger(nanny, "listens") as said:
+        assert said == "listens"
+        worker, _, server = nanny.worker()  # one of its own, without heirs
+        os.kill(worker, signal.SIGKILL)
+        assert are_gone([server])
+    worker, _, server = nanny.worker()
+    with stranger(nanny, "connects") as said:
+        assert said == "b''"
+    os.kill(worker, signal.SIGKILL)
+    assert nanny.worker()[2] == server

@@ -24,7 +24,7 @@ from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, cluster, resident, ship, worker_data
+from flytekitplugins.daskpytorch import agent, cluster, forkserver, resident, ship, worker_data
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
 from flytekitplugins.daskpytorch.inbox import GangFuture
@@ -332,6 +332,8 @@ def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
     here = get_worker()
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
+    if here.nanny is not None:
+        forkserver.bequeath(here.nanny)
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving, worker_data.served(here) as data:
         (resident.stay if stay else agent.run)(order, leaving, data)

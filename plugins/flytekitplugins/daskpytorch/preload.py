@@ -5,11 +5,18 @@ For Dask's setting `distributed.worker.preload`; the task types set it for their
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flytekitplugins.daskpytorch import forkserver
+
+if TYPE_CHECKING:
+    from distributed import Worker
 
 __all__ = ["dask_setup"]
 
 
-def dask_setup(_worker: object) -> None:
+def dask_setup(worker: Worker) -> None:
     """Called by Dask in the worker."""
+    if worker.nanny is not None:
+        forkserver.bequeath(worker.nanny)
     forkserver.start_ahead()
