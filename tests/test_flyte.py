@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -58,3 +60,16 @@ def test_values_become_literals_by_their_places() -> None:
 def test_what_does_not_fit_is_said(function: object, returned: object, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         outputs(function, returned)
+
+
+@pytest.mark.timeout(60)
+def test_no_import_is_left_for_two_threads_to_race_for() -> None:
+    """As in a rank, which imports torch first."""
+    script = """
+import importlib.util, sys, torch
+from flytekitplugins.daskpytorch import flyte
+kinds = {name: object.__getattribute__(module, "__class__") for name, module in sys.modules.items()}
+print([name for name, kind in kinds.items() if kind is importlib.util._LazyModule])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -392,6 +392,7 @@ WORKER = """
             return exec, ("import os, time; print(os.getpid(), os.getppid()); time.sleep(600)",)
 
     key, what = sys.argv[1:]
+    parent = os.getppid()
     forkserver.bequeath(key)
     if what == "starts-ahead":
         forkserver.start_ahead()
@@ -402,7 +403,6 @@ WORKER = """
     channel.send(Rank())
     rank = os.fdopen(read).readline().strip()
     print(os.getpid(), rank, flush=True)
-    parent = os.getppid()
     while what != "leaves" and os.getppid() == parent:  # it ends with its nanny, as Dask's do
         time.sleep(0.02)
 """

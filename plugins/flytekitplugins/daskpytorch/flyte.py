@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +35,13 @@ __all__ = [
     "execution_name",
     "literals",
 ]
+
+# Flytekit puts off some imports, such as pandas', until the module is used. Where two threads use it at once (in a
+# rank: the user's function, and wandb's import), one may find half of it: python/cpython#114763, mended in later
+# versions.
+for _module in list(sys.modules.values()):
+    if object.__getattribute__(_module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001
+        vars(_module)
 
 CHECKPOINTS = "daskpytorch"
 """Our folder in an attempt's intratask checkpoint, beside what the user may write there."""

@@ -3,10 +3,12 @@
 Why not `multiprocessing`'s fork server: it refuses to start children from a Dask worker under a nanny (which is
 daemonic), imports the parent's `__main__` into every child, and leaves ranks alive when their parent is killed.
 
-    owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
+    owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
+                                                   an heir may come
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
                                                    client's ranks, which are fresh interpreters where it asked for that
-    heir          ──legacy's socket──▶ fork server: becomes the owner, where a Dask nanny has started the next worker
+    heir          ──legacy socket───▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
+                                                   place of a killed one
     fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, makes
                                                    itself cheap to fork, takes over the control socket, and so starts
                                                    later ranks warmer; once its own are gone the first only waits for it
@@ -42,7 +44,6 @@ from typing import NoReturn
 from flytekitplugins.daskpytorch import hugepages
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "bequeath", "connect", "shutdown", "start_ahead"]
-
 
 MAX_PACKET = 4096
 AHEAD = b"ahead"

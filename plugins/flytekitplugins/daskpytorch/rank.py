@@ -138,11 +138,12 @@ def main(channel: Connection) -> int:
     progress = Progress()
     try:
         _settle_in(order)
+        task_context = _task_context(order.job)  # before there are other threads; `flyte` has why
         if order.job.tracking is not None and order.place.rank == 0:
             tracker = tracking.Tracker(order.job.tracking)
         rank = _context(order, link, tracker, progress)
         link.obey(rank, tracker)
-        with _flyte_context(order.job) as ctx:
+        with task_context as ctx:
             call = ship.unpack_call(order.job.call)
             _join_gang(order)
             context.enter(rank)
@@ -367,8 +368,8 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
     )
 
 
-def _flyte_context(job: Job) -> contextlib.AbstractContextManager[Any]:
-    """The task's; outside one there is none, and flytekit, whose import takes a second, is not needed."""
+def _task_context(job: Job) -> contextlib.AbstractContextManager[Any]:
+    """Flyte's, of the task; outside one there is none, and flytekit, whose import takes a second, is not needed."""
     if job.flyte is None:
         return contextlib.nullcontext()
     from flytekitplugins.daskpytorch import flyte
