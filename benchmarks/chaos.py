@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import machine
-from running import ROOT, Cluster, Program, nothing_left, until, worker_above
+from running import ROOT, Cluster, Program, nothing_left, until, worker_of
 
 PATIENCE = 120.0
 """Seconds for the gang to train again."""
@@ -204,7 +204,7 @@ def make(kind: Kind, rank: int, gang: Gang) -> Fault | None:
     gang.news()
     before = gang.steps()
     pid = before[rank].pid
-    victim = worker_above(pid) if kind.hits_worker else pid
+    victim = worker_of(pid) if kind.hits_worker else pid
     hit_at = time.time()
     os.kill(victim, kind.signum)
     old_pids = {step.pid for step in before.values()}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 from launch import console_script
 
-__all__ = ["FOLLOW", "ROOT", "TIME_LIMIT", "Cluster", "Gang", "Program", "nothing_left", "until", "worker_above"]
+__all__ = ["FOLLOW", "ROOT", "TIME_LIMIT", "Cluster", "Gang", "Program", "nothing_left", "until", "worker_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -258,10 +259,7 @@ class Cluster:
 
     def worker_pid(self, nanny: int) -> int:
         """The worker below that nanny."""
-        found = [pid for pid in _children(nanny) if WORKER in _read(f"/proc/{pid}/cmdline")]
-        if not found:
-            raise SystemExit(f"the nanny {nanny} has no worker")
-        return found[0]
+        return _worker_below(nanny)
 
     def lose(self, nanny: int) -> None:
         """Kill a worker with its nanny, as when its pod is lost."""
@@ -317,14 +315,25 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in _entries(f"/proc/{pid}/task") for child in _read(f"{task}/children").split()]
 
 
-def worker_above(pid: int) -> int:
-    """The Dask worker below which a rank runs; fork servers are between them."""
-    while WORKER not in _read(f"/proc/{pid}/cmdline"):
-        stat = _read(f"/proc/{pid}/stat")
-        if not stat:
-            raise SystemExit(f"no Dask worker is above the process {pid}")
-        pid = int(stat.rpartition(")")[2].split()[1])
-    return pid
+def worker_of(rank: int) -> int:
+    """The Dask worker that a rank runs beside.
+
+    The rank's parent may be the fork server of an earlier worker of the same nanny; it watches that nanny. Where it has
+    handed over to its successor, that does.
+    """
+    parent = int(_read(f"/proc/{rank}/stat").rpartition(")")[2].split()[1])
+    for server in (parent, *_children(parent)):
+        for watched in _entries(f"/proc/{server}/fdinfo"):
+            if found := re.search(r"^Pid:\s*(\d+)$", _read(watched), re.MULTILINE):
+                return _worker_below(int(found[1]))
+    raise SystemExit(f"the fork server of the process {rank} watches no nanny")
+
+
+def _worker_below(nanny: int) -> int:
+    found = [pid for pid in _children(nanny) if WORKER in _read(f"/proc/{pid}/cmdline")]
+    if not found:
+        raise SystemExit(f"the nanny {nanny} has no worker")
+    return found[0]
 
 
 def _is_running(pid: int) -> bool:

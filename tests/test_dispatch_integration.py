@@ -309,8 +309,9 @@ def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
     started, told = str(tmp_path / "rank"), tmp_path / "told"
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
         futures = dispatch.run(client, fail_when_told, started, str(told), gang=ONCE)
-        until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
-        fork_server, rank = (psutil.Process(int(pid)) for pid in Path(started + "0").read_text().split())
+        notes = [Path(started + rank) for rank in "01"]
+        until(lambda: all(note.exists() and note.read_text() for note in notes), "the ranks to start")
+        fork_server, rank = (psutil.Process(int(pid)) for pid in notes[0].read_text().split())
         worker = fork_server.parent()
         assert worker is not None
         worker.suspend()
