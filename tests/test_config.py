@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,3 +213,21 @@ def test_import_loads_what_it_needs(statement: str, allowed: set[str]) -> None:
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert "flytekitplugins.daskpytorch" in loaded
     assert loaded & SLOW == allowed
+
+
+@pytest.mark.parametrize("module", ["flytekitplugins.daskpytorch", "flytekitplugins.daskpytorch.config"])
+@pytest.mark.parametrize("name", ["DaskCluster", "DaskDDP", "SpawnDDP"])
+@pytest.mark.timeout(30)
+def test_a_task_is_of_its_type_wherever_its_config_comes_from(name: str, module: str, tmp_path: Path) -> None:
+    script = f"""
+from {module} import {name}
+from flytekit import task
+
+@task(task_config={name}())
+def train() -> None: ...
+
+print(type(train).__name__)
+"""
+    (tmp_path / "flow.py").write_text(script)
+    done = subprocess.run([sys.executable, "flow.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{name}Task"

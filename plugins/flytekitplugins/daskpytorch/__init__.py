@@ -1,7 +1,7 @@
 """Distributed PyTorch training, on ephemeral Dask clusters or on one node, as typed, cached, retryable Flyte tasks.
 
 Importing it costs next to nothing, since every Dask worker and every rank does: flytekit, Dask and torch are imported
-when they are needed. The task types are registered with flytekit when one of their configs is first asked for.
+when they are needed. The task types are registered with flytekit when one of their configs is first made.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         case "data" | "dispatch" | "results":
             return import_module(f"{__name__}.{name}")
         case "DaskCluster" | "DaskDDP" | "SpawnDDP":
-            return getattr(import_module(f"{__name__}.task"), name)  # not `config`: they work once they are registered
+            return getattr(import_module(f"{__name__}.config"), name)
         case "Scheduler" | "WorkerGroup":
             return getattr(import_module("flytekitplugins.dask"), name)
         case "StrictInputs":

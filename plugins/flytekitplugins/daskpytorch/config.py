@@ -31,6 +31,7 @@ class DaskDDP:
     """Record the run in Weights & Biases; None does not."""
 
     def __post_init__(self) -> None:
+        _register_task_types()
         problems = Problems("DaskDDP")
         _check_workers(problems, self.workers)
         workers, least = self.workers.number_of_workers, self.gang.min_workers
@@ -75,6 +76,7 @@ class SpawnDDP:
     imported torch and never touched CUDA, or a fresh interpreter, in seconds."""
 
     def __post_init__(self) -> None:
+        _register_task_types()
         problems = Problems("SpawnDDP")
         problems.unless(
             self.nproc == "auto" or is_count(self.nproc), "nproc", self.nproc, "'auto' or a whole number from 1 up"
@@ -109,6 +111,7 @@ class DaskCluster:
     """Seconds within which the scheduler answers and all the workers come."""
 
     def __post_init__(self) -> None:
+        _register_task_types()
         problems = Problems("DaskCluster")
         _check_workers(problems, self.workers)
         problems.unless(is_positive(self.start_timeout), "start_timeout", self.start_timeout, "seconds above 0")
@@ -130,3 +133,8 @@ def _num_gpus(workers: WorkerGroup) -> int:
         if resources is not None and resources.gpu:
             return int(resources.gpu)
     return 0
+
+
+def _register_task_types() -> None:
+    """Have flytekit know them. To one that it does not know, a task would be a plain function, run once."""
+    import flytekitplugins.daskpytorch.task  # noqa: F401
