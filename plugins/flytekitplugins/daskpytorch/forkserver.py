@@ -130,6 +130,12 @@ class _Owned:
     control: socket.socket
     is_for_tasks: bool
 
+    def has_ended(self) -> bool:
+        """Whether the server is gone; the control socket may tell a little late, if its successor was being forked."""
+        if self.process is not None and self.process.poll() is not None:
+            return True
+        return bool(wait([self.control], 0))  # it says nothing, so that is its end
+
 
 _owned: _Owned | None = None
 _legacy: str | None = None
@@ -190,7 +196,7 @@ atexit.register(shutdown)
 def _running(*, is_for_tasks: bool = False) -> _Owned:
     """This process's fork server, which is started if it does not run. To be called with the lock held."""
     global _owned
-    if _owned is None or _owned.pid != os.getpid() or wait([_owned.control], 0):  # it says nothing, so it has ended
+    if _owned is None or _owned.pid != os.getpid() or _owned.has_ended():
         # Where nobody has imported flytekit the ranks will hardly need it, and it takes a second.
         is_for_tasks |= "flytekit" in sys.modules or (_owned is not None and _owned.is_for_tasks)
         control = _inherit()
