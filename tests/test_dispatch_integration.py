@@ -21,7 +21,7 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, current_rank, dispatch, gang
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, brain, current_rank, dispatch
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -305,7 +305,7 @@ def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
 
 
 def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang, "MAX_STOP_WAIT", 1.0)
+    monkeypatch.setattr(brain, "MAX_STOP_WAIT", 1.0)
     started, told = str(tmp_path / "rank"), tmp_path / "told"
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
         futures = dispatch.run(client, fail_when_told, started, str(told), gang=ONCE)
@@ -323,7 +323,7 @@ def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
 
 
 def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang, "MAX_LEAVE_WAIT", 1.0)
+    monkeypatch.setattr(brain, "MAX_LEAVE_WAIT", 1.0)
     assert dispatch.run(client, linger_at_exit).result(30) == [0, 1]
 
 

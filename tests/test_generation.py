@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from flytekitplugins.daskpytorch.blame import Failure
+from flytekitplugins.daskpytorch.blame import Failure, WorkerLostError, describe, verdict
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.generation import Generation
@@ -169,11 +169,13 @@ def test_own_error_is_earnest_and_the_loss_of_a_peer_is_not(generation: Generati
     assert generation.has_own_failure
 
 
-def test_crash_is_earnest_but_no_error_of_the_function(generation: Generation) -> None:
-    leave(generation, 0, -signal.SIGSEGV)
+def test_crash_is_the_functions_own_and_a_loss_is_not(generation: Generation) -> None:
+    generation.lose(NODES[1].worker)
     assert generation.is_failing
     assert generation.has_earnest_failure
     assert not generation.has_own_failure
+    leave(generation, 0, -signal.SIGSEGV)
+    assert generation.has_own_failure
 
 
 def test_hang_is_earnest(generation: Generation) -> None:
@@ -215,9 +217,21 @@ def test_lost_worker_takes_its_ranks_along(generation: Generation) -> None:
 
 
 def test_agent_that_broke_is_why_its_ranks_went(generation: Generation) -> None:
+    generation.lose(NODES[1].worker, "Traceback ...\nOSError: a full disk\n")
+    culprit = generation.culprit()
+    assert describe(culprit) == "the agent that watches it failed: OSError: a full disk"
+    assert culprit.is_infrastructure
+    error = verdict(culprit, 4)
+    assert isinstance(error, WorkerLostError)
+    assert "Traceback of its agent:\nTraceback ..." in str(error)
+
+
+def test_own_error_comes_before_that_of_an_agent(generation: Generation) -> None:
     fail(generation, 3, OWN)
-    generation.lose(NODES[1].worker, Failure.of(RuntimeError("the agent broke"), 1.0))
-    assert [generation.exits[rank].failure.message for rank in (2, 3)] == ["the agent broke", "bad batch"]  # type: ignore[union-attr]
+    generation.lose(NODES[1].worker, "OSError: a full disk")
+    culprit = generation.culprit()
+    assert culprit.rank == 3
+    assert describe(culprit) == "ValueError: bad batch"
 
 
 # ---- Whose fault it is ----------------------------------------------------------------------------------------------

@@ -156,7 +156,12 @@ def test_worker_that_says_hello_again_is_no_longer_lost(roster: Roster) -> None:
 
 
 def test_second_agent_of_a_worker_takes_the_place_of_the_first(roster: Roster) -> None:
-    first, second = hello(roster, W1), hello(roster, W1)
+    first = hello(roster, W1)
+    displaced = roster.peers[W1]
+    mine, theirs = Pipe()
+    agents.append(theirs)
+    assert roster.welcome(Hello(displaced.node), mine) is displaced
+    second = [mine]
     assert roster.find(first[0]) is None
     assert roster.find(second[0]) is roster.peers[W1]
     assert roster.forget(first[0]) is None
@@ -168,7 +173,7 @@ def test_second_agent_of_a_worker_takes_the_place_of_the_first(roster: Roster) -
 def test_worker_that_was_asked_and_failed_is_refused(roster: Roster) -> None:
     roster.launch([W1])
     error = ModuleNotFoundError("No module named 'flytekitplugins'")
-    roster.refuse(W1, error)
+    roster.refuse(W1, error, 1)
     assert roster.expected == set()
     assert roster.refused == {W1: error}
 
@@ -176,7 +181,7 @@ def test_worker_that_was_asked_and_failed_is_refused(roster: Roster) -> None:
 def test_failure_of_an_agent_that_had_said_hello_refuses_nobody(roster: Roster) -> None:
     roster.launch([W1])
     hello(roster, W1)
-    roster.refuse(W1, ConnectionError("its worker was lost"))
+    roster.refuse(W1, ConnectionError("its worker was lost"), 1)
     assert roster.refused == {}
     assert workers(roster) == [W1]
 
@@ -241,20 +246,53 @@ def test_worker_that_was_leaving_counts_again_when_it_comes_back(roster: Roster)
 
 def test_refused_worker_is_not_asked_again(roster: Roster, cluster: Cluster) -> None:
     roster.launch([W1])
-    roster.refuse(W1, ImportError("no torch"))
+    roster.refuse(W1, ImportError("no torch"), 1)
     cluster.asked()
     roster.recruit(2)
     assert cluster.asked() == [W2]
 
 
-def test_silent_worker_is_not_asked_again_though_the_scheduler_believes_in_it(roster: Roster, cluster: Cluster) -> None:
+def test_silent_worker_is_asked_again_but_nobody_counts_on_it_until_it_speaks(roster: Roster, cluster: Cluster) -> None:
     hello(roster, W1, W2)
     roster.peers[W1].heard_at -= MAX_SILENCE + 1
     for peer in silent(roster):
         roster.forget(peer.connection)
+        roster.give_up_silent(peer)
+    assert cluster.asked() == [W1]
+    assert roster.expected == set()
+    cluster.here.append(W3)
+    roster.recruit(2)
+    assert cluster.asked() == [W3]
+    [connection] = hello(roster, W1)
+    assert workers(roster) == [W1, W2]
+    roster.forget(connection)
     cluster.here.append(W3)
     roster.recruit(3)
-    assert cluster.asked() == [W3]
+    assert cluster.asked() == [W1]
+
+
+def test_failure_of_an_earlier_launch_does_not_refuse_a_worker_that_was_asked_again(
+    roster: Roster, cluster: Cluster
+) -> None:
+    roster.launch([W1])
+    [connection] = hello(roster, W1)
+    roster.forget(connection)
+    roster.recruit(1)
+    assert roster.expected == {W1}
+    roster.refuse(W1, RuntimeError("the agent of before"), 1)
+    assert roster.refused == {}
+    assert roster.expected == {W1}
+    roster.refuse(W1, RuntimeError("this one"), 2)
+    assert roster.refused.keys() == {W1}
+
+
+def test_worker_whose_agent_fails_again_and_again_is_not_asked_any_more(roster: Roster, cluster: Cluster) -> None:
+    roster.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
+    assert roster.refused == {}
+    roster.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
+    assert str(roster.refused[W1]) == "its agent failed 2 times: OSError: a full disk"
+    roster.recruit(2)
+    assert cluster.asked() == [W2]
 
 
 def test_lost_worker_that_comes_back_under_its_address_is_asked_again(roster: Roster, cluster: Cluster) -> None:

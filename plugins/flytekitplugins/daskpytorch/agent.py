@@ -37,6 +37,7 @@ from flytekitplugins.daskpytorch.messages import (
     Hello,
     Leaving,
     Lines,
+    NotSent,
     Reported,
     Stacks,
     Start,
@@ -70,6 +71,8 @@ NUM_FILES_KEPT = 3
 TAIL_LINES = 40
 """How much of a rank's log goes into an error."""
 DIAL_TIMEOUT = 30.0
+DIAL_WAITS = (0.5, 1.0, 2.0)
+"""Seconds between attempts to reach the driver with a checkpoint."""
 
 
 def run(
@@ -122,6 +125,13 @@ class _Rank:
     kill_at: float | None = None
     """It was told to stop; on the monotonic clock."""
 
+    def close(self) -> None:
+        """Hear no more of it."""
+        self.channel.close()
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None
+
 
 class _Agent:
     def __init__(
@@ -141,6 +151,7 @@ class _Agent:
         self._beat_at = 0.0
         self._dump_at: float | None = None
         self._stacks_at: float | None = None
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Kill what is left of the ranks."""
@@ -155,7 +166,7 @@ class _Agent:
         """Until the driver closes the gang."""
         self._driver = driver
         self._interface = interface_of(_own_address(driver))
-        self._driver.send(Hello(describe_node(self._order.worker, self._interface)))
+        self._say(Hello(describe_node(self._order.worker, self._interface)))
         self._beat_at = time.monotonic() + BEAT_INTERVAL
         while self._open:
             handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
@@ -177,7 +188,7 @@ class _Agent:
             case Stop(is_last, reason):
                 self._stop(is_last=is_last, reason=reason)
             case Tell(word, value):
-                for rank in self._ranks.values():
+                for rank in self._at_work():
                     self._tell(rank, word, value)
             case Dump():
                 self._dump()
@@ -197,17 +208,17 @@ class _Agent:
         for place in order.places:
             rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
             rank.place = place
-            rank.channel.send(
-                RankOrder(
-                    place=place,
-                    job=order.job,
-                    code=str(code),
-                    scratch=str(self._scratch),
-                    directory=str(Path.cwd()),
-                    environment=environment(os.environ, place, order.job, self._interface),
-                    data=self._data,
-                )
+            asked = RankOrder(
+                place=place,
+                job=order.job,
+                code=str(code),
+                scratch=str(self._scratch),
+                directory=str(Path.cwd()),
+                environment=environment(os.environ, place, order.job, self._interface),
+                data=self._data,
             )
+            with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
+                rank.channel.send(asked)
 
     def _change_server(self) -> None:
         """Start the next generation from the fork server as it is now: it may have imported more than at first."""
@@ -228,11 +239,20 @@ class _Agent:
 
     def _stop(self, *, is_last: bool, reason: str | None) -> None:
         tracked_grace = TRACKED_STOP_GRACE if is_last else TRACKED_RESTART_GRACE
-        for rank in self._ranks.values():
+        for rank in self._at_work():
             is_main = rank.place is not None and rank.place.rank == 0
             has_run_to_close = is_main and self._job is not None and self._job.tracking is not None
             rank.kill_at = time.monotonic() + (tracked_grace if has_run_to_close else STOP_GRACE)
             self._tell(rank, "stop", reason)
+
+    def _at_work(self) -> list[_Rank]:
+        """Those that have had their orders; the others would take a word to them for it."""
+        return [rank for rank in self._ranks.values() if rank.place is not None]
+
+    def _say(self, message: object) -> None:
+        """Tell the driver, from any thread."""
+        with self._lock:
+            self._driver.send(message)
 
     def _keep_time(self) -> None:
         """Do what has become due."""
@@ -248,7 +268,7 @@ class _Agent:
             self._send_stacks()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_INTERVAL
-            self._driver.send(Beat())
+            self._say(Beat())
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -257,15 +277,14 @@ class _Agent:
 
     def _say_leaving(self) -> None:
         self._leaving = None
-        self._driver.send(Leaving())
+        self._say(Leaving())
 
     # ---- stacks
 
     def _dump(self) -> None:
         """Have the ranks say how far they are, and write down what they do."""
-        for rank in self._ranks.values():
-            if rank.place is not None:
-                self._tell(rank, "where")
+        for rank in self._at_work():
+            self._tell(rank, "where")
         self._dump_at = time.monotonic() + ANSWER_TIME
 
     def _dump_silent(self) -> None:
@@ -283,7 +302,7 @@ class _Agent:
             text = self._stacks_of(rank.place) or "(no stacks: the process does not run; is it suspended?)"
             texts[rank.place.rank] = text
             self._note_lines(rank, text.splitlines())
-        self._driver.send(Stacks(texts))
+        self._say(Stacks(texts))
 
     def _stacks_of(self, place: Place) -> str:
         try:
@@ -315,12 +334,31 @@ class _Agent:
             failure_path(path).write_text(f"{type(error).__name__}: {error}")
 
     def _upload(self, file: CheckpointFile) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(dial(self._order)) as connection:  # the driver notices
-            connection.send(Upload(file))
-            send_file(connection, self._scratch / file.name)
-        kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
-        for old in kept[:-NUM_FILES_KEPT]:
-            old.unlink(missing_ok=True)
+        """Send a checkpoint, or say that it cannot be sent: the driver asks for no other until then."""
+        path = self._scratch / file.name
+        try:
+            with contextlib.closing(self._dial_patiently()) as connection:
+                connection.send(Upload(file))
+                send_file(connection, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the driver has gone
+                self._say(NotSent(file, f"{type(error).__name__}: {error}"))
+        self._drop_older_than(path)
+
+    def _dial_patiently(self) -> Connection:
+        """A driver that is out of descriptors, say, may have some again soon."""
+        for wait_for in DIAL_WAITS:
+            with contextlib.suppress(ConnectionError):
+                return dial(self._order)
+            time.sleep(wait_for)
+        return dial(self._order)
+
+    def _drop_older_than(self, newest: Path) -> None:
+        """Keep a few checkpoints on this node, and those that the driver may yet ask for."""
+        with contextlib.suppress(FileNotFoundError):  # one of them went to where it is loaded from
+            kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
+            for old in kept[: max(0, kept.index(newest) + 1 - NUM_FILES_KEPT)] if newest in kept else ():
+                old.unlink(missing_ok=True)
 
     @staticmethod
     def _in_background(work: Callable[[CheckpointFile], None], file: CheckpointFile) -> None:
@@ -340,7 +378,7 @@ class _Agent:
             rank.channel.close()
             return
         if rank.place is not None:
-            self._driver.send(Reported(rank.place.rank, report))
+            self._say(Reported(rank.place.rank, report))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
@@ -361,7 +399,7 @@ class _Agent:
     def _note_lines(self, rank: _Rank, lines: list[str]) -> None:
         rank.tail.extend(lines)
         if lines and rank.place is not None:
-            self._driver.send(Lines(rank.place.rank, lines))
+            self._say(Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
@@ -370,11 +408,10 @@ class _Agent:
             self._relay_report(rank)
         while rank.output is not None and wait([rank.output], 0):
             self._relay_output(rank)
-        if rank.place is None:
-            raise RuntimeError(
-                f"a rank ended with exit code {exitcode} before it had its orders: {' / '.join(rank.tail)}"
-            )
-        self._driver.send(
+        if rank.place is None:  # it ended before it had its orders; another is forked when they come
+            rank.close()
+            return
+        self._say(
             Exited(
                 rank=rank.place.rank,
                 exitcode=exitcode,
@@ -384,10 +421,7 @@ class _Agent:
                 time=time.time(),
             )
         )
-        rank.channel.close()
-        if rank.output is not None:
-            os.close(rank.output)
-            rank.output = None
+        rank.close()
 
 
 def _cached(path: Path) -> Path:

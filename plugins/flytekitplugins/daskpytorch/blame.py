@@ -207,6 +207,8 @@ class RankExit:
     """It held up the others: for how long, why it is thought to, and the stacks of all ranks."""
     step: int | None = None
     """The newest step that it had named."""
+    agent_traceback: str | None = None
+    """The agent that watched it failed, like this."""
 
     @property
     def position(self) -> tuple[int | None, int | None]:
@@ -260,7 +262,8 @@ def describe(exit_: RankExit) -> str:
     if exit_.hang is not None:
         return exit_.hang.partition("\n")[0]
     if exit_.exitcode is None:
-        return "its worker was lost"
+        last_line = (exit_.agent_traceback or "").rstrip().rpartition("\n")[2]
+        return f"the agent that watches it failed: {last_line}" if last_line else "its worker was lost"
     if exit_.out_of_memory:
         return "killed for memory: the container's limit was reached (raise its mem limit, or use less)"
     if exit_.exitcode < 0:
@@ -297,6 +300,8 @@ def verdict(culprit: RankExit, world_size: int, refusal: str = "", history: Sequ
         message += "\n" + culprit.hang.partition("\n")[2]
     if rank_traceback:
         message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
+    if culprit.agent_traceback:
+        message += f"\n\nTraceback of its agent:\n{culprit.agent_traceback.rstrip()}"
     if culprit.log_tail:
         message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{culprit.log_tail}"
     kind = GangHungError if culprit.hang is not None and culprit.failure is None else GangError

@@ -11,12 +11,18 @@ from flytekitplugins.daskpytorch.roster import Peer
 __all__ = ["Courier"]
 
 
+MAX_RETRIES = 2
+"""How often a checkpoint is asked for again whose connection broke."""
+
+
 @dataclass
 class Courier:
     """Knows what is on its way, and what comes next."""
 
     _on_its_way: tuple[Peer, CheckpointFile] | None = None
     _next: tuple[Peer, CheckpointFile] | None = None
+    _num_retries: int = 0
+    """Of what is on its way."""
 
     @property
     def is_busy(self) -> bool:
@@ -28,13 +34,24 @@ class Courier:
         if self._on_its_way is not None:
             self._next = (peer, file)
             return
-        self._on_its_way = (peer, file)
+        self._on_its_way, self._num_retries = (peer, file), 0
         peer.send(Fetch(file))
 
     def note_end(self, file: CheckpointFile) -> None:
-        """This one has arrived, or will not."""
+        """This one has arrived."""
         if self._on_its_way is not None and self._on_its_way[1] == file:
             self._turn()
+
+    def note_failure(self, file: CheckpointFile, *, is_worth_a_retry: bool) -> bool:
+        """This one has not arrived; whether it will not, which is said once."""
+        if self._on_its_way is None or self._on_its_way[1] != file:
+            return False
+        if is_worth_a_retry and self._next is None and self._num_retries < MAX_RETRIES:
+            self._num_retries += 1
+            self._on_its_way[0].send(Fetch(file))
+            return False
+        self._turn()
+        return True
 
     def forget(self, peer: Peer) -> None:
         """An agent has gone, and what it was to bring."""

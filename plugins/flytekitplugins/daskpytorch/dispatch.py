@@ -26,11 +26,12 @@ from distributed.utils import get_ip
 
 from flytekitplugins.daskpytorch import agent, cluster, forkserver, resident, ship, worker_data
 from flytekitplugins.daskpytorch.blame import GangStartError
-from flytekitplugins.daskpytorch.gang import GangCancelledError, Request, Supervisor
+from flytekitplugins.daskpytorch.gang import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.inbox import GangFuture
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
+from flytekitplugins.daskpytorch.request import Request
 from flytekitplugins.daskpytorch.roster import OnFailure
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 

@@ -9,7 +9,7 @@ import functools
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +46,18 @@ class Generation:
     stillness: Stillness | None = None
     """From the moment that all have met."""
     hangs_at: float = 0.0
-    """Not before this moment on the monotonic clock can it count as hung: ranks that have not ended only move on."""
+    """Not before this moment can it count as hung: ranks that have not ended only move on."""
     stop_at: float | None = None
-    """When to end it: a better culprit may be found before, or the last rank may leave; on the monotonic clock."""
-    began_at: float = field(default_factory=time.monotonic)
-    """On the monotonic clock."""
+    """When to end it: a better culprit may be found before, or the last rank may leave; by the clock."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """Seconds that only go forward."""
+    began_at: float = field(init=False)
+    """By the clock."""
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     _has_earnest_failure: bool = False
+
+    def __post_init__(self) -> None:
+        self.began_at = self.clock()
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:
@@ -114,8 +119,8 @@ class Generation:
 
     @property
     def has_own_failure(self) -> bool:
-        """Some rank's function raised, and not because it lost a peer."""
-        return any(not failure.is_consequence for failure in self.failures.values())
+        """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
+        return self.has_earnest_failure and not self.culprit().is_infrastructure
 
     def take(self, rank: int, report: bytes) -> tuple[str, Any]:
         """Open a rank's report and note what it says; its kind and value."""
@@ -124,7 +129,7 @@ class Generation:
             case "ready":
                 self.ready.add(rank)
                 if self.is_formed:
-                    self.stillness = Stillness(self.places, time.monotonic())
+                    self.stillness = Stillness(self.places, self.clock())
             case "result":
                 self.results[rank] = value
             case "failure":
@@ -133,7 +138,7 @@ class Generation:
             case "log" | "saved":
                 self.steps[rank] = value.step
             case "moves" if self.stillness is not None:
-                self.stillness.note(rank, value, time.monotonic())
+                self.stillness.note(rank, value, self.clock())
             case "held":
                 self.held[rank] = value
             case "stopped":
@@ -153,11 +158,11 @@ class Generation:
             stopped=exited.stopped,
         )
 
-    def lose(self, worker: str, failure: Failure | None = None) -> None:
-        """A worker has gone, and its ranks with it."""
+    def lose(self, worker: str, agent_traceback: str | None = None) -> None:
+        """A worker has gone, or its agent has failed, and its ranks with it."""
         for rank in self.ranks_of.get(worker, ()):
             if rank not in self.exits:
-                self._note(rank, exitcode=None, log_tail="", time=time.time(), broken=failure)
+                self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
 
     def unaccounted(self) -> set[str]:
         """The workers of ranks that have not left."""
@@ -176,16 +181,18 @@ class Generation:
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
         return find_culprit(here.values())
 
-    def not_formed(self, timeout: float) -> GangStartError:
-        """The error that says which ranks have not met the others, and what those wrote."""
-        missing = sorted(set(self.places) - self.ready)
-        tails = [f"rank {rank}: {self.exits[rank].log_tail or '(no output)'}" for rank in missing[:4]]
+    def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
+        """The error that says which ranks have not met the others in time, and what those wrote."""
+        tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
-            f"{len(self.ready)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
-            f"{', '.join(map(str, missing))}. They may not reach each other, or importing the function's module takes "
-            "too long.\n" + "\n".join(tails),
-            rank=missing[0],
+            f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
+            f"{', '.join(map(str, sorted(missing)))}. They may not reach each other, or importing the function's module "
+            "takes too long.\n" + "\n".join(tails),
+            rank=min(missing),
         )
+
+    def _tail_of(self, rank: int) -> str:
+        return self.exits[rank].log_tail if rank in self.exits else ""
 
     def _note(self, rank: int, **how: Any) -> None:
         self.exits[rank] = exit_ = self._exit(rank, **how)
@@ -193,13 +200,13 @@ class Generation:
             self._bad_exits[rank] = exit_
             self._has_earnest_failure |= not exit_.is_consequence
 
-    def _exit(self, rank: int, *, broken: Failure | None = None, **how: Any) -> RankExit:
+    def _exit(self, rank: int, **how: Any) -> RankExit:
         _, node = self.places[rank]
         return RankExit(
             rank=rank,
             worker=node.worker,
             host=node.host,
-            failure=self.failures.get(rank) or broken,
+            failure=self.failures.get(rank),
             hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
             step=self.steps.get(rank),
             **how,

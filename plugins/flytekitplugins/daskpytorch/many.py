@@ -16,12 +16,13 @@ from flytekitplugins.daskpytorch import ship, tracking
 from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, request_for
-from flytekitplugins.daskpytorch.gang import Request, Supervisor, running
+from flytekitplugins.daskpytorch.gang import Supervisor, running
 from flytekitplugins.daskpytorch.halving import Halving
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.packing import Pool
+from flytekitplugins.daskpytorch.request import Request
 from flytekitplugins.daskpytorch.residents import Residents
 from flytekitplugins.daskpytorch.roster import OnFailure
 from flytekitplugins.daskpytorch.scoreboard import Scoreboard

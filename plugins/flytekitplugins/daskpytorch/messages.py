@@ -24,6 +24,7 @@ __all__ = [
     "Hello",
     "Leaving",
     "Lines",
+    "NotSent",
     "Reported",
     "Stacks",
     "Start",
@@ -92,6 +93,14 @@ class Broken:
     """The agent itself failed, and its ranks with it."""
 
     traceback: str
+
+
+@dataclass(frozen=True)
+class NotSent:
+    """A checkpoint that was asked for cannot be sent, for this reason."""
+
+    file: CheckpointFile
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.generation import Generation
 from flytekitplugins.daskpytorch.messages import Tell
-from flytekitplugins.daskpytorch.roster import Roster
 
 __all__ = ["StopRequest"]
 
@@ -24,22 +24,27 @@ class StopRequest:
     reason: str
     ends_gang: bool
     """Else it goes on without the worker that is being taken away."""
-    deadline: float = field(default_factory=lambda: time.monotonic() + PREEMPTION_GRACE)
-    """When those are ended that have not stopped; on the monotonic clock."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """Seconds that only go forward."""
+    deadline: float = field(init=False)
+    """When those are ended that have not stopped; by the clock."""
     _is_asked: bool = False
     """The ranks were told to hold their next call."""
     _is_released: bool = False
     """They were told at which call it turns true."""
 
-    def pursue(self, generation: Generation, roster: Roster) -> bool:
-        """Do what is next; whether the time is up."""
+    def __post_init__(self) -> None:
+        self.deadline = self.clock() + PREEMPTION_GRACE
+
+    def pursue(self, generation: Generation, tell: Callable[[Tell], None]) -> bool:
+        """Do what is next, by telling the generation's agents; whether the time is up."""
         if not self._is_asked:
             self._is_asked = True
-            roster.broadcast(Tell("hold"))
+            tell(Tell("hold"))
         elif not self._is_released and generation.have_answered(generation.held):
             self._is_released = True
             last_call = max(generation.held.values(), default=0)
-            roster.broadcast(Tell("release", last_call))
+            tell(Tell("release", last_call))
             if last_call == 0:
-                self.deadline = min(self.deadline, time.monotonic() + UNHEEDED_GRACE)
-        return time.monotonic() >= self.deadline and not generation.has_delivered
+                self.deadline = min(self.deadline, self.clock() + UNHEEDED_GRACE)
+        return self.clock() >= self.deadline and not generation.has_delivered

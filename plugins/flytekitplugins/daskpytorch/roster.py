@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -17,6 +19,8 @@ from flytekitplugins.daskpytorch.placement import Node, worker_order
 
 __all__ = ["AgentLauncher", "OnFailure", "Peer", "Roster", "hang_up"]
 
+MAX_BROKEN = 2
+"""How often a worker's agent may fail by itself."""
 MAX_SILENCE = 15.0
 """Seconds without a word from an agent, which speaks every second, after which its worker counts as lost."""
 SILENCE_INTERVAL = 0.5
@@ -31,6 +35,8 @@ BUSY_SCHEDULER_PATIENCE = 30.0
 
 OnFailure = Callable[[str, Exception], None]
 """Called with a worker and an error: its agent could not be started, or ended in an error."""
+OnLaunchFailure = Callable[[str, Exception, int], None]
+"""The same, with the number of the launch: the worker may have been asked again since."""
 
 
 class AgentLauncher(Protocol):
@@ -67,7 +73,12 @@ class Peer:
     node: Node
     connection: Connection
     heard_at: float
-    """When it last said anything; on the monotonic clock."""
+    """When it last said anything; by the roster's clock."""
+    joined_at: float = field(init=False)
+    """When it said hello."""
+
+    def __post_init__(self) -> None:
+        self.joined_at = self.heard_at
 
     def send(self, message: object) -> None:
         """Tell it something; should it be gone, that arrives as an event."""
@@ -84,7 +95,7 @@ class Roster:
     """Ranks per worker."""
     address: tuple[str, int]
     """Where the driver listens."""
-    on_failure: OnFailure
+    on_failure: OnLaunchFailure
     token: bytes = field(repr=False)
     """Proves to the driver who dials in."""
     peers: dict[str, Peer] = field(default_factory=dict)
@@ -98,20 +109,46 @@ class Roster:
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, with the error: there is no use in asking them again."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """Seconds that only go forward."""
     _shunned: set[str] = field(default_factory=set)
-    """Workers that fell silent; the scheduler may still believe in them."""
-    _looked_at: float = field(default_factory=time.monotonic)
-    _recruit_at: float = field(default_factory=lambda: time.monotonic() + RECRUIT_INTERVAL)
+    """Workers that fell silent; the scheduler may still believe in them, so nobody waits for them until they speak."""
+    _launches: Counter[str] = field(default_factory=Counter)
+    """How often each worker was asked."""
+    _num_broken: Counter[str] = field(default_factory=Counter)
+    """How often the agent of each has failed."""
+    _looked_at: float = field(init=False)
+    _recruit_at: float = field(init=False)
     _unanswered_since: float | None = None
 
+    def __post_init__(self) -> None:
+        self._looked_at = self.clock()
+        self._recruit_at = self._looked_at + RECRUIT_INTERVAL
+
     def launch(self, workers: Iterable[str]) -> None:
-        """Have agents started on these workers."""
-        orders = [
-            AgentOrder(worker=worker, driver=self.address, num_ranks=self.num_ranks, token=self.token)
-            for worker in workers
-        ]
-        self.expected |= {order.worker for order in orders}
-        self.launcher.launch(orders, self.on_failure)
+        """Have agents started on these workers, and expect them."""
+        workers = list(workers)
+        self.expected |= set(workers)
+        self._launch(workers)
+
+    def _launch(self, workers: Iterable[str]) -> None:
+        for number, several in self._numbered(workers).items():
+            orders = [
+                AgentOrder(worker=worker, driver=self.address, num_ranks=self.num_ranks, token=self.token)
+                for worker in several
+            ]
+            self.launcher.launch(orders, functools.partial(self._note_launch_failure, number))
+
+    def _note_launch_failure(self, launch: int, worker: str, error: Exception) -> None:
+        self.on_failure(worker, error, launch)
+
+    def _numbered(self, workers: Iterable[str]) -> dict[int, list[str]]:
+        """The workers by how often they have been asked, this time included."""
+        numbered: dict[int, list[str]] = defaultdict(list)
+        for worker in workers:
+            self._launches[worker] += 1
+            numbered[self._launches[worker]].append(worker)
+        return numbered
 
     def nodes(self) -> list[Node]:
         """Those that can carry ranks, in the order of their ranks."""
@@ -127,20 +164,22 @@ class Roster:
         """Whose connection this is."""
         return self._by_connection.get(connection)
 
-    def welcome(self, hello: Hello, connection: Connection) -> None:
-        """An agent has come."""
+    def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
+        """An agent has come; the one of the same worker that it displaces, which is gone with all its ranks."""
         worker = hello.node.worker
-        if (old := self.peers.get(worker)) is not None:
-            hang_up(old.connection)
-            del self._by_connection[old.connection]
+        displaced = self.peers.get(worker)
+        if displaced is not None:
+            self.forget(displaced.connection)
+            hang_up(displaced.connection)
         self.expected.discard(worker)
-        self.leaving.discard(worker)
+        self._shunned.discard(worker)
         self.lost.pop(worker, None)
-        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, time.monotonic())
+        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, self.clock())
+        return displaced
 
-    def refuse(self, worker: str, error: Exception) -> None:
+    def refuse(self, worker: str, error: Exception, launch: int) -> None:
         """An agent could not be started, or ended in an error before it had said hello."""
-        if worker not in self.expected:
+        if worker not in self.expected or launch != self._launches[worker]:
             return
         if isinstance(error, WorkerLostError):  # it may come back
             self._give_up([worker])
@@ -157,21 +196,32 @@ class Roster:
             self.lost[peer.node.worker] = ConnectionError("the worker was lost")
         return peer
 
+    def note_broken(self, worker: str, traceback: str) -> None:
+        """An agent has failed by itself; where that happens twice the worker is not asked again."""
+        self._num_broken[worker] += 1
+        if self._num_broken[worker] >= MAX_BROKEN:
+            last_line = traceback.rstrip().rpartition("\n")[2]
+            self.refused[worker] = GangError(f"its agent failed {MAX_BROKEN} times: {last_line}", worker=worker)
+
     def silent(self) -> list[Peer]:
         """Agents that have not spoken for too long; looks every now and then.
 
         They may come to life again, and must find themselves forgotten.
         """
-        now = time.monotonic()
+        now = self.clock()
         if now - self._looked_at < SILENCE_INTERVAL:
             return []
         if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
             for peer in self.peers.values():
                 peer.heard_at = now
         self._looked_at = now
-        silent = [peer for peer in self.peers.values() if now - peer.heard_at > MAX_SILENCE]
-        self._shunned |= {peer.node.worker for peer in silent}
-        return silent
+        return [peer for peer in self.peers.values() if now - peer.heard_at > MAX_SILENCE]
+
+    def give_up_silent(self, peer: Peer) -> None:
+        """Hang up on an agent that does not speak, and ask its worker again, should it come to life after all."""
+        hang_up(peer.connection)
+        self._shunned.add(peer.node.worker)
+        self._launch([peer.node.worker])
 
     def note_absences(self) -> None:
         """Give up those of the expected workers that have gone before they answered; looks every now and then."""
@@ -189,7 +239,7 @@ class Roster:
         self._give_up(self.expected - present)
         num_missing = wanted - self.num_nodes - len(self.expected)
         newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
-        if num_missing > 0:
+        if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
 
     def _give_up(self, workers: Iterable[str]) -> None:
@@ -197,16 +247,16 @@ class Roster:
         self.lost |= {worker: ConnectionError("the worker was lost before the gang was formed") for worker in workers}
 
     def _look(self) -> set[str] | None:
-        now = time.monotonic()
+        now = self.clock()
         if now < self._recruit_at:
             return None
         self._recruit_at = now + RECRUIT_INTERVAL
         try:
             present = set(self.launcher.present())
         except (OSError, TimeoutError) as error:
-            self._unanswered_since = self._unanswered_since or now
+            self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
             patience = BUSY_SCHEDULER_PATIENCE if self.launcher.is_connected() else SCHEDULER_PATIENCE
-            if (silence := time.monotonic() - self._unanswered_since) >= patience:
+            if (silence := self.clock() - self._unanswered_since) >= patience:
                 raise ConnectionError(f"the Dask scheduler was lost, no answer for {silence:.0f} s: {error}") from error
             return None
         self._unanswered_since = None

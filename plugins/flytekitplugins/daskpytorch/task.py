@@ -31,8 +31,8 @@ from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
 from flytekitplugins.daskpytorch.settings import Wandb, is_local
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.gang import Request
     from flytekitplugins.daskpytorch.observer import Shape
+    from flytekitplugins.daskpytorch.request import Request
     from flytekitplugins.daskpytorch.roster import AgentLauncher
     from flytekitplugins.daskpytorch.task_context import TaskOutput
 
@@ -151,7 +151,7 @@ class _InRanks(_Resumable):
 
     def _request(self, inputs: dict[str, Any], results: str) -> Request:
         from flytekitplugins.daskpytorch import flyte, ship
-        from flytekitplugins.daskpytorch.gang import Request
+        from flytekitplugins.daskpytorch.request import Request
 
         config = self.task_config
         return Request(

@@ -1,0 +1,453 @@
+"""A gang whose driver's brain is real and whose agents, ranks and clock are simulated: any order of events, at once."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from flytekitplugins.daskpytorch import messages
+from flytekitplugins.daskpytorch.blame import Failure, GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.brain import Brain
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.inbox import Inbox
+from flytekitplugins.daskpytorch.messages import AgentOrder, Upload
+from flytekitplugins.daskpytorch.node import local_versions
+from flytekitplugins.daskpytorch.observer import Audience, Observer
+from flytekitplugins.daskpytorch.placement import Node
+from flytekitplugins.daskpytorch.request import Request
+from flytekitplugins.daskpytorch.roster import AgentLauncher, OnFailure, Roster
+from flytekitplugins.daskpytorch.settings import Gang
+from flytekitplugins.daskpytorch.ship import Code
+from flytekitplugins.daskpytorch.vault import Vault
+
+STOPPED = 143
+
+
+class OwnError(Exception):
+    """What a simulated rank's function raises."""
+
+
+class Clock:
+    """Goes forward when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cluster(AgentLauncher):
+    """Workers by name; their agents dial in when a test lets them."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, workers: Sequence[str]) -> None:
+        self.workers = list(workers)
+        self.num_wanted = len(workers)
+        self.here = set(workers)
+        self.asked: dict[str, OnFailure] = {}
+        """Workers whose agents are on their way."""
+        self.is_there = True
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        self.asked |= {order.worker: on_failure for order in orders}
+
+    def present(self) -> Sequence[str]:
+        if not self.is_there:
+            raise OSError("no answer")
+        return sorted(self.here)
+
+    def is_connected(self) -> bool:
+        return self.is_there
+
+    def close(self) -> None:
+        self.asked.clear()
+
+
+@dataclass(eq=False)
+class Rank:
+    """What a simulated rank has done."""
+
+    rank: int
+    step: int = 0
+    is_ready: bool = False
+    has_delivered: bool = False
+    has_failed: bool = False
+
+
+@dataclass(eq=False)
+class Agent:
+    """A simulated agent, and the driver's connection to it."""
+
+    worker: str
+    orders: deque[object] = field(default_factory=deque)
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    generation: int | None = None
+    uploads: list[CheckpointFile] = field(default_factory=list)
+    is_suspended: bool = False
+    is_gone: bool = False
+    is_closed: bool = False
+    """It was told that the gang is over."""
+    is_hung_up: bool = False
+
+    # ---- as the driver's connection
+
+    def send(self, message: object) -> None:
+        if self.is_gone or self.is_hung_up:
+            raise BrokenPipeError
+        self.orders.append(message)
+
+    def fileno(self) -> int:
+        self.is_hung_up = True  # nobody else asks for it
+        raise OSError
+
+    def close(self) -> None:
+        pass
+
+
+class Pieces:
+    """A connection over which a file comes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def recv_bytes(self) -> bytes:
+        return self._data
+
+
+class Witness(Observer):
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.reasons: list[str] = []
+        self.resumed: list[int | None] = []
+        self.num_formed = 0
+        self.wish: StoppedEarlyError | None = None
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        self.reasons.append(reason)
+        self.resumed.append(step)
+
+    def formed(self, seconds: float) -> None:
+        self.num_formed += 1
+
+    def logged(self, record: LogRecord) -> None:
+        if self.wish is not None:
+            raise self.wish
+
+
+class World:
+    """One gang."""
+
+    def __init__(self, folder: Path, num_workers: int = 2, *, ranks_per_worker: int = 1, **settings: Any) -> None:
+        self.clock = Clock()
+        self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
+        self.folder = folder
+        self.vault = Vault(folder, None)
+        self.witness = Witness()
+        self.events: deque[Any] = deque()
+        self.agents: list[Agent] = []
+        self.starts: list[messages.Start] = []
+        """The first order of each generation."""
+        self.heeds = False
+        """The ranks ask `should_stop`, once a step."""
+        self.complaints: list[str] = []
+        self.committed: int | None = None
+        """The newest step that is safe."""
+        self.results: list[Any] | None = None
+        self.error: BaseException | None = None
+        self._names = itertools.count(num_workers + 1)
+        self.roster = Roster(
+            launcher=self.cluster,
+            num_ranks=ranks_per_worker,
+            address=("127.0.0.1", 1),
+            on_failure=lambda worker, *how: self.events.append(("not launched", worker, how)),
+            token=b"t",
+            clock=self.clock,
+        )
+        self.settings = Gang(**settings)
+        request = Request(name="m.train", call=b"", ranks_per_worker=ranks_per_worker, settings=self.settings)
+        self.roster.launch(self.cluster.workers)
+        self.brain = Brain(
+            request,
+            self.roster,
+            self.vault,
+            self,
+            Audience([self.witness]),
+            Inbox(),
+            code=Code(archive=b"", digest="d"),
+            asked_at=self.clock(),
+            clock=self.clock,
+        )
+        self.decide()
+
+    @staticmethod
+    def address() -> tuple[str, int]:
+        """Where the ranks would meet."""
+        return "127.0.0.1", 1
+
+    # ---- the driver
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or self.results is not None
+
+    def feed(self, kind: str, source: Any = None, value: Any = None) -> None:
+        """Let the driver hear of something, and act on it."""
+        self.events.append((kind, source, value))
+        while self.events and not self.is_over:
+            self.brain.take(self.events.popleft())
+            self.brain.look_for_silence()
+            self.decide()
+
+    def decide(self) -> None:
+        try:
+            self.results = self.brain.decide()
+        except Exception as error:
+            self.error = error
+
+    def wait(self, seconds: float, *, beats: bool = True) -> None:
+        """Let time go by; all agents that can say so are alive."""
+        end = self.clock.now + seconds
+        while self.clock.now < end and not self.is_over:
+            self.clock.now = min(end, self.clock.now + (1.0 if beats else seconds))
+            for agent in self.connected() if beats else ():
+                if not agent.is_suspended:
+                    self.say(agent, messages.Beat())
+            self.feed("timeout")
+
+    # ---- agents
+
+    def connected(self) -> list[Agent]:
+        return [agent for agent in self.agents if not agent.is_gone and not agent.is_hung_up]
+
+    def agent(self, worker: str) -> Agent:
+        """The newest of a worker."""
+        return next(agent for agent in reversed(self.agents) if agent.worker == worker)
+
+    def say(self, agent: Agent, message: object) -> None:
+        if not agent.is_gone and not agent.is_hung_up:
+            self.feed("message", agent, message)
+
+    def join(self, worker: str) -> Agent:
+        """An agent dials in, asked or not."""
+        self.cluster.asked.pop(worker, None)
+        agent = Agent(worker)
+        self.agents.append(agent)
+        node = Node(
+            worker=worker, host=worker, num_cores=1, gpus=(), gpu_names=(), interface=None, versions=local_versions()
+        )
+        self.say(agent, messages.Hello(node))
+        return agent
+
+    def join_all(self) -> None:
+        """All that were asked dial in."""
+        while self.cluster.asked and not self.is_over:
+            worker = next(iter(self.cluster.asked))
+            if worker in self.cluster.here:
+                self.join(worker)
+            else:
+                del self.cluster.asked[worker]
+
+    def lose(self, agent: Agent) -> None:
+        """Its process has gone."""
+        if not agent.is_gone:
+            agent.is_gone = True
+            self.feed("gone", agent)
+
+    def kill_worker(self, worker: str) -> None:
+        """It goes with all its agents."""
+        self.cluster.here.discard(worker)
+        for agent in [agent for agent in self.agents if agent.worker == worker]:
+            self.lose(agent)
+
+    def new_worker(self) -> str:
+        """A worker with a name of its own."""
+        worker = f"tcp://10.0.0.{next(self._names)}:1"
+        self.cluster.here.add(worker)
+        return worker
+
+    def obey(self, agent: Agent) -> None:
+        """It does what it was told, as the real one does."""
+        if agent.is_hung_up:
+            self.lose(agent)
+            return
+        while agent.orders and not agent.is_gone:
+            self._follow(agent, agent.orders.popleft())
+
+    def obey_all(self) -> None:
+        for agent in self.connected():
+            if not agent.is_suspended:
+                self.obey(agent)
+
+    def _follow(self, agent: Agent, order: object) -> None:
+        match order:
+            case messages.Start():
+                self._begin(agent, order)
+            case messages.Stop() | messages.Tell() | messages.Dump() if agent.generation is None:
+                self.complaints.append(f"{agent.worker}, which carries no ranks, was told to {order}")
+            case messages.Stop():
+                for rank in list(agent.ranks):
+                    self.leave(agent, rank, STOPPED, stopped=True)
+            case messages.Tell(word, value):
+                self._pass_on(agent, word, value)
+            case messages.Dump():
+                for rank in list(agent.ranks):
+                    self.report(agent, rank, "collectives", 1)
+                self.say(agent, messages.Stacks(dict.fromkeys(agent.ranks, "stack")))
+            case messages.Fetch(file):
+                agent.uploads.append(file)
+            case messages.Close():
+                agent.is_closed = True
+                self.lose(agent)
+
+    def _pass_on(self, agent: Agent, word: str, value: Any) -> None:
+        if word == "release" and value:
+            self._stop_by_itself(agent)
+            return
+        for rank in list(agent.ranks.values()):
+            if word == "hold":
+                self.report(agent, rank.rank, "held", rank.step if self.heeds else 0)
+            elif word == "end" and rank.has_delivered:
+                self.leave(agent, rank.rank, 0)
+
+    def _begin(self, agent: Agent, order: messages.Start) -> None:
+        if not any(start.job.generation == order.job.generation for start in self.starts):
+            self._note_start(order)
+        agent.generation = order.job.generation
+        step = order.job.checkpoint.step if order.job.checkpoint else 0
+        agent.ranks = {place.rank: Rank(place.rank, step=step) for place in order.places}
+
+    def _stop_by_itself(self, agent: Agent) -> None:
+        """Its ranks save, and return, at the call of `should_stop` that turns true."""
+        self.step(agent)
+        for rank in list(agent.ranks.values()):
+            rank.has_delivered = True
+            self.report(agent, rank.rank, "stopped")
+            self.report(agent, rank.rank, "result")
+
+    def _note_start(self, order: messages.Start) -> None:
+        self.starts.append(order)
+        step = order.job.checkpoint.step if order.job.checkpoint else None
+        if step != self.committed:
+            self.complaints.append(f"generation {order.job.generation} starts from {step}; {self.committed} was kept")
+
+    # ---- ranks
+
+    def report(self, agent: Agent, rank: int, kind: str, value: object = None) -> None:
+        self.say(agent, messages.Reported(rank, cloudpickle.dumps((kind, value))))
+
+    def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False) -> None:
+        if agent.ranks.pop(rank, None) is not None:
+            self.say(
+                agent, messages.Exited(rank, exitcode, stopped, out_of_memory=False, log_tail="", time=self.clock())
+            )
+
+    def ready(self, agent: Agent) -> None:
+        for rank in list(agent.ranks.values()):
+            if not rank.is_ready:
+                rank.is_ready = True
+                self.report(agent, rank.rank, "ready")
+
+    def step(self, agent: Agent, *, saves: bool = True) -> None:
+        """Its ranks take a step; rank 0 saves."""
+        for rank in list(agent.ranks.values()):
+            if rank.is_ready and not rank.has_delivered:
+                rank.step += 1
+                self.report(
+                    agent,
+                    rank.rank,
+                    "log",
+                    LogRecord(rank=rank.rank, step=rank.step, num_steps=None, time=0.0, metrics={}),
+                )
+                if rank.rank == 0 and saves:
+                    self.report(agent, 0, "saved", self._file(agent.generation or 0, rank.step))
+
+    def _file(self, generation: int, step: int) -> CheckpointFile:
+        data = f"{generation} {step}".encode()
+        return CheckpointFile(generation=generation, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest())
+
+    def upload(self, agent: Agent, error: Exception | None = None) -> None:
+        """The oldest checkpoint that it was asked for arrives with the driver, or not."""
+        file = agent.uploads.pop(0)
+        if error is None:
+            try:
+                self.vault.serve(Pieces(f"{file.generation} {file.step}".encode()), Upload(file))  # type: ignore[arg-type]
+                self.committed = file.step
+            except ValueError as refusal:
+                error = refusal
+        self.feed("kept", file, error)
+
+    def fail(self, agent: Agent, rank: int, error: Exception) -> None:
+        """A rank's function raises."""
+        agent.ranks[rank].has_failed = True
+        self.report(agent, rank, "failure", Failure.of(error, self.clock(), position=(agent.ranks[rank].step, 0)))
+        self.leave(agent, rank, 1)
+
+    def deliver(self, agent: Agent) -> None:
+        for rank in list(agent.ranks.values()):
+            if rank.is_ready and not rank.has_delivered:
+                rank.has_delivered = True
+                self.report(agent, rank.rank, "result", rank.rank)
+
+    # ---- all together
+
+    def form(self) -> None:
+        """Everybody comes, and all ranks meet."""
+        self.join_all()
+        self.obey_all()
+        for agent in self.connected():
+            self.ready(agent)
+
+    def train(self, num_steps: int = 1) -> None:
+        """All ranks take steps, each of which is kept."""
+        for _ in range(num_steps):
+            for agent in self.connected():
+                self.step(agent)
+            self.obey_all()
+            for agent in self.connected():
+                while agent.uploads:
+                    self.upload(agent)
+
+    def finish(self) -> None:
+        """From here on everything goes well, however long it takes."""
+        for agent in self.agents:
+            agent.is_suspended = False
+        self.cluster.is_there = True
+        for _ in range(100):
+            if self.is_over:
+                return
+            while len(self.cluster.here) < self.cluster.num_wanted:
+                self.new_worker()
+            self.form()
+            for agent in self.agents:
+                self.obey(agent)
+            for agent in self.connected():
+                while agent.uploads and not self.is_over:
+                    self.upload(agent)
+                self.deliver(agent)
+            self.obey_all()
+            self.wait(1.0)
+
+
+def raised(world: World) -> BaseException:
+    assert world.error is not None, world.results
+    return world.error
+
+
+def is_own(error: BaseException | None) -> bool:
+    """Whether it is what a rank's function raised."""
+    return isinstance(error, OwnError) and isinstance(error.__cause__, GangError)

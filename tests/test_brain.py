@@ -1,0 +1,677 @@
+"""What the driver decides, in whatever order things happen: agents, ranks and the clock are simulated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from flytekitplugins.daskpytorch import brain, messages
+from flytekitplugins.daskpytorch.blame import (
+    GangError,
+    GangHungError,
+    GangStartError,
+    PreemptedError,
+    StoppedEarlyError,
+    WorkerLostError,
+)
+from flytekitplugins.daskpytorch.brain import GangCancelledError
+from flytekitplugins.daskpytorch.roster import MAX_SILENCE
+from simulated_gang import Agent, OwnError, World, is_own, raised
+
+W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
+REASON = "the task was told to end"
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def world_of(tmp_path: Path) -> MakeWorld:
+    """Makes a gang whose workers have just been asked."""
+
+    def make(num_workers: int = 2, **how: Any) -> World:
+        return World(tmp_path, num_workers, **how)
+
+    return make
+
+
+def shrunk(world: World) -> Agent:
+    """A gang of two that has lost its second worker and trains on with the first, whose agent it returns."""
+    world.form()
+    world.train()
+    world.kill_worker(W2)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert len(world.starts) == 2
+    assert len(world.starts[1].places) == 1
+    return world.agent(W1)
+
+
+# ---- Growing --------------------------------------------------------------------------------------------------------
+
+
+def test_gang_grows_with_one_interruption_and_stops_none_of_the_newcomers_ranks(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    old = shrunk(world)
+    newcomer = world.join(world.new_worker())
+    world.train()  # stops the smaller gang, now that its step is kept
+    world.obey_all()
+    assert world.complaints == []
+    world.form()
+    assert [start.job.generation for start in world.starts] == [0, 1, 2]
+    assert world.starts[2].job.checkpoint is not None
+    assert world.starts[2].job.checkpoint.step == world.committed == 2
+    assert newcomer.generation == old.generation == 2
+    assert world.witness.reasons.count("more workers have come") == 1
+    world.train(3)
+    assert len(world.starts) == 3
+    world.finish()
+    assert world.results == [0, 1]
+
+
+def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld) -> None:
+    world = world_of(3, min_workers=1)
+    world.form()
+    world.train()
+    for worker in (W2, W3):
+        world.kill_worker(worker)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    world.join(world.new_worker())
+    world.train()  # another may follow
+    assert len(world.starts) == 2
+    world.join(world.new_worker())
+    world.train()
+    world.form()
+    assert world.witness.reasons.count("more workers have come") == 1
+    assert world.starts[-1].job.generation == 2
+    world.finish()
+    assert world.results == [0, 1, 2]
+
+
+def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld) -> None:
+    world = world_of(3, min_workers=1)
+    world.form()
+    world.train()
+    for worker in (W2, W3):
+        world.kill_worker(worker)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    world.join(world.new_worker())
+    world.wait(brain.GROWTH_SETTLE_TIME + 0.5)
+    world.train()
+    world.obey_all()
+    world.wait(1.0)  # a third may follow
+    world.form()
+    assert world.witness.reasons.count("more workers have come") == 1
+    assert sum(len(agent.ranks) for agent in world.connected()) == 2
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_failure_while_the_gang_stops_to_grow_is_a_failure(world_of: MakeWorld, moment: str) -> None:
+    world = world_of(min_workers=1, max_restarts=1)
+    old = shrunk(world)
+    newcomer = world.join(world.new_worker())
+    world.train()
+    if moment == "before":
+        world.fail(old, 0, OwnError("bad batch"))
+    else:
+        world.lose(newcomer)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert ("OwnError: bad batch" in world.witness.reasons[-1]) is (moment == "before")
+
+
+# ---- Being told to end ----------------------------------------------------------------------------------------------
+
+
+def grow(world: World) -> None:
+    shrunk(world)
+    world.join(world.new_worker())
+    world.train()
+
+
+def fail_alone(world: World) -> None:
+    world.form()
+    world.train()
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+
+
+def lose_a_worker(world: World) -> None:
+    world.form()
+    world.train()
+    world.kill_worker(W2)
+
+
+def upload_after_a_failure(world: World) -> None:
+    world.form()
+    world.train()
+    world.step(world.agent(W1))
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.agent(W1).orders.append(None)  # whatever it has to obey takes a while
+    world.agent(W1).orders.clear()
+    world.leave(world.agent(W1), 0, 143, stopped=True)
+
+
+def gather_again(world: World) -> None:
+    lose_a_worker(world)
+    world.obey_all()
+
+
+@pytest.mark.parametrize("happens", [grow, fail_alone, lose_a_worker, upload_after_a_failure, gather_again])
+@pytest.mark.parametrize("order", ["request first", "request last"])
+def test_request_to_end_survives_whatever_else_happens(
+    world_of: MakeWorld, happens: Callable[[World], None], order: str
+) -> None:
+    world = world_of(min_workers=None if happens is gather_again else 1)
+    if order == "request last":
+        happens(world)
+        world.feed("preempt", None, REASON)
+    else:
+        world.form()
+        world.feed("preempt", None, REASON)
+        if happens in (fail_alone, upload_after_a_failure):
+            world.fail(world.agent(W2), 1, OwnError("bad batch"))
+        else:
+            world.kill_worker(W2)
+    num_starts = len(world.starts)
+    world.finish()
+    error = raised(world)
+    assert isinstance(error, PreemptedError)
+    assert REASON in str(error)
+    assert len(world.starts) == num_starts
+    if world.committed is not None:
+        assert f"the newest checkpoint was that of step {world.committed}" in str(error)
+
+
+def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    world.feed("preempt", None, REASON)
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.finish()
+    error = raised(world)
+    assert isinstance(error, PreemptedError)
+    assert "while it was failing (rank 1" in str(error)
+    assert "OwnError: bad batch" in str(error)
+    assert is_own(error.__cause__)
+
+
+def test_error_that_ends_the_gang_anyway_comes_before_a_request(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=0)
+    world.form()
+    world.feed("preempt", None, REASON)
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.finish()
+    assert is_own(raised(world))
+
+
+def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.heeds = True
+    world.form()
+    world.train(3)
+    world.feed("preempt", None, REASON)
+    world.obey_all()
+    world.finish()
+    error = raised(world)
+    assert isinstance(error, PreemptedError)
+    assert world.committed == 4
+    assert "the newest checkpoint was that of step 4" in str(error)
+
+
+def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    world.feed("preempt", None, REASON)
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.feed("cancel")
+    world.finish()
+    assert isinstance(raised(world), GangCancelledError)
+
+
+def test_model_that_is_stopped_early_ends_as_that(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.witness.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+    world.step(world.agent(W1))
+    world.obey_all()
+    assert raised(world) is world.witness.wish
+
+
+# ---- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_whole_checkpoint_is_waited_for_as_long_as_its_agent_is_there(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    world.step(world.agent(W1))  # ... and its upload takes long
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.obey_all()
+    world.wait(300.0)
+    assert len(world.starts) == 1
+    assert any("waiting for the newest checkpoint" in note for note in world.witness.notes)
+    world.upload(world.agent(W1))
+    world.form()
+    assert world.starts[1].job.checkpoint is not None
+    assert world.starts[1].job.checkpoint.step == 2
+    assert world.complaints == []
+
+
+def test_checkpoint_whose_agent_has_gone_is_not_waited_for(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.form()
+    world.train()
+    world.step(world.agent(W1))
+    world.kill_worker(W1)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert world.starts[1].job.checkpoint is not None
+    assert world.starts[1].job.checkpoint.step == 1
+
+
+def test_upload_whose_connection_broke_is_asked_for_again(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.step(world.agent(W1))
+    world.obey_all()
+    world.upload(world.agent(W1), ConnectionResetError("reset"))
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.obey_all()
+    assert len(world.starts) == 1
+    world.upload(world.agent(W1))
+    world.form()
+    assert world.starts[1].job.checkpoint is not None
+
+
+def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    agent = world.agent(W1)
+    world.step(agent)
+    world.obey_all()
+    world.say(agent, messages.NotSent(agent.uploads.pop(), "OSError: a bad disk"))
+    world.step(agent)  # the next one is asked for all the same
+    world.obey_all()
+    assert [file.step for file in agent.uploads] == [3]
+    assert sum("a bad disk" in note for note in world.witness.notes) == 1
+
+
+# ---- Agents ---------------------------------------------------------------------------------------------------------
+
+
+def test_agent_that_dials_in_again_has_lost_its_ranks(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    world.join(W2)
+    world.obey_all()
+    world.form()
+    assert [start.job.generation for start in world.starts] == [0, 1]
+    assert "rank 1" in world.witness.reasons[0]
+    assert "its worker was lost" in world.witness.reasons[0]
+    world.finish()
+    assert world.results == [0, 1]
+
+
+def test_failure_of_an_agent_is_no_error_of_the_function(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=1)
+    world.form()
+    for _ in range(2):
+        agent = world.agent(W2)
+        world.say(agent, messages.Broken("Traceback ...\nOSError: a full disk"))
+        world.lose(agent)
+        world.obey_all()
+        world.wait(1.0)
+        world.form()
+    error = raised(world)
+    assert isinstance(error, WorkerLostError)
+    assert "the agent that watches it failed: OSError: a full disk" in str(error)
+
+
+def test_suspended_worker_that_comes_back_is_used_again(world_of: MakeWorld) -> None:
+    world = world_of(start_timeout=600.0)
+    world.form()
+    world.train()
+    world.agent(W2).is_suspended = True
+    world.wait(MAX_SILENCE + 3)
+    world.obey_all()
+    world.wait(60.0)
+    assert len(world.starts) == 1  # all workers are needed
+    world.form()  # ... and the suspended one has come to life
+    assert len(world.starts) == 2
+    world.finish()
+    assert world.results == [0, 1]
+
+
+def test_driver_that_was_asleep_loses_nobody(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.wait(100.0, beats=False)
+    world.finish()
+    assert world.results == [0, 1]
+    assert len(world.starts) == 1
+
+
+def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world_of: MakeWorld) -> None:
+    world = world_of(start_timeout=30.0)
+    world.join_all()
+    world.obey_all()
+    world.ready(world.agent(W1))
+    world.wait(31.0)
+    world.ready(world.agent(W2))
+    world.obey_all()
+    error = raised(world)
+    assert isinstance(error, GangStartError)
+    assert error.rank == 1
+    assert "1 of 2 ranks met within 30 s; missing: 1." in str(error)
+
+
+# ---- Hanging --------------------------------------------------------------------------------------------------------
+
+
+def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0)
+    world.form()
+    for agent in world.connected():
+        world.report(agent, next(iter(agent.ranks)), "moves", 1)
+    world.wait(9.9)
+    world.wait(0.2)
+    world.report(world.agent(W1), 0, "moves", 2)
+    world.report(world.agent(W2), 1, "moves", 2)
+    world.obey_all()
+    world.wait(5.0)
+    assert len(world.starts) == 1
+    assert not world.is_over
+    for _ in range(8):
+        world.wait(1.0)
+        world.obey_all()
+    world.form()
+    assert len(world.starts) == 2
+    assert "hangs" in world.witness.reasons[0]
+
+
+def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.form()
+    for _ in range(15):
+        world.wait(1.0)
+        world.obey_all()
+    assert isinstance(raised(world), GangHungError)
+
+
+# ---- Any order ------------------------------------------------------------------------------------------------------
+
+
+def happening(method: Callable[..., None]) -> Callable[..., None]:
+    """A rule: this happens to the gang, or another one begins where it has ended."""
+
+    @functools.wraps(method)
+    def apply(self: AnyOrder, data: st.DataObject) -> None:
+        if self.world.is_over:
+            self.the_gang_has_ended_well()
+            self.begin(data.draw(SETTINGS), forms=True)
+        method(self, self.world, data)
+
+    parameters = inspect.signature(apply).parameters
+    apply.__signature__ = inspect.Signature([parameters["self"], parameters["data"]])  # type: ignore[attr-defined]
+    return rule(data=st.data())(apply)
+
+
+def an_agent(world: World, data: st.DataObject) -> Agent | None:
+    """One that is connected."""
+    return data.draw(st.sampled_from(world.connected())) if world.connected() else None
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "num_workers": st.sampled_from([1, 2, 2, 3]),
+        "ranks_per_worker": st.sampled_from([1, 1, 2]),
+        "min_workers": st.sampled_from([1, 1, None]),
+        "max_restarts": st.sampled_from([0, 1, 5, 5]),
+        "hang_timeout": st.sampled_from([None, 20.0]),
+        "heeds": st.booleans(),
+    }
+)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens, in whatever order: the gang ends, blames rightly, and resumes from what it has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: list[tempfile.TemporaryDirectory[str]] = []
+
+    @initialize(how=SETTINGS, forms=st.sampled_from([True, True, True, False]))
+    def the_first_gang_begins(self, how: dict[str, Any], *, forms: bool) -> None:
+        self.begin(how, forms=forms)
+
+    def begin(self, how: dict[str, Any], *, forms: bool) -> None:
+        how = dict(how)
+        self.folders.append(tempfile.TemporaryDirectory())
+        heeds = how.pop("heeds")
+        self.world = World(Path(self.folders[-1].name), **how, start_timeout=60.0)
+        self.world.heeds = heeds
+        self.must_end = False
+        self.num_starts = 0
+        self.own_failures: set[tuple[int, int]] = set()
+        if forms:
+            self.world.form()
+            self.world.train()
+
+    # ---- agents
+
+    @happening
+    def agents_that_were_asked_come(self, world: World, data: st.DataObject) -> None:
+        if ready := sorted(world.cluster.asked.keys() & world.cluster.here):
+            world.join(data.draw(st.sampled_from(ready)))
+
+    @happening
+    def an_agent_dials_in_again(self, world: World, data: st.DataObject) -> None:
+        if agent := an_agent(world, data):
+            world.join(agent.worker)
+
+    @happening
+    def everybody_comes_and_meets(self, world: World, data: st.DataObject) -> None:
+        world.form()
+
+    @happening
+    def an_agent_cannot_be_started(self, world: World, data: st.DataObject) -> None:
+        if world.cluster.asked:
+            worker = data.draw(st.sampled_from(sorted(world.cluster.asked)))
+            world.cluster.asked.pop(worker)(worker, WorkerLostError("the worker was lost before"))
+            world.feed("timeout")
+
+    @happening
+    def an_agent_ends(self, world: World, data: st.DataObject) -> None:
+        if agent := an_agent(world, data):
+            how = data.draw(st.sampled_from(["lost", "broken", "leaving", "suspended or not", "with its worker"]))
+            event(f"an agent: {how}")
+            match how:
+                case "broken":
+                    world.say(agent, messages.Broken("OSError: a full disk"))
+                    world.lose(agent)
+                case "lost":
+                    world.lose(agent)
+                case "leaving":
+                    world.say(agent, messages.Leaving())
+                case "suspended or not":
+                    agent.is_suspended = not agent.is_suspended
+                case "with its worker":
+                    world.kill_worker(agent.worker)
+
+    @happening
+    def a_newcomer_joins(self, world: World, data: st.DataObject) -> None:
+        if len(world.cluster.here) < 4:
+            world.new_worker()
+            world.wait(1.0)
+            world.join_all()
+
+    @happening
+    def a_smaller_gang_is_to_grow(self, world: World, data: st.DataObject) -> None:
+        if len(world.connected()) > 1 and world.settings.min_workers:
+            world.kill_worker(world.connected()[-1].worker)
+            world.obey_all()
+            world.wait(1.0)
+            world.form()
+            world.new_worker()
+            world.wait(2.0)
+            world.join_all()
+            world.train()
+
+    @happening
+    def a_worker_comes_back(self, world: World, data: st.DataObject) -> None:
+        if world.agents:
+            world.cluster.here.add(data.draw(st.sampled_from(world.agents)).worker)
+
+    @happening
+    def an_agent_obeys(self, world: World, data: st.DataObject) -> None:
+        if agent := an_agent(world, data):
+            world.obey(agent)
+
+    @happening
+    def all_agents_obey(self, world: World, data: st.DataObject) -> None:
+        world.obey_all()
+
+    # ---- ranks
+
+    @happening
+    def all_train(self, world: World, data: st.DataObject) -> None:
+        world.train()
+
+    @happening
+    def ranks_do_something(self, world: World, data: st.DataObject) -> None:
+        if agent := an_agent(world, data):
+            data.draw(st.sampled_from([world.ready, world.step, world.step, world.deliver]))(agent)
+
+    @happening
+    def a_rank_raises(self, world: World, data: st.DataObject) -> None:
+        agent = an_agent(world, data)
+        if agent and (rank := next((each for each in agent.ranks.values() if not each.has_delivered), None)):
+            error = data.draw(st.sampled_from([OwnError("bad batch"), ConnectionResetError("reset by peer")]))
+            if isinstance(error, OwnError):
+                self.own_failures.add((agent.generation or 0, rank.rank))
+            world.fail(agent, rank.rank, error)
+
+    @happening
+    def a_rank_ends(self, world: World, data: st.DataObject) -> None:
+        if (agent := an_agent(world, data)) and agent.ranks:
+            world.leave(agent, next(iter(agent.ranks)), data.draw(st.sampled_from([0, 3, -9, -11, -15])))
+
+    @happening
+    def an_upload_ends(self, world: World, data: st.DataObject) -> None:
+        if uploading := [agent for agent in world.connected() if agent.uploads]:
+            errors = [None, None, ConnectionResetError("reset"), ValueError("damaged")]
+            world.upload(uploading[0], data.draw(st.sampled_from(errors)))
+
+    # ---- the rest of the world
+
+    @happening
+    def time_goes_by(self, world: World, data: st.DataObject) -> None:
+        seconds = data.draw(st.sampled_from([0.05, 0.3, 1.0, 5.0, 30.0]))
+        world.wait(seconds, beats=data.draw(st.booleans()))
+
+    @happening
+    def the_scheduler_goes_or_comes(self, world: World, data: st.DataObject) -> None:
+        world.cluster.is_there = not world.cluster.is_there
+
+    @happening
+    def somebody_wants_an_end(self, world: World, data: st.DataObject) -> None:
+        self.must_end, self.num_starts = True, len(world.witness.reasons)
+        if data.draw(st.sampled_from([True, True, False])):
+            world.feed("preempt", None, REASON)
+        else:
+            world.feed("cancel")
+
+    # ---- what always holds
+
+    @invariant()
+    def nobody_is_told_what_is_not_for_it(self) -> None:
+        """Nor does a generation start from anything but the newest checkpoint that was kept."""
+        assert self.world.complaints == []
+
+    @invariant()
+    def a_request_to_end_is_not_forgotten(self) -> None:
+        assert not self.must_end or len(self.world.witness.reasons) == self.num_starts
+
+    @invariant()
+    def every_agent_is_known_that_is_there(self) -> None:
+        """So that it can be let go."""
+        if not self.world.is_over:
+            known = {id(peer.connection) for peer in self.world.roster.peers.values()}
+            assert all(id(agent) in known for agent in self.world.connected())
+
+    @invariant()
+    def growing_is_announced_once_for_each_newcomer(self) -> None:
+        assert self.world.witness.reasons.count("more workers have come") <= len(self.world.agents)
+
+    @invariant()
+    def no_budget_is_exceeded(self) -> None:
+        failures = [reason for reason in self.world.witness.reasons if reason != "more workers have come"]
+        assert len(failures) <= 2 * self.world.settings.max_restarts
+
+    def the_gang_has_ended_well(self) -> None:
+        self.world.finish()
+        self.nobody_is_told_what_is_not_for_it()
+        self.a_request_to_end_is_not_forgotten()
+        assert self.world.is_over, "the gang does not end"
+        event(f"ended: {type(self.world.error).__name__}")
+        for reason in self.world.witness.reasons:
+            event(f"went on: {'more workers have come' if reason.startswith('more') else 'after a failure'}")
+        self.the_blame_is_right(self.world)
+
+    def the_blame_is_right(self, world: World) -> None:
+        error = world.error
+        if error is None:
+            assert world.results is not None
+            assert world.results == list(range(len(world.results)))
+            return
+        if not isinstance(error, (GangError, GangCancelledError, OwnError, ConnectionResetError)):
+            raise error
+        if isinstance(error, (GangStartError, GangCancelledError)):
+            return
+        last = len(world.witness.reasons)
+        failed = {rank for generation, rank in self.own_failures if generation == last}
+        if isinstance(error, OwnError):
+            assert isinstance(error.__cause__, GangError)
+            assert error.__cause__.rank in failed
+        elif isinstance(error, PreemptedError):
+            assert self.must_end or "was told to end" in str(error) or "scheduler was lost" in str(error)
+            assert not failed or is_own(error.__cause__)
+        elif failed:
+            assert isinstance(error, WorkerLostError)  # it could not start again after its last failure
+            assert f"rank {min(failed)}" in str(error) or "OwnError" in str(error), str(error)
+
+    def teardown(self) -> None:
+        self.the_gang_has_ended_well()
+        for folder in self.folders:
+            folder.cleanup()
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    report_multiple_bugs=False,
+    database=None,
+    phases=[phase for phase in Phase if phase is not Phase.shrink],
+)
+TestAnyOrder = pytest.mark.timeout(300)(AnyOrder.TestCase)
