@@ -186,8 +186,8 @@ class Generation:
         tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
-            f"{', '.join(map(str, sorted(missing)))}. They may not reach each other, or importing the function's module "
-            "takes too long.\n" + "\n".join(tails),
+            f"{', '.join(map(str, sorted(missing)))}. They may not reach each other, or importing the function's "
+            "module takes too long.\n" + "\n".join(tails),
             rank=min(missing),
         )
 

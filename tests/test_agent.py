@@ -1,0 +1,156 @@
+"""What an agent does with its orders: a real one with real ranks, and a driver that the test is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from flytekitplugins.daskpytorch import agent, messages, ship
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
+from flytekitplugins.daskpytorch.listener import Listener
+from flytekitplugins.daskpytorch.messages import AgentOrder
+from flytekitplugins.daskpytorch.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.rank import Job
+from processes import until
+
+
+def meet() -> str:
+    """What the ranks run."""
+    return "trained"
+
+
+class Driver:
+    """Hears the agent, and gives it orders."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(32)
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.listener = Listener("127.0.0.1", self.token, self.events)
+        self.connection: Connection | None = None
+        self.node: Node | None = None
+
+    def hear(self, wanted: Callable[[Any], bool]) -> Any:
+        """The next message that is wanted."""
+        while True:
+            kind, source, message = self.events.get(timeout=60)
+            if isinstance(message, messages.Hello):
+                self.connection, self.node = source, message.node
+            if kind == "gone" and source is self.connection:
+                raise EOFError("the agent has gone")
+            if wanted(message):
+                return message
+
+    def report(self, wanted: str) -> Any:
+        """The next report of this kind from a rank."""
+        while True:
+            message = self.hear(lambda message: isinstance(message, messages.Reported))
+            kind, value = cloudpickle.loads(message.report)
+            if kind == wanted:
+                return value
+
+    def send(self, message: object) -> None:
+        assert self.connection is not None
+        self.connection.send(message)
+
+    def start(self) -> None:
+        """Have the only rank started."""
+        assert self.node is not None
+        [[place]] = place_ranks([self.node], 1)
+        self.send(messages.Start(job(), ship.pack_code(), [place]))
+
+
+def job() -> Job:
+    return Job(
+        gang="g",
+        generation=0,
+        call=ship.pack_call(meet, (), {}),
+        pass_local_rank=False,
+        backend="gloo",
+        store=None,
+        timeout=60.0,
+        checkpoint=None,
+        pulse=None,
+        flyte=None,
+        tracking=None,
+    )
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    """One whose agent has come; it ends with the test."""
+    made = Driver()
+    order = AgentOrder(worker="w", driver=made.listener.address, num_ranks=1, token=made.token)
+    serving = threading.Thread(target=agent.run, args=(order,))
+    serving.start()
+    try:
+        made.hear(lambda message: isinstance(message, messages.Hello))
+        yield made
+    finally:
+        if serving.is_alive():
+            made.send(messages.Close())
+        serving.join(30)
+        made.listener.close()
+        assert not serving.is_alive()
+
+
+def idle_ranks() -> list[psutil.Process]:
+    """The ranks below this process's fork server."""
+    [server] = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
+    return server.children()
+
+
+def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
+    driver.send(messages.Stop(is_last=False))
+    driver.send(messages.Tell("end"))
+    driver.send(messages.Dump())
+    driver.hear(lambda message: isinstance(message, messages.Stacks))
+    driver.start()
+    driver.report("ready")
+    assert cloudpickle.loads(driver.report("result")) == "trained"
+
+
+def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
+    until(idle_ranks, "the rank to be forked")
+    [idle] = idle_ranks()
+    idle.kill()
+    driver.hear(lambda message: isinstance(message, messages.Beat))
+    driver.start()
+    assert cloudpickle.loads(driver.report("result")) == "trained"
+
+
+def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "DIAL_WAITS", (0.01, 0.01))
+    missing = CheckpointFile(generation=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
+    driver.send(messages.Fetch(missing))
+    told = driver.hear(lambda message: isinstance(message, messages.NotSent))
+    assert told.file == missing
+    assert "FileNotFoundError" in told.reason
+    driver.listener.close()  # nobody answers the call any more
+    driver.send(messages.Fetch(missing))
+    told = driver.hear(lambda message: isinstance(message, messages.NotSent))
+    assert "cannot reach the driver" in told.reason
+
+
+def test_only_checkpoints_older_than_the_one_sent_are_dropped(tmp_path: Path) -> None:
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"")
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    try:
+        for step in range(10):
+            path = tmp_path / f"step-{step}-{'0' * 16}.pt"
+            path.touch()
+            os.utime(path, (step, step))
+        made._drop_older_than(tmp_path / f"step-6-{'0' * 16}.pt")
+        kept = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+        assert kept == [4, 5, 6, 7, 8, 9]
+    finally:
+        made.close()
