@@ -104,9 +104,9 @@ def driver() -> Iterator[Driver]:
 
 
 def idle_ranks() -> list[psutil.Process]:
-    """The ranks below this process's fork server."""
+    """The ranks below this process's fork server, or its successor: each leads a session of its own."""
     [server] = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
-    return server.children()
+    return [child for child in server.children(recursive=True) if os.getsid(child.pid) == child.pid]
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
