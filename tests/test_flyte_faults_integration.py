@@ -5,6 +5,7 @@ Cases 44 and 45 are in test_task_integration.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from distributed import Client
@@ -25,7 +27,7 @@ import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.mirror import MANIFEST, Mirror, MirrorPaths
-from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until
+from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until, wait_for_workers
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -227,6 +229,32 @@ def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:
     check_stopped(execution, attempt, "was told to end")
     assert "tcp://127.0.0.3" in attempt.error.message
     assert attempt.seconds < MAX_SECONDS
+
+
+def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: Path) -> None:
+    with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
+        execution = _execution(cluster, wandb_folder, tmp_path)
+
+        def meddle(driver: subprocess.Popen[bytes]) -> None:
+            until(lambda: len(execution.lines("epochs-0-1")) >= 3 or driver.poll() is not None, "the training", 40)
+            for pod in (psutil.Process(process.pid) for process in (driver, *cluster.workers)):
+                for process in [*pod.children(recursive=True), pod]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.terminate()
+
+        attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
+        for worker in cluster.workers:
+            worker.wait(MAX_SECONDS)
+    check_stopped(execution, attempt, "was told to end")
+
+
+def test_41_sigterm_to_a_worker_process_alone(wandb_folder: Path, tmp_path: Path) -> None:
+    with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
+        execution = _execution(cluster, wandb_folder, tmp_path)
+        meddle = signal_after(execution, 3, lambda _: cluster.worker_process(1))
+        attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
+        wait_for_workers(cluster.address, 2)  # its nanny brings another
+    check_stopped(execution, attempt, "was told to end")
 
 
 def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) -> None:

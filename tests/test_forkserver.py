@@ -58,9 +58,9 @@ class Rank:
     def running(cls, client: ForkServerClient, key: int, source: str) -> Rank:
         return cls(client, key, Doing(exec, textwrap.dedent(source)))
 
-    def line(self) -> str:
+    def line(self, patience: float = PATIENCE) -> str:
         """The next line it writes."""
-        assert wait([self.output], PATIENCE), "the rank wrote nothing"
+        assert wait([self.output], patience), "the rank wrote nothing"
         return self.output.readline().decode().rstrip()
 
 
@@ -131,7 +131,7 @@ def test_rank_whose_agent_is_gone_before_its_first_message_ends_with_an_error(cl
     assert next_exit(client) == (0, 1)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGKILL, signal.SIGSEGV])
 def test_signal_that_ended_a_rank_is_reported_as_a_negative_code(client: ForkServerClient, signum: int) -> None:
     rank = Rank(client, 7)
     client.kill(7, signum)
@@ -155,8 +155,8 @@ def test_kill_of_a_rank_that_has_ended_is_ignored(client: ForkServerClient) -> N
 
 def test_kill_reaches_what_the_rank_started(client: ForkServerClient) -> None:
     pids = pids_of(Rank.running(client, 0, FAMILY))
-    client.kill(0, signal.SIGTERM)
-    assert next_exit(client) == (0, -signal.SIGTERM)
+    client.kill(0, signal.SIGKILL)
+    assert next_exit(client) == (0, -signal.SIGKILL)
     assert are_gone(pids)
 
 
@@ -297,14 +297,63 @@ def test_stopped_rank_dies_with_its_client() -> None:
     assert are_gone(pids)
 
 
-def test_rank_that_ignores_sigterm_dies_with_its_client() -> None:
+def test_no_sigterm_ends_a_rank_but_what_it_started_and_it_dies_with_its_client() -> None:
     client = forkserver.connect()
-    source = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(FAMILY)
-    pids = pids_of(Rank.running(client, 0, source))
+    [pid, child] = pids_of(Rank.running(client, 0, FAMILY))
     client.kill(0, signal.SIGTERM)
-    assert not wait([client], 0.2)
+    assert are_gone([child])
+    assert not wait([client], 0.1)
     client.close()
-    assert are_gone(pids)
+    assert are_gone([pid])
+
+
+def ranks_of(server: psutil.Process) -> list[psutil.Process]:
+    """Not what torch starts while it is imported."""
+    with contextlib.suppress(ProcessLookupError):
+        return [child for child in server.children() if os.getsid(child.pid) == child.pid]
+    return []
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant(start_method: str) -> None:
+    forkserver.shutdown()
+    with contextlib.closing(forkserver.connect(start_method)) as client:
+        server = fork_server()
+        server.terminate()  # it has hardly begun
+        rank = Rank(client, 0)
+        assert eventually(lambda: bool(ranks_of(server)))
+        [process] = ranks_of(server)
+        process.terminate()  # nor has this
+        rank.channel.send(Doing(exec, "import os, time; print(os.getpid(), flush=True); time.sleep(600)"))
+        assert pids_of(rank) == [process.pid]
+        process.terminate()
+        server.terminate()
+        Rank(client, 1, Doing(os._exit, 5))
+        assert next_exit(client) == (1, 5)
+        assert is_running(process.pid)
+    assert are_gone([process.pid])
+
+
+def test_handlers_and_children_of_a_ranks_code_heed_sigterm_as_everywhere(client: ForkServerClient) -> None:
+    source = """
+        import multiprocessing, signal, subprocess, threading, time
+        fork = multiprocessing.get_context("fork")
+        for child in (fork.Process(target=time.sleep, args=(600,)), fork.Process(target=time.sleep, args=(600,))):
+            child.start()
+            child.terminate()
+            child.join()
+            print(child.exitcode)
+        child = subprocess.Popen(["sleep", "600"])
+        child.terminate()
+        print(child.wait())
+        signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+        print("ready")
+        time.sleep(600)
+    """
+    rank = Rank.running(client, 0, source)
+    assert [rank.line() for _ in range(4)] == ["-15", "-15", "-15", "ready"]
+    client.signal(0, signal.SIGTERM)
+    assert rank.line() == "heard"
 
 
 OWNER = """

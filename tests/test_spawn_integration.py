@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from flyteidl.core import artifact_id_pb2
 from flytekit.core.context_manager import FlyteContextManager
@@ -15,7 +19,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 
 from flytekitplugins.daskpytorch.node import gpus_here
-from processes import nothing_left_behind
+from processes import nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -37,7 +41,14 @@ def project(tmp_path: Path) -> Path:
     return Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
 
 
-def attempt(project: Path, task: str, *, env: dict[str, str] | None = None, **inputs: Any) -> Attempt:
+def attempt(
+    project: Path,
+    task: str,
+    *,
+    env: dict[str, str] | None = None,
+    meddle: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    **inputs: Any,
+) -> Attempt:
     """Run a task by the container's own command, with nothing left behind."""
     with nothing_left_behind():
         return execute(
@@ -48,6 +59,7 @@ def attempt(project: Path, task: str, *, env: dict[str, str] | None = None, **in
             folder=project.parent / "attempt",
             module="flows.spawned",
             env=env,
+            meddle=meddle,
         )
 
 
@@ -139,3 +151,20 @@ def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(project: Path,
     assert run["exit_code"] == 1
     assert [row["loss"] for row in run["history"]][:2] == [1.0, 0.5]
     assert run["config"]["gang"]["world_size"] == 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_48_sigterm_to_all_processes_of_the_pod(project: Path, method: str) -> None:
+    def meddle(driver: subprocess.Popen[bytes]) -> None:
+        trains = [project / f"trains-{rank}" for rank in range(2)]
+        until(lambda: all(path.exists() for path in trains) or driver.poll() is not None, "the training")
+        pod = psutil.Process(driver.pid)
+        for process in [*pod.children(recursive=True), pod]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+
+    done = attempt(project, "loading", folder=str(project), method=method, meddle=meddle)
+    assert (done.error.kind, done.error.origin) == (RECOVERABLE, SYSTEM)
+    [step] = {(project / f"stopped-{rank}").read_text() for rank in range(2)}
+    assert "the task was told to end (SIGTERM)" in done.error.message
+    assert f"the next attempt goes on from the checkpoint of step {step}" in done.error.message

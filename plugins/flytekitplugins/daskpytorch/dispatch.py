@@ -11,6 +11,7 @@ import hashlib
 import os
 import pickle
 import re
+import signal
 import sys
 import threading
 from collections import Counter
@@ -335,6 +336,7 @@ def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     if here.nanny is not None:
         forkserver.bequeath(here.nanny)
+        _run_on(here, _end_in_order, here)
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving, worker_data.served(here) as data:
         (resident.stay if stay else agent.run)(order, leaving, data)
@@ -354,6 +356,21 @@ def _farewell(worker: Worker) -> Iterator[int]:
         farewell.close()
         with contextlib.suppress(RuntimeError):  # the worker's loop has ended
             _run_on(worker, worker.plugin_remove, name)
+
+
+async def _end_in_order(worker: Worker) -> None:
+    """Have SIGTERM close a worker below a nanny as its nanny would, and leave Ctrl-C to the nanny.
+
+    Dask has neither: where both have the signal at once, the ranks would go before they could save.
+    """
+
+    def close() -> None:
+        closing.append(asyncio.ensure_future(worker.close(nanny=False, reason="SIGTERM")))
+
+    closing: list[asyncio.Future[Any]] = []  # the loop itself holds no reference
+    with contextlib.suppress(RuntimeError, ValueError):  # its loop is not the main thread's, which hears of signals
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
+        signal.signal(signal.SIGINT, lambda *_: None)  # ignored, it would be so by what is started here
 
 
 class _Farewell(WorkerPlugin):  # type: ignore[misc]

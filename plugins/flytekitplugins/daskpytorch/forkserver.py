@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
-from flytekitplugins.daskpytorch import hugepages
+from flytekitplugins.daskpytorch import hugepages, sigterm
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "bequeath", "connect", "shutdown", "start_ahead"]
 
@@ -227,9 +227,10 @@ def _start(*, is_for_tasks: bool) -> _Owned:
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
-        )
+        with sigterm.held_back():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
+            )
     return _Owned(os.getpid(), process, mine, is_for_tasks)
 
 
@@ -308,7 +309,9 @@ class _Server:
         os.set_blocking(wakeup_write, False)
         signal.set_wakeup_fd(wakeup_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # the byte on the wake-up pipe is what counts
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        for signum in (signal.SIGINT, signal.SIGTERM):  # the driver's to handle, or the worker's
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._running = True
         self._end_at: float | None = None
@@ -527,9 +530,8 @@ class _Server:
         os.setsid()
         _die_with(server_pid)
         signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, signal.SIGINT):
-            signal.signal(signum, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored; see `_be_rank`
         self._close_inherited()
         if self._legacy is not None:
             self._legacy.close()
@@ -562,6 +564,7 @@ def _python(main: str, descriptors: Sequence[int], path: list[str]) -> list[str]
 def _be_rank(channel: int) -> NoReturn:
     status = 1
     try:
+        sigterm.leave_to_parent()
         from flytekitplugins.daskpytorch import rank
 
         status = rank.main(Connection(channel))
@@ -577,7 +580,7 @@ def _import_for_ranks(*, is_for_tasks: bool) -> None:
     gc.disable()
     import torch.distributed  # noqa: F401
 
-    from flytekitplugins.daskpytorch import rank
+    from flytekitplugins.daskpytorch import loaders, rank  # noqa: F401
 
     if is_for_tasks:
         from flytekitplugins.daskpytorch import flyte  # noqa: F401

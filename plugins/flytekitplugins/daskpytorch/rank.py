@@ -273,6 +273,10 @@ def _settle_in(order: RankOrder) -> None:
     os.environ.update(order.environment)
     import torch  # a spawned rank has not imported it, so that it starts with the variables above
 
+    from flytekitplugins.daskpytorch import loaders
+
+    loaders.shield()
+
     os.chdir(order.directory)
     sys.path.insert(0, order.code)
     sys.argv[1:] = []
@@ -428,6 +432,7 @@ def _dumps(value: Any) -> bytes:
 def _wind_up(tracker: tracking.Tracker | None, exit_code: int) -> None:
     if tracker is not None:
         tracker.finish(exit_code)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that workers of DataLoaders end now is nothing to torch
     atexit._run_exitfuncs()  # noqa: SLF001 - the fork server ends this process by os._exit, which runs none
     sys.stdout.flush()
     sys.stderr.flush()

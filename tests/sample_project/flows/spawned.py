@@ -14,6 +14,7 @@ import torch.distributed as dist
 from flytekit import Artifact, Deck, current_context, task, workflow
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile
+from torch.utils.data import DataLoader
 
 from flows.arithmetic import shifted
 from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, current_rank
@@ -169,3 +170,23 @@ def _described(*found: Found) -> str:
 def both(number: float) -> str:
     """Both start methods."""
     return _described(forked(number=number, text="a"), fresh(number=number, text="b"))
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)))
+def loading(folder: str, method: str) -> int:
+    """Goes on until it is told to stop; only then it saves. Leaves traces: that it trains, and where it stops.
+
+    Args:
+        folder: Where the traces go.
+        method: How the workers that load for it are started.
+    """
+    rank, step = current_rank(), 0
+    batches = iter(DataLoader(range(1_000_000), num_workers=2, multiprocessing_context=method))
+    while not rank.should_stop():
+        time.sleep(0.01)
+        dist.all_reduce(next(batches))
+        step += 1
+        Path(folder, f"trains-{rank.rank}").touch()
+    rank.checkpoint.save(step, step)
+    Path(folder, f"stopped-{rank.rank}").write_text(str(step))
+    return step

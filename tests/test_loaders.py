@@ -1,0 +1,56 @@
+"""A real rank's DataLoaders, whose workers hear the SIGTERM that goes to all processes."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flytekitplugins.daskpytorch import forkserver
+from processes import fork_server, nothing_left_behind
+from test_forkserver import Rank, next_exit
+
+pytestmark = pytest.mark.timeout(120)
+
+LOADING = """
+    import multiprocessing, os, time
+    from torch.utils.data import DataLoader
+    from flytekitplugins.daskpytorch import loaders
+
+    # Without a change of sys.path some editable installations of this package are not found; see `forkserver`.
+    os.environ["PYTHONPATH"] = {folder!r}
+    with open({folder!r} + "/widened.py", "w") as file:
+        file.write("import sys; sys.path.append('/nowhere')")
+    multiprocessing.set_forkserver_preload(["__main__", "widened"])
+    loaders.shield()
+    batches = iter(DataLoader(range(10_000), num_workers=2, multiprocessing_context={method!r}))
+    next(batches), next(batches)  # one of each
+    print("ready")
+    while not os.path.exists({folder!r} + "/gate"):
+        time.sleep(0.01)
+    print(sum(1 for _ in zip(range(1_000), batches)))
+    [first, second] = batches._workers
+    first.terminate()
+    first.join()
+    print(first.exitcode, second.is_alive())
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) -> None:
+    with nothing_left_behind(), contextlib.ExitStack() as stack:
+        stack.callback(forkserver.shutdown)
+        client = stack.enter_context(contextlib.closing(forkserver.connect()))
+        rank = Rank.running(client, 0, LOADING.format(method=method, folder=str(tmp_path)))
+        assert rank.line(60) == "ready"  # each may have to import torch
+        family = psutil.Process(fork_server().pid).children(recursive=True)
+        assert len(family) >= 3
+        for process in family:
+            process.terminate()
+        (tmp_path / "gate").touch()
+        assert rank.line() == "1000"
+        assert rank.line() == "-9 True"  # by the rank's own word, which is never without effect
+        assert next_exit(client) == (0, 0)
