@@ -12,13 +12,11 @@ import itertools
 import math
 import os
 import queue
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flytekitplugins.daskpytorch import messages, placement, ship
@@ -43,6 +41,7 @@ from flytekitplugins.daskpytorch.preemption import StopRequest
 from flytekitplugins.daskpytorch.rank import Job
 from flytekitplugins.daskpytorch.restarts import Defeat, Restarts
 from flytekitplugins.daskpytorch.roster import AgentLauncher, Peer, Roster, hang_up
+from flytekitplugins.daskpytorch.scratch import scratch_folder
 from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.ship import Code
 from flytekitplugins.daskpytorch.task_context import FlyteSettings
@@ -150,9 +149,9 @@ class Supervisor:
         running.add(self)
         try:
             with contextlib.ExitStack() as stack:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daskpytorch-checkpoints-"))
+                folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
                 mirror = Mirror(self._request.mirror) if self._request.mirror else None
-                self._vault = Vault(Path(folder), mirror)
+                self._vault = Vault(folder, mirror)
                 stack.callback(self._vault.close)
                 self._listen(stack)
                 try:
