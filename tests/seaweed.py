@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ADMIN", "NO_RIGHTS", "PUBLIC", "READER", "Keys", "Weed", "weed_server"]
+__all__ = ["ADMIN", "NO_RIGHTS", "PUBLIC", "READER", "WRITER", "Keys", "Weed", "weed_server"]
 
 COMMAND = Path(sys.executable).parent / "weed"
 PUBLIC = "public"
@@ -38,10 +38,12 @@ class Keys:
 
 ADMIN = Keys(access="AKIAADMIN", secret="secret-of-the-admin")
 READER = Keys(access="AKIAREADER", secret="secret-of-the-reader")
+WRITER = Keys(access="AKIAWRITER", secret="secret-of-the-writer")
 NO_RIGHTS = Keys(access="AKIANOBODY", secret="secret-of-nobody")
 IDENTITIES: dict[str, tuple[Keys | None, list[str]]] = {
     "admin": (ADMIN, ["Admin", "Read", "Write", "List"]),
     "reader": (READER, ["Read", "List"]),
+    "writer": (WRITER, ["Read", "Write", "List"]),
     "nobody": (NO_RIGHTS, ["Read:elsewhere"]),
     "anonymous": (None, [f"Read:{PUBLIC}", f"List:{PUBLIC}"]),
 }
@@ -106,6 +108,17 @@ class Weed:
         self.make_bucket(bucket)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda item: self.put(bucket, *item), objects.items()))
+
+    def forbid_deletes(self, bucket: str) -> None:
+        """From now on users may not remove objects from this bucket."""
+        statement = {
+            "Effect": "Deny",
+            "Principal": "*",
+            "Action": ["s3:DeleteObject"],
+            "Resource": [f"arn:aws:s3:::{bucket}/*"],
+        }
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        self.client.put_bucket_policy(Bucket=bucket, Policy=policy)
 
     def delete(self, bucket: str, key: str) -> None:
         """Remove an object."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from flytekitplugins.daskpytorch import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint, digest_of, failure_path
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
 
@@ -187,6 +197,98 @@ def test_state_that_cannot_be_pickled_is_refused_with_advice(rank: Rank, state: 
     with pytest.raises(TypeError, match=r"cannot be pickled: .*state_dict\(\)"):
         rank.checkpoint().save(state, 1)
     assert not list(rank.folder.iterdir())
+
+
+# ---- What is sharded ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """Of one rank."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@dataclasses.dataclass
+class Averages:
+    weights: list[Any]
+
+
+def sharded_states(part: Any) -> dict[str, tuple[Any, str]]:
+    """States with a sharded tensor somewhere, and what it is called there."""
+    weights = torch.nn.Parameter(part)
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
+    weights.sum().backward()
+    optimizer.step()
+    plain = torch.zeros(3)
+    return {
+        "alone": (part, "state"),
+        "parameter": ({"model": {"a": plain, "layer.weight": weights}}, r"state\['model'\]\['layer.weight'\]"),
+        "list": ([plain, (plain, part)], r"state\[1\]\[1\]"),
+        "dataclass": ({"averages": Averages([plain, part])}, r"state\['averages'\]\.weights\[1\]"),
+        "optimizer": (
+            {"optimizer": optimizer.state_dict()},
+            r"state\['optimizer'\]\['state'\]\[0\]\['momentum_buffer'\]",
+        ),
+        "unnamed": (deque([part]), "something in it"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["alone", "parameter", "list", "dataclass", "optimizer", "unnamed"])
+@pytest.mark.parametrize("is_main", [True, False])
+def test_sharded_state_is_refused_by_every_rank(rank: Rank, mesh: DeviceMesh, kind: str, is_main: bool) -> None:
+    state, name = sharded_states(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))[kind]
+    checkpoint = rank.checkpoint(is_main=is_main)
+    with pytest.raises(TypeError, match=rf"is sharded: {name} is a \w+ of shape \(4, 2\), .*full_state_dict=True"):
+        checkpoint.save(state, 1)
+    checkpoint.flush()
+    assert not list(rank.folder.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor")
+def test_sharded_tensor_of_fsdp1_is_refused(rank: Rank, mesh: DeviceMesh) -> None:
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[arg-type]
+    for is_main in (True, False):
+        with pytest.raises(TypeError, match=r"state\['w'\] is a ShardedTensor of shape \(4, 2\)"):
+            rank.checkpoint(is_main=is_main).save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
+
+
+def test_ranks_that_write_nothing_copy_nothing_in_search_of_sharded_tensors(rank: Rank, mesh: DeviceMesh) -> None:
+    state = {"w": torch.zeros(2_000_000), "array": np.zeros(2_000_000), "lock": threading.Lock()}
+    tracemalloc.start()
+    try:
+        rank.checkpoint(is_main=False).save(state, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# ---- What it costs --------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_originals_die_with_their_last_reference(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        made = copy_tensor(tensor)
+        alive.extend([weakref.ref(tensor), weakref.ref(made)])
+        return made
+
+    copy_tensor = checkpoint_module._copy_tensor
+    monkeypatch.setattr(checkpoint_module, "_copy_tensor", copy)
+    checkpoint = rank.checkpoint()
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(2):
+            checkpoint.save({"model": {"w": torch.ones(3)}, "tied": [torch.zeros(2)] * 2}, step)
+        checkpoint.flush()
+        assert len(alive) == 8
+        assert [ref() for ref in alive] == [None] * 8
+    finally:
+        gc.enable()
 
 
 # ---- How it is written ----------------------------------------------------------------------------------------------

@@ -47,8 +47,15 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
         (("s3://b/p", "q"), {}, "name the prefix once"),
         (
             ("b",),
-            {"decoder": "cv2", "on_error": "ignore", "timeout": 0, "num_connections": 0, "num_retries": -1},
-            r"decoder='cv2': .*on_error='ignore': .*num_connections=0: .*timeout=0: .*num_retries=-1",
+            {
+                "decoder": "cv2",
+                "on_error": "ignore",
+                "max_pixels": 0,
+                "timeout": 0,
+                "num_connections": 0,
+                "num_retries": -1,
+            },
+            r"decoder='cv2': .*on_error='ignore': .*max_pixels=0: .*num_connections=0: .*timeout=0: .*num_retries=-1",
         ),
         (("b",), {"storage_options": {"kee": 1, "client_kwargs": {"verify": False}}}, "has kee, verify: known are"),
         (("b",), {"storage_options": {"key": "k"}}, "one of key and secret"),

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flytekitplugins.daskpytorch.image_decoder import BrokenImageError, Decoder, decode
+from flytekitplugins.daskpytorch.image_decoder import MAX_PIXELS, BrokenImageError, Decoder, ImageTooLargeError, decode
 
 WIDTH, HEIGHT = 70, 50
 rng = np.random.default_rng(0)
@@ -90,3 +95,84 @@ def test_pictures_without_a_fixed_range_are_errors() -> None:
 def test_broken_pictures_are_errors(body: bytes, message: str, decoder: Decoder) -> None:
     with pytest.raises(BrokenImageError, match=message):
         decode(body, decoder)
+
+
+# ---- Pictures that are too large ------------------------------------------------------------------------------------
+
+
+def enlarged(kind: str, width: int, height: int) -> bytes:
+    """A small picture whose header says that it is large; what decodes it makes room for that first."""
+    body = FILES[kind]
+    if kind == "png":
+        header = b"IHDR" + struct.pack(">II", width, height) + body[24:29]
+        return body[:12] + header + struct.pack(">I", zlib.crc32(header)) + body[33:]
+    start = body.index(b"\xff\xc0") + 5
+    return body[:start] + struct.pack(">HH", height, width) + body[start + 4 :]
+
+
+def blank(width: int, height: int) -> bytes:
+    """A whole PNG of two colours, of a few kilobytes."""
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(1 + (width + 7) // 8) * height)
+    chunks = [(b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+
+
+LARGE = {
+    "png": blank(13_000, 13_000),
+    "cut png": enlarged("png", 13_000, 13_000),
+    "jpeg": enlarged("jpeg", 13_000, 13_000),
+}
+
+
+@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("kind", LARGE)
+def test_too_large_pictures_are_errors_of_their_own(kind: str, decoder: Decoder) -> None:
+    said = r"it has 13,000 x 13,000 = 169,000,000 pixels, max_pixels=89,478,485 are allowed\. .*raise max_pixels"
+    with pytest.raises(ImageTooLargeError, match=said):
+        decode(LARGE[kind], decoder)
+
+
+@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+def test_the_limit_can_be_set(decoder: Decoder) -> None:
+    assert decode(FILES["jpeg"], decoder, WIDTH * HEIGHT) is not None
+    with pytest.raises(ImageTooLargeError, match=r"70 x 50 = 3,500 pixels, max_pixels=3,499 are allowed"):
+        decode(FILES["jpeg"], decoder, WIDTH * HEIGHT - 1)
+
+
+@pytest.mark.parametrize("max_pixels", [MAX_PIXELS, 10**12])
+def test_what_pil_itself_does_not_open_is_too_large(max_pixels: int) -> None:
+    with pytest.raises(ImageTooLargeError, match=r"400000000 pixels.* raise PIL\.Image\.MAX_IMAGE_PIXELS as well as"):
+        decode(enlarged("png", 20_000, 20_000), "pil", max_pixels)
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from flytekitplugins.daskpytorch.image_decoder import ImageTooLargeError, decode, prepare
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+bodies = [Path(path).read_bytes() for path in sys.argv[1:]]
+for decoder in ("torchvision", "pil"):
+    prepare(decoder)
+before = peak()
+for body in bodies:
+    for decoder in ("torchvision", "pil"):
+        try:
+            decode(body, decoder)
+        except ImageTooLargeError:
+            pass
+print(peak() - before)
+"""
+
+
+def test_a_too_large_picture_takes_no_memory(tmp_path: Path) -> None:
+    for kind, body in LARGE.items():
+        (tmp_path / kind).write_bytes(body)
+    command = [sys.executable, "-c", PEAK, *(str(tmp_path / kind) for kind in LARGE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert int(done.stdout) < 30  # MiB; one of them decoded takes more than 500

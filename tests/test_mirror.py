@@ -21,6 +21,7 @@ from s3fs import S3FileSystem
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.mirror import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, Mirror, MirrorPaths
 from flytekitplugins.daskpytorch.vault import Vault
+from seaweed import WRITER, Weed
 
 PATIENCE = 10.0
 """Seconds that nothing here takes."""
@@ -56,6 +57,18 @@ class MoodyStore(FileAccessProvider):
         while not self.calls:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+class CountingStore(FileAccessProvider):
+    """Any storage; counts what is written to it."""
+
+    def __init__(self, sandbox: Path, raw: str) -> None:
+        super().__init__(str(sandbox / "sandbox"), raw)
+        self.written: list[str] = []
+
+    def put_data(self, local_path: str, remote_path: str, **kwargs: Any) -> str:  # type: ignore[override]
+        self.written.append(remote_path.rpartition("/")[2])
+        return str(super().put_data(local_path, remote_path, **kwargs))
 
 
 class Attempts:
@@ -437,5 +450,33 @@ def test_checkpoints_pass_through_s3(tmp_path: Path, s3: dict[str, str], monkeyp
     names = [path.rpartition("/")[2] for path in file_access.get_filesystem_for_path(base).ls(f"{base}/0")]
     assert sorted(names) == sorted([MANIFEST, *(checkpoint(step)[0].name for step in range(2, NUM_KEPT + 2))])
     del file_access, attempts, first, second
+    S3FileSystem.clear_instance_cache()
+    gc.collect()  # its sessions complain when the interpreter ends
+
+
+def test_storage_without_the_right_to_delete_keeps_all_and_is_no_failure(
+    tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weed.make_bucket("kept")
+    weed.forbid_deletes("kept")
+    keys = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": WRITER.access, "SECRET_ACCESS_KEY": WRITER.secret}
+    for name, value in [*weed.env(WRITER).items(), *((f"FLYTE_AWS_{key}", value) for key, value in keys.items())]:
+        monkeypatch.setenv(name, value)
+    file_access = CountingStore(tmp_path, "s3://kept/raw")
+    attempts = Attempts(tmp_path, file_access)
+    mirror = Mirror(MirrorPaths(file_access=file_access, previous=None, own="s3://kept/0"), retry_after=0.05)
+    steps = range(1, NUM_KEPT + 4)
+    for step in steps:
+        attempts.keep(mirror, 0, step)
+        assert mirror.flush(PATIENCE)
+    mirror.close()
+    files = [checkpoint(step)[0].name for step in steps]
+    assert file_access.written == [name for file in files for name in (file, MANIFEST)]  # once each
+    filesystem = file_access.get_filesystem_for_path("s3://kept/0")
+    assert sorted(path.rpartition("/")[2] for path in filesystem.ls("s3://kept/0")) == sorted([MANIFEST, *files])
+    [told] = capsys.readouterr().err.splitlines()
+    assert "older checkpoints cannot be removed from s3://kept/0 and stay there (" in told
+    assert "could not be copied" not in told
+    del file_access, attempts, mirror, filesystem
     S3FileSystem.clear_instance_cache()
     gc.collect()  # its sessions complain when the interpreter ends

@@ -232,6 +232,57 @@ def test_what_cannot_be_written_now_is_kept_for_another_call(tmp_path: Path, mon
     assert files(tmp_path) == {"0": b"x", "1": b"x", "2": b"newer", "3": b"x", "4": b"x"}
 
 
+@pytest.fixture
+def not_root() -> Iterator[Path]:
+    """A folder of somebody whom the rights of folders concern."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where anybody may write
+            yield Path(folder)
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_may_not_be_written_holds_up_nothing_else(not_root: Path) -> None:
+    inbox, handler = Inbox(), DaskResultsHandler()
+    (not_root / "closed").mkdir(mode=0o500)
+    for path in ("closed/a", "b", "closed/new/c", "d"):
+        submit(inbox, path, b"x", rank=3)
+    with pytest.raises(ResultPathError, match=r"rank 3 submitted for the path 'closed/a' .*: Permission denied"):
+        handler.process_results(not_root, [ended(inbox)])
+    assert files(not_root) == {"b": b"x", "d": b"x"}
+
+
+def test_when_nothing_may_be_written_all_is_kept_for_another_call(not_root: Path) -> None:
+    inbox, handler = Inbox(), DaskResultsHandler()
+    submit(inbox, "a", b"x")
+    not_root.chmod(0o500)
+    with pytest.raises(PermissionError):
+        handler.process_results(not_root, [ended(inbox)])
+    not_root.chmod(0o700)
+    handler.process_results(not_root, [ended(inbox)])
+    assert files(not_root) == {"a": b"x"}
+
+
+def test_an_unforeseen_error_of_one_result_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox = Inbox()
+    for number in range(3):
+        submit(inbox, str(number), b"x", rank=1)
+
+    def stumble(self: ResultFolder, target: Path, pieces: Iterable[bytes]) -> None:
+        if target.name == "1":
+            raise RecursionError("maximum recursion depth exceeded")
+        write(self, target, pieces)
+
+    write = ResultFolder._write
+    monkeypatch.setattr(ResultFolder, "_write", stumble)
+    with pytest.raises(ResultPathError, match=r"rank 1 .* path '1' .*: RecursionError: maximum"):
+        DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
+    assert sorted(files(tmp_path)) == ["0", "2"]
+
+
 # ---- Paths
 
 
@@ -274,6 +325,8 @@ def prefix(tmp_path: Path) -> Path:
         ("nul\0", "null"),
         ("lone-\udc80\ud800", "surrogates"),
         ("x" * 300, "too long"),
+        ("d/" * 2000 + "x", "2000 folders deep, and may be 100"),
+        ("d/" * 101 + "x", "101 folders deep"),
     ],
 )
 def test_refused_paths_name_rank_path_and_prefix(
@@ -294,7 +347,9 @@ def test_refused_paths_name_rank_path_and_prefix(
     assert capfd.readouterr().err == f"{caught.value}\n"
 
 
-@pytest.mark.parametrize("path", ["inside/x", "folder/x", "./y", "a//b", "ü/…", "..x/x..", " ", "new/circle"])
+@pytest.mark.parametrize(
+    "path", ["inside/x", "folder/x", "./y", "a//b", "ü/…", "..x/x..", " ", "new/circle", "d/" * 100 + "x"]
+)
 def test_paths_that_stay_inside_are_written(prefix: Path, path: str) -> None:
     ResultFolder(prefix).write(0, path, [b"good"])
     assert (prefix / path).read_bytes() == b"good"
@@ -397,6 +452,12 @@ def test_other_data_is_refused_by_its_type(submitted: list[tuple[str, str, bytes
 def test_a_path_is_a_string(submitted: list[tuple[str, str, bytes]]) -> None:
     with pytest.raises(TypeError, match="PosixPath"):
         DaskResultsHandler().submit_result(Path("a"), "x")  # type: ignore[arg-type]
+
+
+def test_a_path_that_is_too_deep_is_refused_at_once(submitted: list[tuple[str, str, bytes]]) -> None:
+    with pytest.raises(ValueError, match=r"takes a path of at most 100 folders, not of 2000"):
+        DaskResultsHandler().submit_result("d/" * 2000 + "x", "x")
+    assert not submitted
 
 
 def test_outside_a_gang_it_says_what_to_do() -> None:

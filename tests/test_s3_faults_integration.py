@@ -125,6 +125,22 @@ def test_what_is_no_picture_is_named_and_asked_for_once(
     assert proxy.num_requests(name) == 1
 
 
+@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+def test_a_picture_that_is_too_large_is_named_or_skipped(folder: Make, decoder: str) -> None:
+    key = min(FEW)
+    width, height = Image.open(io.BytesIO(FEW[key])).size
+    limit = width * height - 1
+    with pytest.raises(
+        data.ImageTooLargeError,
+        match=rf"^s3://{BUCKET}/{key} is not decoded: it has {width} x {height} = .* max_pixels={limit:,} .*on_error",
+    ):
+        read(folder(decoder=decoder, max_pixels=limit), key)
+    dataset = folder(decoder=decoder, max_pixels=limit, on_error="skip")
+    with pytest.raises(data.BrokenImageError, match="all 1 pictures of a batch were skipped"):
+        dataset.__getitems__([dataset.all_files.index(key)])
+    assert dataset.num_broken == 1
+
+
 def test_markers_and_other_files_are_no_items_and_make_no_classes(
     folder: Make, weed: Weed, caplog: pytest.LogCaptureFixture
 ) -> None:

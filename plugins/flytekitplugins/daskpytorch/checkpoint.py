@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
 
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointFile", "RankCheckpoint", "digest_of", "failure_path"]
 
 POLL_INTERVAL = 0.002
+SHARDED = (
+    ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
+)
+"""The kinds of tensors of which each rank has a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +102,12 @@ class RankCheckpoint(Checkpoint):
         """Keep a state; waits only while the one before is still being written.
 
         Raises:
-            TypeError: The state cannot be pickled.
+            TypeError: The state cannot be pickled; or, on every rank, it is sharded.
         """
         step = int(step)
         self._progress.reach(step, anew=True)
         if not self._is_main:
+            _refuse_sharded(state)
             return
         self.flush()
         self._writing = threading.Thread(
@@ -164,43 +173,133 @@ class RankCheckpoint(Checkpoint):
         return path
 
 
+class _Inspector(pickle.Pickler):
+    """Goes through all of a state that would be pickled, and stops at a sharded tensor."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        import torch
+
+        super().__init__(file, protocol=5)
+        self._tensor = torch.Tensor
+        self._sharded = _sharded_types()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, self._tensor):
+            return None
+        if isinstance(obj, self._sharded):
+            raise _ShardedError(obj)
+        return self.take(obj)
+
+    def take(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor, which goes past the pickle."""
+        return 0
+
+
+class _Copier(_Inspector):
+    """Copies the tensors, once each, however often they occur."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.copies: list[torch.Tensor] = []
+        self._seen: dict[Any, tuple[Any, int]] = {}  # holds the originals, too, so that no memory is given twice
+
+    def take(self, tensor: torch.Tensor) -> int:
+        key = _place_of(tensor)
+        if key not in self._seen:
+            self._seen[key] = (tensor, len(self.copies))
+            self.copies.append(_copy_tensor(tensor))
+        return self._seen[key][1]
+
+
+class _Restorer(pickle.Unpickler):
+    """Puts the copies where the tensors were."""
+
+    def __init__(self, file: IO[bytes], copies: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._copies = copies
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._copies[pid]
+
+
+class _ShardedError(Exception):
+    """A sharded tensor stands in a state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+
 def _copy(state: Any) -> Any:
     """A copy that later training steps do not touch, with tensors on the CPU.
 
-    The structure is pickled and unpickled; tensors go past the pickle, copied once each, however often they occur.
+    The structure is pickled and unpickled; tensors go past the pickle. No class is made here, and no function: those
+    stay, and what they know, until Python's cyclic collector finds them.
 
     Raises:
-        TypeError: Something in it cannot be pickled.
+        TypeError: Something in it cannot be pickled, or is sharded.
     """
-    import torch
-
-    tensors: list[Any] = []
-    seen: dict[Any, tuple[Any, int]] = {}  # holds the originals, too, so that no memory is given twice
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> int | None:
-            if not isinstance(obj, torch.Tensor):
-                return None
-            key = _place_of(obj)
-            if key not in seen:
-                seen[key] = (obj, len(tensors))
-                tensors.append(_copy_tensor(obj))
-            return seen[key][1]
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: int) -> Any:
-            return tensors[pid]
-
     buffer = io.BytesIO()
+    copier = _Copier(buffer)
     try:
-        Pickler(buffer, protocol=5).dump(state)
+        copier.dump(state)
         buffer.seek(0)
-        return Unpickler(buffer).load()
+        return _Restorer(buffer, copier.copies).load()
+    except _ShardedError as found:
+        raise _refusal(state, found.tensor) from None
     except Exception as error:
         raise TypeError(
             f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
             "the model and the optimizer, instead of the objects themselves."
         ) from error
+
+
+def _refuse_sharded(state: Any) -> None:
+    """Raise on a rank that keeps nothing what `_copy` raises of a sharded state, so that all ranks fail alike."""
+    if not _sharded_types():
+        return
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            _Inspector(nowhere).dump(state)
+    except _ShardedError as found:
+        raise _refusal(state, found.tensor) from None
+    except Exception:  # noqa: S110 - whatever does not pickle here concerns nobody
+        pass
+
+
+def _sharded_types() -> tuple[type, ...]:
+    """Of tensors that are spread over ranks; without the modules of those there are none."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
+    return tuple(kind for kind in found if kind is not None)
+
+
+def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
+    return TypeError(
+        f"the state to be saved is sharded: {_name_in(state, tensor)} is a {type(tensor).__name__} of shape "
+        f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Gather it before, "
+        "on all ranks, and save that: get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
+        "cpu_offload=True)) of torch.distributed.checkpoint.state_dict for a model and its optimizer (after load, "
+        "set_state_dict with the same options spreads it again), full_tensor() for a single DTensor."
+    )
+
+
+def _name_in(state: Any, wanted: object) -> str:
+    """Where something stands in a state, as Python's code would name it."""
+    waiting, seen = deque([("state", state)]), set()
+    while waiting:
+        name, obj = waiting.popleft()
+        if obj is wanted:
+            return name
+        if id(obj) in seen or isinstance(obj, (type, ModuleType)):
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, dict):
+            waiting.extend((f"{name}[{key!r}]", value) for key, value in obj.items())
+        elif isinstance(obj, (list, tuple)):
+            waiting.extend((f"{name}[{index}]", value) for index, value in enumerate(obj))
+        else:
+            waiting.extend((f"{name}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
+    return "something in it"
 
 
 def _place_of(tensor: torch.Tensor) -> object:

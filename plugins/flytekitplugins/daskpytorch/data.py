@@ -19,7 +19,14 @@ from torch.utils.data import Dataset, get_worker_info
 from flytekitplugins.daskpytorch.bucket import Access, Bucket, ChangedError, DamagedTransferError, Style
 from flytekitplugins.daskpytorch.dask_data import DaskPartitions, Share
 from flytekitplugins.daskpytorch.image_cache import ImageCache
-from flytekitplugins.daskpytorch.image_decoder import BrokenImageError, Decoder, decode, prepare
+from flytekitplugins.daskpytorch.image_decoder import (
+    MAX_PIXELS,
+    BrokenImageError,
+    Decoder,
+    ImageTooLargeError,
+    decode,
+    prepare,
+)
 from flytekitplugins.daskpytorch.image_index import ImageIndex
 from flytekitplugins.daskpytorch.sampling import RankBatches, split_by_class
 
@@ -34,6 +41,7 @@ __all__ = [
     "ChangedError",
     "DamagedTransferError",
     "DaskPartitions",
+    "ImageTooLargeError",
     "RankBatches",
     "S3ImageFolder",
     "Share",
@@ -83,6 +91,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         decoder: Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
+        max_pixels: int = MAX_PIXELS,
         index: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 10 * 2**30,
@@ -114,6 +123,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 time: `raise`; `skip`, which leaves it out of its batch; or a function of its key and the error that
                 gives another picture, or None to skip it. What was skipped or replaced is logged, and counted in
                 `num_broken`.
+            max_pixels: How many a picture may have: a file of kilobytes may take gigabytes to decode. A larger one is
+                never decoded, and what becomes of it is for `on_error` to say.
             index: A file that keeps the listing, to list once for many ranks or runs; written if it is not there.
             cache_dir: A local folder in which pictures are kept, for several processes at once.
             cache_bytes: How large it may become.
@@ -133,6 +144,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         _check(
             decoder=decoder,
             on_error=on_error,
+            max_pixels=max_pixels,
             addressing_style=addressing_style,
             cache_bytes=cache_bytes,
             num_connections=num_connections,
@@ -150,6 +162,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self.target_transform = target_transform
         self._decoder: Decoder = decoder
         self._on_error = on_error
+        self._max_pixels = max_pixels
         self._cache = ImageCache(cache_dir, cache_bytes) if cache_dir is not None else None
         self._source = _Source(bucket, access)
         self._index = self._listed(prefix, index, nested=nested)
@@ -181,7 +194,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
         Raises:
             OSError: It could not be read; which kind tells why, see `__init__`. FileNotFoundError: it has vanished.
-            BrokenImageError: It cannot be decoded, also where it would be left out of a batch.
+            BrokenImageError: It cannot be decoded, also where it would be left out of a batch; an ImageTooLargeError
+                where it has more than `max_pixels`.
         """
         index = range(len(self))[index]
         outcome = self._decode(index, self._source.readers.submit(self._fetch, index))
@@ -248,7 +262,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
         """The picture of a file that may be under way; the errors that `on_error` decides about are returned."""
         try:
-            return decode(body.result(), self._decoder)
+            return decode(body.result(), self._decoder, self._max_pixels)
+        except ImageTooLargeError as error:
+            return ImageTooLargeError(f"{self._uri(index)} is not decoded: {error}, or see on_error")
         except BrokenImageError as error:
             return BrokenImageError(f"{self._uri(index)} cannot be decoded: {error}. Mend it, or see on_error")
         except OF_ONE_PICTURE as error:
@@ -283,6 +299,7 @@ def _check(
     *,
     decoder: str,
     on_error: object,
+    max_pixels: int,
     addressing_style: str,
     cache_bytes: int,
     num_connections: int,
@@ -293,6 +310,7 @@ def _check(
     checks: dict[str, tuple[object, bool, str]] = {
         "decoder": (decoder, decoder in get_args(Decoder), "'pil' or 'torchvision'"),
         "on_error": (on_error, on_error in ("raise", "skip") or callable(on_error), "'raise', 'skip' or a function"),
+        "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
         "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
         "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
         "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flytekitplugins.daskpytorch import messages, ship
@@ -24,6 +22,7 @@ from flytekitplugins.daskpytorch.mirror import Mirror
 from flytekitplugins.daskpytorch.observer import Audience, Observer
 from flytekitplugins.daskpytorch.request import Request
 from flytekitplugins.daskpytorch.roster import AgentLauncher, Roster, hang_up
+from flytekitplugins.daskpytorch.scratch import scratch_folder
 from flytekitplugins.daskpytorch.vault import Vault
 
 if TYPE_CHECKING:
@@ -73,9 +72,9 @@ class Supervisor:
         running.add(self)
         try:
             with contextlib.ExitStack() as stack:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daskpytorch-checkpoints-"))
+                folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
                 mirror = Mirror(self._request.mirror) if self._request.mirror else None
-                vault = Vault(Path(folder), mirror)
+                vault = Vault(folder, mirror)
                 stack.callback(vault.close)
                 self._roster = self._listen(vault, stack)
                 try:

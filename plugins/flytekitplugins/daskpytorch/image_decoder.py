@@ -11,16 +11,22 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["BrokenImageError", "Decoder", "decode", "prepare"]
+__all__ = ["MAX_PIXELS", "BrokenImageError", "Decoder", "ImageTooLargeError", "decode", "prepare"]
 
 Decoder = Literal["pil", "torchvision"]
 END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
 """In which torchvision's decoder gives the same picture as PIL; both use libjpeg-turbo."""
+MAX_PIXELS = 2**30 // 12
+"""What PIL opens without a warning, 89 million: a quarter of a gigabyte, and decoding takes several times as much."""
 
 
 class BrokenImageError(ValueError):
     """A picture that cannot be decoded, though it arrived as it lies in the bucket."""
+
+
+class ImageTooLargeError(BrokenImageError):
+    """A picture of more pixels than are allowed; it was not decoded."""
 
 
 def prepare(decoder: Decoder) -> None:
@@ -33,16 +39,18 @@ def prepare(decoder: Decoder) -> None:
         import torchvision.transforms.functional  # noqa: F401
 
 
-def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
+def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image | Tensor:
     """The picture in red, green and blue, as people see it: rotated as its EXIF data say.
 
     Args:
         body: A whole file.
         decoder: What comes out: `pil`, or `torchvision`'s tensor, (3, height, width), uint8. JPEGs with three
             components or one are decoded by torchvision for the latter, all others by PIL, whose picture they then are.
+        max_pixels: How large it may be.
 
     Raises:
         BrokenImageError: It is empty, cut short, or no picture.
+        ImageTooLargeError: It is too large, as its header says.
     """
     from PIL import Image, ImageOps
 
@@ -50,13 +58,29 @@ def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
         raise BrokenImageError("it is empty (0 bytes)")
     try:
         picture = Image.open(io.BytesIO(body))  # reads the header alone
+        _check_size(picture, max_pixels)
         # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; PIL does not.
         if decoder == "torchvision" and picture.format == "JPEG" and picture.mode in JPEG_MODES and _is_whole(body):
             return _by_torchvision(body)
         upright = _as_rgb(ImageOps.exif_transpose(picture))
-    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError) as error:
+    except ImageTooLargeError:
+        raise
+    except Image.DecompressionBombError as error:  # PIL's own limit, twice PIL.Image.MAX_IMAGE_PIXELS
+        raise ImageTooLargeError(
+            f"{error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS as well as max_pixels={max_pixels:,}"
+        ) from error
+    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError) as error:
         raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
     return upright if decoder == "pil" else _as_tensor(upright)
+
+
+def _check_size(picture: Image, max_pixels: int) -> None:
+    width, height = picture.size
+    if width * height > max_pixels:
+        raise ImageTooLargeError(
+            f"it has {width:,} x {height:,} = {width * height:,} pixels, max_pixels={max_pixels:,} are allowed. Make "
+            "it smaller, or raise max_pixels where there is memory for it"
+        )
 
 
 def _as_rgb(picture: Image) -> Image:

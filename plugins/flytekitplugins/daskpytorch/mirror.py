@@ -57,6 +57,7 @@ class Mirror:
         self._is_urgent = False
         """Somebody waits: the pauses between attempts stay short."""
         self._closed = False
+        self._has_complained = False
         threading.Thread(target=self._copy_all, name="daskpytorch-mirror", daemon=True).start()
 
     def restore(self, folder: Path) -> CheckpointFile | None:
@@ -141,7 +142,21 @@ class Mirror:
             manifest.unlink(missing_ok=True)
         self._listed = listed[:NUM_KEPT]
         for old in listed[NUM_KEPT:]:
-            access.get_filesystem_for_path(own).rm(f"{own}/{old.name}")
+            self._remove(old)
+
+    def _remove(self, old: CheckpointFile) -> None:
+        """Free its space; where that is not allowed or fails, say so the first time: nothing needs it to be gone."""
+        own = self._paths.own
+        try:
+            self._paths.file_access.get_filesystem_for_path(own).rm_file(f"{own}/{old.name}")
+        except Exception as error:  # whatever a store's client raises
+            if not self._has_complained:
+                print(
+                    f"older checkpoints cannot be removed from {own} and stay there ({type(error).__name__}: {error}); "
+                    "allow it, or have the storage expire them. The newest are copied all the same.",
+                    file=sys.stderr,
+                )
+            self._has_complained = True
 
     def _read_manifest(self, previous: str, folder: Path) -> list[CheckpointFile]:
         local = folder / f"previous-{MANIFEST}"

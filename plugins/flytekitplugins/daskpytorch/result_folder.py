@@ -9,10 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-__all__ = ["ResultFolder", "ResultPathError"]
+__all__ = ["MAX_FOLDERS", "ResultFolder", "ResultPathError"]
 
-PATH_ERRORS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
-"""What a path that can never be written fails with; anything else, such as a full disk, may pass."""
+MAX_FOLDERS = 100
+"""How deep a path may be: what uploads and removes folders calls itself for each one below, 1,000 times at most."""
+DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
+    *(errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT),
+)
+"""What may pass, and concerns every path; anything else is the path's own fault, where the folder can be written."""
 
 
 class ResultPathError(ValueError):
@@ -35,7 +40,8 @@ class ResultFolder:
     """The folder that a user named; made if need be."""
 
     def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
-        self._prefix = name or os.fspath(prefix)  # as errors call it
+        self.name = name or os.fspath(prefix)
+        """As errors call it."""
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"
@@ -44,19 +50,21 @@ class ResultFolder:
         """Write one result, in place of what was there.
 
         Raises:
-            ResultPathError: The path is no relative one, or leads outside, or something else has its place.
+            ResultPathError: The path is no relative one, or leads outside, or is too deep, or something else has its
+                place.
             OSError: The file cannot be written now.
         """
         if (reason := _objection(path)) is not None:
-            raise ResultPathError(rank, path, self._prefix, reason)
+            raise ResultPathError(rank, path, self.name, reason)
         try:
             self._write(self._resolve(path), pieces)
         except OSError as error:
-            if error.errno not in PATH_ERRORS:
+            is_writable = os.access(self._root, os.W_OK | os.X_OK, effective_ids=True)
+            if error.errno is None or error.errno in DISK_ERRORS or not is_writable:
                 raise
-            raise ResultPathError(rank, path, self._prefix, os.strerror(error.errno)) from error
+            raise ResultPathError(rank, path, self.name, os.strerror(error.errno)) from error
         except ValueError as error:  # a link to elsewhere, a NUL, a lone surrogate
-            raise ResultPathError(rank, path, self._prefix, str(error)) from error
+            raise ResultPathError(rank, path, self.name, str(error)) from error
 
     def _resolve(self, path: str) -> Path:
         target = os.path.realpath(f"{self._root}/{path}")
@@ -93,4 +101,6 @@ def _objection(path: str) -> str | None:
         return "it has a '..'"
     if path.endswith("/"):
         return "it names a folder"
+    if path.count("/") > MAX_FOLDERS:
+        return f"it is {path.count('/')} folders deep, and may be {MAX_FOLDERS}"
     return None

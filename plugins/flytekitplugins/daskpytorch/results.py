@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
-from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
+from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox, Submission
+from flytekitplugins.daskpytorch.result_folder import MAX_FOLDERS, ResultFolder, ResultPathError
 
 if TYPE_CHECKING:
     from flytekit.types.directory import FlyteDirectory
@@ -64,6 +64,7 @@ class DaskResultsHandler:
 
         Raises:
             TypeError: The path is not a string, or the data neither string nor bytes.
+            ValueError: The path is more than 100 folders deep.
             RuntimeError: This process is not a rank.
         """
         if not isinstance(path, str):
@@ -72,6 +73,11 @@ class DaskResultsHandler:
             raise TypeError(
                 f"submit_result({path!r}, ...) takes str or bytes, not {type(data).__name__}; "
                 "make it one of these first, with json.dumps or pickle.dumps, say."
+            )
+        if path.count("/") > MAX_FOLDERS:
+            raise ValueError(
+                f"submit_result({path[:40]!r}..., ...) takes a path of at most {MAX_FOLDERS} folders, not of "
+                f"{path.count('/')}; put more into the names."
             )
         rank = current_rank()
         if rank.submit is None:
@@ -152,13 +158,21 @@ def write_out(inbox: Inbox, folder: ResultFolder, others: Container[str] = ()) -
             submission = claimed[0]
             try:
                 folder.write(submission.rank, submission.path, inbox.read(submission))
-            except ResultPathError as error:
-                sys.stderr.write(f"{error}\n")
-                refusals.append(error)
+            except OSError:
+                raise
+            except Exception as error:  # this one's own, which must not hold up those behind it
+                refusals.append(_refusal(error, submission, folder))
+                sys.stderr.write(f"{refusals[-1]}\n")
             inbox.drop(claimed.popleft())
     finally:
         inbox.restore(claimed)  # where the disk is full, or the user has interrupted it
     return refusals
+
+
+def _refusal(error: Exception, submission: Submission, folder: ResultFolder) -> ResultPathError:
+    if isinstance(error, ResultPathError):
+        return error
+    return ResultPathError(submission.rank, submission.path, folder.name, f"{type(error).__name__}: {error}")
 
 
 class _LiveKeys:

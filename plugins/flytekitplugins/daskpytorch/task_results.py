@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from flytekitplugins.daskpytorch.blame import PreemptedError
 from flytekitplugins.daskpytorch.inbox import Inbox
 from flytekitplugins.daskpytorch.result_folder import ResultFolder
 from flytekitplugins.daskpytorch.results import POLL_INTERVAL, write_out
+from flytekitplugins.daskpytorch.scratch import scratch_folder
 
 __all__ = ["TaskResults"]
 
@@ -52,19 +52,18 @@ class TaskResults:
             if not self._deliver(writer) and writer.inbox.folder_is_wanted:
                 self._make_empty_folder()
 
-    def _local_folder(self) -> contextlib.AbstractContextManager[str]:
+    def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
         if self._is_remote:
-            # A delivery that was given up may still be at work in there.
-            return tempfile.TemporaryDirectory(prefix="daskpytorch-results-", ignore_cleanup_errors=True)
-        return contextlib.nullcontext(self._files.strip_file_header(self.folder))
+            return scratch_folder("daskpytorch-results-")
+        return contextlib.nullcontext(Path(self._files.strip_file_header(self.folder)))
 
     def _deliver(self, writer: _Writer) -> bool:
         """Bring the files to the folder; whether there are any."""
         writer.write()
-        has_files = any(path.is_file() for path in Path(writer.folder).rglob("*"))
+        has_files = any(path.is_file() for path in writer.folder.rglob("*"))
         if has_files:
             if self._is_remote:
-                self._files.put_data(writer.folder, self.folder, is_multipart=True)
+                self._files.put_data(str(writer.folder), self.folder, is_multipart=True)
             _say(f"what the ranks have submitted is in {self.folder}")
         return has_files
 
@@ -93,7 +92,7 @@ class TaskResults:
 class _Writer:
     """Writes the files, in a thread of its own: a slow disk must not hold up the gang's supervisor."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.inbox = Inbox()
         self._name = name
