@@ -6,13 +6,13 @@ Holds no connection: the supervisor tells it what happens, and it says what that
 from __future__ import annotations
 
 import functools
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flytekitplugins.daskpytorch import relay
 from flytekitplugins.daskpytorch.blame import Failure, GangStartError, RankExit, find_culprit
 from flytekitplugins.daskpytorch.messages import Exited
 from flytekitplugins.daskpytorch.placement import Node, Place
@@ -117,9 +117,14 @@ class Generation:
         """Some rank's function raised, and not because it lost a peer."""
         return any(not failure.is_consequence for failure in self.failures.values())
 
-    def take(self, rank: int, report: bytes) -> tuple[str, Any]:
-        """Open a rank's report and note what it says; its kind and value."""
-        kind, value = pickle.loads(report)  # noqa: S301 - from our own rank, by its agent's connection
+    def take(self, rank: int, reports: bytes) -> list[tuple[str, Any]]:
+        """Open reports of a rank, and note what they say; the kind and value of each."""
+        opened = list(relay.unpack(reports))
+        for kind, value in opened:
+            self._take(rank, kind, value)
+        return opened
+
+    def _take(self, rank: int, kind: str, value: Any) -> None:
         match kind:
             case "ready":
                 self.ready.add(rank)
@@ -140,7 +145,6 @@ class Generation:
                 self.stopped_early.add(rank)
             case "collectives":
                 self.num_collectives[rank] = value
-        return kind, value
 
     def note_exit(self, exited: Exited) -> None:
         """A rank ended."""
