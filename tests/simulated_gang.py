@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
-from flytekitplugins.daskpytorch import messages
+from flytekitplugins.daskpytorch import messages, relay
 from flytekitplugins.daskpytorch.blame import Failure, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.brain import Brain
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
@@ -348,7 +346,7 @@ class World:
     # ---- ranks
 
     def report(self, agent: Agent, rank: int, kind: str, value: object = None) -> None:
-        self.say(agent, messages.Reported(rank, cloudpickle.dumps((kind, value))))
+        self.say(agent, messages.Reported(rank, relay.pack(kind, value)))
 
     def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False) -> None:
         if agent.ranks.pop(rank, None) is not None:

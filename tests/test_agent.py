@@ -15,7 +15,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch import agent, messages, ship
+from flytekitplugins.daskpytorch import agent, messages, relay, ship
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.listener import Listener
 from flytekitplugins.daskpytorch.messages import AgentOrder
@@ -54,9 +54,9 @@ class Driver:
         """The next report of this kind from a rank."""
         while True:
             message = self.hear(lambda message: isinstance(message, messages.Reported))
-            kind, value = cloudpickle.loads(message.report)
-            if kind == wanted:
-                return value
+            for kind, value in relay.unpack(message.report):
+                if kind == wanted:
+                    return value
 
     def send(self, message: object) -> None:
         assert self.connection is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,10 +115,64 @@ def test_numbers_are_the_metrics_that_are_numbers_as_floats() -> None:
     assert all(type(value) is float for value in record.numbers.values())
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400), pytest.param(10**5_000, id="large")])
+def test_numbers_that_no_float_holds_are_infinite(
+    rank_2_of_4: RankContext, records: list[LogRecord], number: int
+) -> None:
+    infinite = math.copysign(math.inf, 1 if number > 0 else -1)
+    assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={"x": number}).numbers == {"x": infinite}
+    rank_2_of_4.log({"x": number, "y": 2**1023})
+    assert records[0].metrics == {"x": infinite, "y": 2**1023}
+    assert records[0].numbers == {"x": infinite, "y": float(2**1023)}
+
+
+@pytest.mark.parametrize(
+    ("given", "epoch"),
+    [(3, 3), (2.7, 2), (True, 1), (-1, -1), (math.nan, None), (math.inf, None), (10**400, None), ("3", None)],
+)
+def test_the_epoch_is_what_can_be_counted(given: object, epoch: int | None) -> None:
+    assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={"epoch": given}).epoch == epoch
+    assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={}).epoch is None
+
+
+@pytest.mark.parametrize("number", [7, -3, True, 7.0, torch.tensor(7), torch.tensor([7]), np.int64(7), np.array(7)])
+def test_steps_are_whole_numbers(rank_2_of_4: RankContext, records: list[LogRecord], number: Any) -> None:
+    rank_2_of_4.log({}, step=number, num_steps=number)
+    assert (records[0].step, records[0].num_steps) == (int(number), int(number))
+    assert {type(records[0].step), type(records[0].num_steps)} == {int}
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        ("ten", "'ten'"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        ([1], "[1]"),
+        (torch.tensor([1, 2]), "tensor([1, 2])"),
+        (2**63, "of 64 bits"),
+        pytest.param(10**5_000, "of 16610 bits", id="large"),
+        pytest.param("x" * 100_000, "'xxx", id="long"),
+    ],
+)
+@pytest.mark.parametrize("name", ["step", "num_steps"])
+def test_other_steps_are_refused_with_a_short_message(
+    rank_2_of_4: RankContext, records: list[LogRecord], name: str, number: Any, shown: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^log\({name}=") as refused:
+        rank_2_of_4.log({"loss": 1.0}, **{name: number})
+    assert shown in str(refused.value)
+    assert len(str(refused.value)) < 400
+    assert records == []
+    assert rank_2_of_4.progress.num_moves == 0
+
+
 def test_log_outside_a_gang_goes_to_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="flytekitplugins.daskpytorch"):
         RankContext().log({"loss": torch.tensor(0.5)}, step=4)
+        RankContext().log({"huge": 10**5_000}, step=5)
     assert "step 4: loss=0.5" in caplog.text
+    assert "step 5: huge=inf" in caplog.text
 
 
 @pytest.mark.timeout(30)

@@ -6,9 +6,9 @@ import signal
 import time
 from typing import Any
 
-import cloudpickle
 import pytest
 
+from flytekitplugins.daskpytorch import relay
 from flytekitplugins.daskpytorch.blame import Failure, WorkerLostError, describe, verdict
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.context import LogRecord
@@ -34,7 +34,8 @@ def generation() -> Generation:
 
 
 def report(generation: Generation, rank: int, kind: str, value: object = None) -> tuple[str, Any]:
-    return generation.take(rank, cloudpickle.dumps((kind, value)))
+    [taken] = generation.take(rank, relay.pack(kind, value))
+    return taken
 
 
 def fail(generation: Generation, rank: int, error: Exception, at: float = 0.0, step: int | None = None) -> None:
@@ -111,6 +112,13 @@ def test_signs_of_life_count_once_all_have_met(generation: Generation) -> None:
     report(generation, 0, "moves", 6)
     assert generation.stillness.oldest([0, 1]) == generation.stillness.oldest([1]) == met_at
     assert generation.stillness.oldest([0]) != met_at
+
+
+def test_reports_that_came_together_are_taken_one_by_one(generation: Generation) -> None:
+    reports = [("ready", None), ("moves", 3), ("held", 7), ("result", "done"), ("folder", None)]
+    assert generation.take(2, b"".join(relay.pack(*report) for report in reports)) == reports
+    assert generation.ready == {2}
+    assert (generation.held, generation.results) == ({2: 7}, {2: "done"})
 
 
 def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(generation: Generation) -> None:

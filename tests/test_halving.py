@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError, dispatch
+from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError, dispatch, halving
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.halving import Halving
 from flytekitplugins.daskpytorch.observer import Observer
@@ -38,8 +38,8 @@ class Models:
 
     def __init__(self, settings: EarlyStopping = LOSS, num_models: int = 4) -> None:
         self.said: list[str] = []
-        halving = Halving(settings, num_models)
-        self.judges = [halving.judge(index, self.said.append) for index in range(num_models)]
+        all_models = Halving(settings, num_models)
+        self.judges = [all_models.judge(index, self.said.append) for index in range(num_models)]
 
     def log(self, model: int, **metrics: Any) -> bool:
         """Whether the model goes on after such a record."""
@@ -124,6 +124,34 @@ def test_no_number_between_rungs_harms_nobody() -> None:
     assert models.log(0, epoch=2, loss=1.0)
     assert models.log(0, epoch=3, loss=math.nan)
     assert models.log(0, epoch=4, loss=1.0)
+
+
+def test_optuna_hears_of_the_rungs_only() -> None:
+    """It copies all that it has of a model at each report, which makes many epochs take the square of their time."""
+    models = Halving(LOSS, 1)
+    judge = models.judge(0, print)
+    for epoch in range(2_000):
+        judge.logged(record(epoch=epoch, loss=1.0))
+    [trial] = models._study.trials
+    assert list(trial.intermediate_values) == [2**rung for rung in range(11)]
+    judge.ended(None)
+
+
+def test_names_are_collected_for_a_notice_only() -> None:
+    judge = Halving(LOSS, 1).judge(0, print)
+    for number in range(2_000):
+        judge.logged(record(**{f"other_{number}": 1.0}))
+    assert len(vars(judge)["_names"]) <= halving.MAX_NAMES
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, -math.inf, True, 1e308])
+@pytest.mark.parametrize("epoch", [1, 10**300, 10**400, 1e308, True])
+def test_odd_values_and_epochs_are_compared_or_passed_over(epoch: Any, value: Any) -> None:
+    models = Models()
+    models.log(0, epoch=epoch, loss=value)
+    models.log(1, epoch=epoch, loss=0.0)
+    for judge in models.judges:
+        judge.ended(None)
 
 
 def test_other_ranks_do_not_count() -> None:

@@ -119,6 +119,24 @@ def test_what_an_agent_said_before_it_went_is_heard(
     assert [heard(events) for _ in range(101)] == [*(Lines(rank, []) for rank in range(100)), "gone"]
 
 
+def test_agents_wait_while_too_much_has_not_been_taken(
+    ear: Listener,
+    dial: Callable[[], Connection],
+    events: queue.SimpleQueue[Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "MAX_WAITING", 5)
+    connection = dial()
+    for rank in range(50):
+        connection.send(Lines(rank, []))
+    for rank in range(20):
+        until(lambda: events.qsize() == 5, "as much as may wait")
+        assert heard(events) == Lines(rank, [])
+        assert events.qsize() <= 5
+    ear.close()  # nobody will take what is left, and nobody waits for that
+    until(lambda: events.qsize() == 30, "all the rest")
+
+
 def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     ear: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
 ) -> None:

@@ -65,12 +65,8 @@ def test_a_terminal_has_a_live_line_with_epoch_step_loss_and_rate() -> None:
     assert "━" in text
 
 
-def test_other_ranks_are_kept_for_the_report_but_not_shown() -> None:
+def test_other_ranks_are_not_shown() -> None:
     assert "step" not in shown(record(0, rank=1, loss=1.0))
-    recorder = Recorder()
-    recorder.placed(SHAPE)
-    recorder.logged(record(0, rank=1, loss=1.0))
-    assert len(recorder.records) == 1
 
 
 def test_the_report_has_curves_gang_timings_and_the_error() -> None:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch import forkserver, ship
+from flytekitplugins.daskpytorch import forkserver, relay, ship
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of, failure_path
 from flytekitplugins.daskpytorch.handshake import introduce
 from flytekitplugins.daskpytorch.messages import (
@@ -174,7 +174,7 @@ class _Agent:
                 handlers[self._leaving] = self._say_leaving
             for rank in self._ranks.values():
                 if not rank.channel.closed:
-                    handlers[rank.channel] = functools.partial(self._relay_report, rank)
+                    handlers[rank.channel] = functools.partial(self._relay_reports, rank)
                 if rank.output is not None:
                     handlers[rank.output] = functools.partial(self._relay_output, rank)
             for ready in wait(list(handlers), self._patience()):
@@ -371,14 +371,14 @@ class _Agent:
         with contextlib.suppress(OSError):  # it is already ending
             rank.channel.send((word, value))
 
-    def _relay_report(self, rank: _Rank) -> None:
+    def _relay_reports(self, rank: _Rank) -> None:
         try:
-            report = rank.channel.recv_bytes()
+            gathered = relay.gather(rank.channel)
         except (EOFError, OSError):  # also where its exit was noted a moment ago
             rank.channel.close()
             return
-        if rank.place is not None:
-            self._say(Reported(rank.place.rank, report))
+        for reports in gathered if rank.place is not None else ():
+            self._say(Reported(rank.place.rank, reports))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
@@ -405,7 +405,7 @@ class _Agent:
         key, exitcode = self._server.next_exit()
         rank = self._ranks.pop(key)
         while not rank.channel.closed and rank.channel.poll():
-            self._relay_report(rank)
+            self._relay_reports(rank)
         while rank.output is not None and wait([rank.output], 0):
             self._relay_output(rank)
         if rank.place is None:  # it ended before it had its orders; another is forked when they come

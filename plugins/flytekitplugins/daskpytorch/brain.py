@@ -228,19 +228,19 @@ class Brain:
         elif isinstance(message, Part):
             self._inbox.add(message)
         else:
-            self._take_report(peer, message.rank, message.report, generation)
+            self._take_reports(peer, message.rank, message.report, generation)
 
-    def _take_report(self, peer: Peer, rank: int, report: bytes, generation: Generation) -> None:
-        kind, value = generation.take(rank, report)
-        if kind == "log":
-            self._observe("logged", value)
-        elif kind == "saved":
-            self._courier.fetch(peer, value)
-        elif kind == "folder":
-            self._inbox.folder_is_wanted = True
-        elif kind == "ready" and generation.is_formed:
-            began_at = self._asked_at if generation.number == 0 else generation.began_at
-            self._observe("formed", self._now() - began_at)
+    def _take_reports(self, peer: Peer, rank: int, reports: bytes, generation: Generation) -> None:
+        for kind, value in generation.take(rank, reports):
+            if kind == "log":
+                self._observe("logged", value)
+            elif kind == "saved":
+                self._courier.fetch(peer, value)
+            elif kind == "folder":
+                self._inbox.folder_is_wanted = True
+            elif kind == "ready" and generation.is_formed:
+                began_at = self._asked_at if generation.number == 0 else generation.began_at
+                self._observe("formed", self._now() - began_at)
 
     def _lose(self, connection: Connection) -> None:
         if (peer := self._roster.forget(connection)) is not None:

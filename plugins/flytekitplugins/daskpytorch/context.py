@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import reprlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "LogRecord", "Progress", "RankContext", "StopSignal", "current_rank"]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
+
+MAX_BITS = sys.float_info.max_exp
+"""Of a whole number that a float may hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,13 @@ class LogRecord:
     @property
     def numbers(self) -> dict[str, float]:
         """The metrics that are numbers, as floats."""
-        return {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
+        return {name: _as_float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that it says it belongs to, where that can be counted."""
+        value = self.metrics.get("epoch")
+        return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
 
 
 class Checkpoint:
@@ -171,19 +183,22 @@ class RankContext:
     def log(self, metrics: Mapping[str, Any], step: int | None = None, *, num_steps: int | None = None) -> None:
         """Report metrics, without waiting for anyone.
 
-        Rank 0's values feed Weights & Biases, the live progress and the Deck; every rank's are kept by the driver.
-        The names `epoch`, `loss` and `samples_per_second` have their own places in the progress display.
+        Rank 0's values feed Weights & Biases, the live progress and the Deck; every rank's tell the driver how far it
+        has come. The names `epoch`, `loss` and `samples_per_second` have their own places in the progress display.
 
         Args:
             metrics: Names and values. Numbers and one-element tensors (read with `.item()`, which waits for the
                 device) go everywhere; other objects, such as `wandb.Image`, go to Weights & Biases alone.
             step: The step the values belong to; by default the number of earlier calls.
             num_steps: How many steps there will be, for the length of the progress bar.
+
+        Raises:
+            ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
         """
         record = LogRecord(
             rank=self.rank,
-            step=self._num_logged if step is None else int(step),
-            num_steps=num_steps,
+            step=self._num_logged if step is None else _whole("step", step),
+            num_steps=None if num_steps is None else _whole("num_steps", num_steps),
             time=time.time(),
             metrics={str(name): _plain(value) for name, value in metrics.items()},
         )
@@ -191,7 +206,7 @@ class RankContext:
         if step is None:
             self.progress.move()
         else:
-            self.progress.reach(int(step))
+            self.progress.reach(record.step)
         if self.sink is not None:
             self.sink(record)
         else:
@@ -242,11 +257,33 @@ def enter(context: RankContext) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A one-element tensor, array or NumPy scalar as the Python number it holds; anything else as it is."""
+    """A one-element tensor, array or NumPy scalar as the Python number it holds; anything else as it is.
+
+    Whole numbers that no float can hold become infinite: nobody could draw or even print them.
+    """
     num_elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
     if num_elements == 1 and hasattr(value, "item"):
         return value.item()
-    return value
+    return _as_float(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"log({name}={reprlib.repr(value)}): must be a whole number, or a tensor that holds one ({error})"
+        ) from error
+    if number.bit_length() >= 64:
+        raise ValueError(f"log({name}=...): a number of {number.bit_length()} bits, must lie between -2**63 and 2**63")
+    return number
 
 
 _current: tuple[int, RankContext] = (os.getpid(), RankContext())

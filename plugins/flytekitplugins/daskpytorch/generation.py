@@ -6,13 +6,13 @@ Holds no connection: the supervisor tells it what happens, and it says what that
 from __future__ import annotations
 
 import functools
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flytekitplugins.daskpytorch import relay
 from flytekitplugins.daskpytorch.blame import Failure, GangStartError, RankExit, find_culprit
 from flytekitplugins.daskpytorch.messages import Exited
 from flytekitplugins.daskpytorch.placement import Node, Place
@@ -122,9 +122,14 @@ class Generation:
         """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
         return self.has_earnest_failure and not self.culprit().is_infrastructure
 
-    def take(self, rank: int, report: bytes) -> tuple[str, Any]:
-        """Open a rank's report and note what it says; its kind and value."""
-        kind, value = pickle.loads(report)  # noqa: S301 - from our own rank, by its agent's connection
+    def take(self, rank: int, reports: bytes) -> list[tuple[str, Any]]:
+        """Open reports of a rank, and note what they say; the kind and value of each."""
+        opened = list(relay.unpack(reports))
+        for kind, value in opened:
+            self._take(rank, kind, value)
+        return opened
+
+    def _take(self, rank: int, kind: str, value: Any) -> None:
         match kind:
             case "ready":
                 self.ready.add(rank)
@@ -145,7 +150,6 @@ class Generation:
                 self.stopped_early.add(rank)
             case "collectives":
                 self.num_collectives[rank] = value
-        return kind, value
 
     def note_exit(self, exited: Exited) -> None:
         """A rank ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.blame import StoppedEarlyError
@@ -52,11 +52,21 @@ class Halving:
             return _Judge(self, self._study.ask(), index, say)
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
-        """Take in a model's value after an epoch; whether it is to be stopped."""
+        """Take in a model's value at a rung, or after it; whether it is to be stopped."""
         with self._lock:
-            self._has_said = True
             trial.report(value, epoch)
             return trial.should_prune()
+
+    def next_rung(self, epoch: int) -> int:
+        """The first epoch after this one at which models are compared."""
+        rung = self.settings.grace_period
+        while rung <= epoch:
+            rung *= self.settings.reduction_factor
+        return rung
+
+    def note_metric(self) -> None:
+        """Some model has reported the metric."""
+        self._has_said = True
 
     def settle(self, trial: optuna.Trial, error: Exception | None, value: float) -> None:
         """Note a model's end: with or without an error, at this value of its metric."""
@@ -88,6 +98,8 @@ class _Judge(Observer):
         self._say = say
         self._epoch: int | None = None
         """The newest that was reported."""
+        self._rung = halving.next_rung(0)
+        """The epoch from which on the next value is compared; Optuna takes ever longer to keep those between."""
         self._value = math.nan
         """The metric after it."""
         self._first_epoch: int | None = None
@@ -105,13 +117,14 @@ class _Judge(Observer):
         if record.rank != 0 or self._is_stopped:
             return
         numbers = record.numbers
-        epoch, value = _epoch_of(numbers), numbers.get(self._settings.metric)
+        epoch, value = _epoch_of(record), numbers.get(self._settings.metric)
         if epoch is None or value is None:
             self._miss(epoch, record)
         elif self._epoch is None or epoch > self._epoch:  # after a restart some come again
+            if self._epoch is None:
+                self._halving.note_metric()
             self._epoch, self._value = epoch, value
-            falls_behind = self._halving.falls_behind(self._trial, epoch, value)
-            if falls_behind and not _is_last(record):
+            if self._falls_behind(epoch, value) and not _is_last(record):
                 self._is_stopped = True
                 raise self._verdict(epoch, value)
 
@@ -120,6 +133,12 @@ class _Judge(Observer):
         self._halving.settle(self._trial, error, self._value)
         if error is None and self._epoch is None:
             self._complain()
+
+    def _falls_behind(self, epoch: int, value: float) -> bool:
+        if epoch < self._rung:
+            return False
+        self._rung = self._halving.next_rung(epoch)
+        return self._halving.falls_behind(self._trial, epoch, value)
 
     def _verdict(self, epoch: int, value: float) -> StoppedEarlyError:
         settings = self._settings
@@ -140,7 +159,8 @@ class _Judge(Observer):
         """Note a record that cannot be compared; once a rung's epoch is over without one that can, say so."""
         if self._epoch is not None:
             return
-        self._names.update(record.metrics)
+        if len(self._names) < MAX_NAMES:
+            self._names.update(record.metrics)
         if epoch is None:
             return
         if self._first_epoch is None:
@@ -183,10 +203,9 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _epoch_of(numbers: Mapping[str, float]) -> int | None:
-    """The epoch that a record belongs to, as far as it can be counted."""
-    epoch = numbers.get("epoch", -1.0)
-    return int(epoch) if math.isfinite(epoch) and epoch >= 0 else None
+def _epoch_of(record: LogRecord) -> int | None:
+    """The epoch that a record belongs to, as far as it can be counted from 0."""
+    return record.epoch if record.epoch is not None and record.epoch >= 0 else None
 
 
 def _is_last(record: LogRecord) -> bool:

@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -30,6 +31,10 @@ FileServer = Callable[[Connection, Upload | Download], None]
 """Sends or receives a checkpoint over a connection."""
 READ_SIZE = 1 << 16
 """Bytes to take from one agent before the next has its turn."""
+MAX_WAITING = 10_000
+"""Messages that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
+faster than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
+WAIT_INTERVAL = 0.005
 MAX_FILES = 1 << 16
 """Open files that this process may have: each agent's connection is one, and each rank's to the rendezvous."""
 
@@ -62,6 +67,7 @@ class Listener:
         self._agents: dict[int, _Agent] = {}
         self._is_accepting = True
         self._is_over = False
+        self._is_closing = False
         self._lock = threading.Lock()  # no agent joins once there is nobody to hear it
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         """Host and port to dial."""
@@ -69,6 +75,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more; connections stay."""
+        self._is_closing = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread that polls
 
@@ -139,6 +146,8 @@ class Listener:
     def _note(self, connection: Connection, message: object) -> None:
         if isinstance(message, Reported) and is_piece(message.report) and self._keep_piece is not None:
             message = self._keep_piece(message)
+        while self._events.qsize() >= MAX_WAITING and not self._is_closing:
+            time.sleep(WAIT_INTERVAL)
         self._events.put(("message", connection, message))
 
     def _transfer(self, connection: Connection, request: Upload | Download, serve: FileServer) -> None:

@@ -61,7 +61,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Reported:
-    """A rank's own report, unopened: a pickled pair of kind and value, or a piece of a result (see `submission`)."""
+    """A rank's own reports, unopened: pickled pairs of kind and value, or a piece of a result (see `submission`)."""
 
     rank: int
     report: bytes

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Collection
+from typing import IO, cast
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Observer, Shape
+from flytekitplugins.daskpytorch.screen import Screen, one_line
 
-__all__ = ["ProgressDisplay", "describe_record"]
+__all__ = ["ProgressDisplay", "describe_record", "terminal"]
 
 PLAIN_INTERVAL = 10.0
 """Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
 LEADING = ("epoch", "loss")
 RATE = "samples_per_second"
+MAX_NAME = 60
+"""Characters of a metric's name that are shown ..."""
+MAX_LINE = 2_000
+"""... and of all that a record says."""
+LARGE = 1e15
+"""From here on numbers are shown by their power of ten."""
 
 
 class ProgressDisplay(Observer):
     """Shows rank 0's metrics as they come, and every rank's output marked with its rank, on standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr, highlight=False)
+        self._console = console or terminal()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._name = ""
@@ -49,9 +55,9 @@ class ProgressDisplay(Observer):
         if self._console.is_terminal:
             self._bar = Progress(
                 SpinnerColumn(),
-                TextColumn("[bold]{task.fields[name]}"),
+                TextColumn("{task.fields[name]}", style="bold", markup=False),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 TimeElapsedColumn(),
                 console=self._console,
                 transient=True,
@@ -70,10 +76,8 @@ class ProgressDisplay(Observer):
             return
         if self._bar is not None and self._task is not None:
             done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
-            self._bar.update(
-                self._task, completed=done, total=record.num_steps, text=escape(describe_record(record, LEADING))
-            )
-        epoch = int(record.numbers.get("epoch", 0))
+            self._bar.update(self._task, completed=done, total=record.num_steps, text=describe_record(record, LEADING))
+        epoch = record.epoch or 0
         brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
         is_due = self._bar is None and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
         self._epoch, self._newest_names = epoch, set(record.metrics)
@@ -99,6 +103,11 @@ class ProgressDisplay(Observer):
         self._console.print(text, markup=False, soft_wrap=True)
 
 
+def terminal() -> Console:
+    """Standard error, as `rich` writes to it."""
+    return Console(file=cast("IO[str]", Screen()), highlight=False)
+
+
 def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
     """A record in a line: epoch, step, loss, the other values (or only those named), samples/s."""
     numbers = record.numbers
@@ -106,15 +115,15 @@ def describe_record(record: LogRecord, only: Collection[str] | None = None) -> s
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
     names = [name for name in ("loss",) if name in numbers]
     names += [name for name in numbers if name not in (*LEADING, RATE) and (only is None or name in only)]
-    parts += [f"{name} {_brief(numbers[name])}" for name in names]
+    parts += [f"{one_line(name, MAX_NAME)} {_brief(numbers[name])}" for name in names]
     if RATE in numbers:
-        parts.append(f"{numbers[RATE]:,.0f} samples/s")
-    return "  ".join(parts)
+        parts.append(f"{_brief(numbers[RATE], is_whole=True)} samples/s")
+    return one_line("  ".join(parts), MAX_LINE)
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _brief(value: float) -> str:
-    return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
+def _brief(value: float, *, is_whole: bool = False) -> str:
+    return f"{value:,.0f}" if (is_whole or value.is_integer()) and abs(value) < LARGE else f"{value:.4g}"

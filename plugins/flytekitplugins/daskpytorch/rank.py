@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
-from flytekitplugins.daskpytorch import context, ship, submission, tracking
+from flytekitplugins.daskpytorch import context, relay, ship, submission, tracking
 from flytekitplugins.daskpytorch.blame import Failure
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
@@ -180,7 +180,7 @@ class _Link:
 
     def send(self, kind: str, value: object = None) -> None:
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
-        data = cloudpickle.dumps((kind, value))
+        data = relay.pack(kind, value)
         self._has_delivered |= kind == "result"
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
@@ -344,7 +344,7 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
     def sink(record: LogRecord) -> None:
         if tracker is not None:
             tracker.log(record)
-        plain = {name: value for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
+        plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
         link.send("log", LogRecord(**{**vars(record), "metrics": plain}))
 
     place = order.place
@@ -370,6 +370,15 @@ def _context(order: RankOrder, link: _Link, tracker: tracking.Tracker | None, pr
         progress=progress,
         worker_data=order.data,
     )
+
+
+def _bare(value: float | str) -> float | str:
+    """The number or text itself, also of an instance of a class that the driver may not know."""
+    if type(value) in (int, float, bool, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
 
 
 def _task_context(job: Job) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,6 @@ Runs in the driver; a live display in a terminal, plain lines elsewhere.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
@@ -15,8 +14,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Observer
-from flytekitplugins.daskpytorch.progress import LEADING, PLAIN_INTERVAL, describe_record
+from flytekitplugins.daskpytorch.progress import LEADING, MAX_LINE, PLAIN_INTERVAL, describe_record, terminal
 from flytekitplugins.daskpytorch.redaction import without_secrets
+from flytekitplugins.daskpytorch.screen import one_line
 
 __all__ = ["Scoreboard"]
 
@@ -30,7 +30,7 @@ class Scoreboard:
     """Shows all models of one `dispatch.map`, on standard error."""
 
     def __init__(self, num_models: int, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr, highlight=False)
+        self._console = console or terminal()
         self._num_models = num_models
         self._num_ended = 0
         self._num_early = 0
@@ -48,7 +48,7 @@ class Scoreboard:
 
     def line(self, index: int, experiment: object) -> Observer:
         """The watcher of one model's gang."""
-        return _Line(self, f"model {index}", _shortened(repr(without_secrets(experiment))))
+        return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
 
     @property
     def is_live(self) -> bool:
@@ -122,7 +122,7 @@ class _Line(Observer):
         if self._task is not None:
             self._board.update(self._task, record)
             return
-        epoch, now = int(record.numbers.get("epoch", 0)), time.monotonic()
+        epoch, now = record.epoch or 0, time.monotonic()
         if epoch != self._epoch or now - self._shown_at >= PLAIN_INTERVAL:
             self._epoch, self._shown_at = epoch, now
             self._board.print(f"{self._name} {self._experiment}: {describe_record(record)}")
@@ -139,9 +139,5 @@ class _Line(Observer):
         self._board.count(error)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
-
-
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return one_line(str(error).partition("\n")[0], MAX_LINE)

@@ -9,7 +9,6 @@ import logging
 import os
 import queue
 import re
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.observer import Shape
 from flytekitplugins.daskpytorch.redaction import without_secrets
+from flytekitplugins.daskpytorch.screen import Screen
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def settings(wandb: Wandb, *, task: str, execution: str | None, config: Mapping[
         print(
             "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
             "with `wandb sync`.",
-            file=sys.stderr,
+            file=Screen(),
         )
     short = task.rpartition(".")[2]
     return RunSettings(
@@ -305,18 +305,18 @@ class Tracker:
             run.finish(exit_code=item.exit_code)
             _wait_until_written(item.exit_code)
         except Exception as error:
-            print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=sys.stderr)
+            print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=Screen())
             while not isinstance(item, _End):
                 item = self._waiting.get()
         if self._num_dropped:
-            print(f"Weights & Biases: too slow; {self._num_dropped} records were dropped.", file=sys.stderr)
+            print(f"Weights & Biases: too slow; {self._num_dropped} records were dropped.", file=Screen())
 
     def _record(self, run: Any, record: LogRecord) -> None:
         try:
             run.log({"step": record.step, **{name: _shown(value) for name, value in record.metrics.items()}})
         except Exception as error:
             if not self._has_refused:
-                print(f"Weights & Biases: {error}. Of such records only the numbers are kept.", file=sys.stderr)
+                print(f"Weights & Biases: {error}. Of such records only the numbers are kept.", file=Screen())
             self._has_refused = True
             run.log({"step": record.step, **record.numbers})
 
@@ -333,7 +333,7 @@ class Tracker:
             print(
                 f"Weights & Biases: {type(error).__name__}: {error}. The run is recorded offline; send it later with "
                 "`wandb sync`.",
-                file=sys.stderr,
+                file=Screen(),
             )
             wandb.teardown(0)
             run = self._init("offline")
