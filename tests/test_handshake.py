@@ -8,6 +8,7 @@ import pickle
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,8 +17,11 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import agent, handshake
+from flytekitplugins.daskpytorch import listener as ear
+from flytekitplugins.daskpytorch.handshake import introduce
 from flytekitplugins.daskpytorch.listener import Event, Listener
-from flytekitplugins.daskpytorch.messages import AgentOrder, Beat
+from flytekitplugins.daskpytorch.messages import AgentOrder, Beat, Lines
+from processes import num_open_files
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,17 +61,21 @@ def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
     return AgentOrder(worker="w", driver=address, num_ranks=1, token=token)
 
 
-def connected(listener: Listener) -> Connection:
-    return Connection(socket.create_connection(listener.address).detach())
+def connected(listener: Listener) -> socket.socket:
+    return socket.create_connection(listener.address, timeout=20)
 
 
-def assert_sent_away(stranger: Connection, events: queue.SimpleQueue[Event]) -> None:
-    with contextlib.suppress(ConnectionError, EOFError):
-        while stranger.poll(20):
-            stranger.recv_bytes()
-        raise AssertionError("he is still connected")
+def take(sock: socket.socket, size: int) -> bytes:
+    data = sock.recv(size, socket.MSG_WAITALL)
+    assert len(data) == size
+    return data
+
+
+def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Event]) -> None:
+    with stranger, contextlib.suppress(ConnectionError):
+        while stranger.recv(1 << 16):
+            pass
     assert events.empty()
-    stranger.close()
 
 
 def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str, int], threading.Thread]:
@@ -75,9 +83,8 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        with server, contextlib.ExitStack() as at_last, contextlib.suppress(OSError, EOFError):
-            sockets = [at_last.enter_context(contextlib.closing(server.accept()[0])) for _ in range(num_agents)]
-            play(*(at_last.enter_context(Connection(sock.detach())) for sock in sockets))
+        with server, contextlib.ExitStack() as at_last, contextlib.suppress(OSError):
+            play(*(at_last.enter_context(server.accept()[0]) for _ in range(num_agents)))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -95,25 +102,30 @@ def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queu
     assert events.get(timeout=20)[0] == "gone"
 
 
-def test_the_token_does_not_travel(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
-    sent: list[bytes] = []
-    real = Connection._send_bytes
-
-    def spy(self: Connection, data: bytes) -> None:
-        sent.append(bytes(data))
-        real(self, data)
-
-    monkeypatch.setattr(Connection, "_send_bytes", spy)
-    agent.dial(order(listener.address)).close()
-    assert len(sent) == 6
+def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
+    ours, theirs = socket.socketpair()
+    met: list[Connection] = []
+    agents = threading.Thread(target=lambda: met.append(introduce(theirs, TOKEN)))
+    agents.start()
+    with ours:
+        sent = [handshake.challenge()]
+        ours.sendall(sent[0])
+        sent.append(take(ours, handshake.ANSWER_SIZE))
+        sent.append(handshake.prove(TOKEN, *sent))
+        ours.sendall(sent[2])
+        agents.join(20)
+        met[0].send("hello")
+        assert Connection(os.dup(ours.fileno())).recv() == "hello"
+        met[0].close()
+    assert [len(data) for data in sent] == [32, 64, 32]
     assert not any(TOKEN[:8] in data for data in sent)
 
 
 def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.SimpleQueue[Event], bomb: Bomb) -> None:
     stranger = connected(listener)
-    for _ in range(3):
-        with contextlib.suppress(ConnectionError):
-            stranger.send(bomb)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(3):
+            stranger.sendall(pickle.dumps(bomb))
     assert_sent_away(stranger, events)
 
 
@@ -125,15 +137,15 @@ def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue
 
 def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
     stranger = connected(listener)
-    challenge = stranger.recv_bytes()
-    stranger.send_bytes(challenge)
+    challenge = take(stranger, 32)
+    stranger.sendall(2 * challenge)
     assert_sent_away(stranger, events)
 
 
 def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
     listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
+    monkeypatch.setattr(ear, "PATIENCE", 0.3)
     stranger = connected(listener)
     with agent.dial(order(listener.address)) as connection:
         connection.send(Beat())
@@ -143,16 +155,89 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
         assert events.get(timeout=20)[2] == Beat()
 
 
+def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
+    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """His bytes would be enough for an answer, for each of which he had as long again."""
+    monkeypatch.setattr(ear, "PATIENCE", 1.0)
+    stranger = connected(listener)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(handshake.ANSWER_SIZE - 1):
+            stranger.sendall(b"x")
+            time.sleep(0.2)
+        raise AssertionError("he is still connected")
+    assert_sent_away(stranger, events)
+
+
+def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
+    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "FIRST_WORD_PATIENCE", 0.3)
+    with agent.dial(order(listener.address)) as connection:
+        assert connection.poll(20)
+        with pytest.raises((EOFError, OSError)):
+            connection.recv()
+    assert events.empty()
+
+
+def test_a_stranger_costs_one_open_file_and_no_thread(listener: Listener) -> None:
+    files, threads = num_open_files(), threading.active_count()
+    strangers = [connected(listener) for _ in range(40)]
+    for each in strangers:
+        take(each, 32)  # he has been let in
+    assert num_open_files() - files == 2 * len(strangers)  # one of them his own
+    assert threading.active_count() == threads
+    for each in strangers:
+        each.close()
+
+
+def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
+    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(ear, "PATIENCE", 0.5)
+    files = num_open_files()
+    strangers = [connected(listener) for _ in range(20)]
+    most = 0
+    for each in strangers:
+        with contextlib.suppress(ConnectionError):
+            each.recv(32)  # his turn comes when others have been sent away
+        most = max(most, num_open_files() - files - len(strangers))
+    assert most <= 4
+    with agent.dial(order(listener.address)) as connection:
+        connection.send(Beat())
+        assert events.get(timeout=20)[2] == Beat()
+    for each in strangers:
+        assert_sent_away(each, queue.SimpleQueue())
+
+
+def test_many_agents_that_call_at_once_all_get_in(
+    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "MAX_STRANGERS", 3)
+    calls = [connected(listener) for _ in range(60)]
+    met: list[Connection] = []
+    agents = [threading.Thread(target=lambda sock=each: met.append(introduce(sock, TOKEN))) for each in calls]
+    for each in reversed(agents):  # some of those who wait answer at once, while the first say nothing yet
+        each.start()
+    for each in agents:
+        each.join(20)
+    for rank, connection in enumerate(met):
+        connection.send(Lines(rank, []))
+    assert {events.get(timeout=20)[2].rank for _ in calls} == set(range(60))
+    for connection in met:
+        connection.close()
+
+
 # ---- Strangers in the driver's place
 
 
 def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> None:
     def play(called: Connection) -> None:
-        called.send_bytes(b"#CHALLENGE#" + b"x" * 20)
-        called.recv_bytes()
-        called.send_bytes(b"#WELCOME#")
-        called.send(bomb)
-        called.recv_bytes()
+        called.sendall(b"x" * 32)
+        take(called, handshake.ANSWER_SIZE)
+        called.sendall(b"y" * 32 + pickle.dumps(bomb))
+        called.recv(1)
 
     address, thread = impostor(play)
     with pytest.raises(ConnectionError, match=r"took for the driver, is not its gang's .*another process its port\?"):
@@ -162,8 +247,10 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> No
 
 def test_an_agent_survives_one_who_begins_with_something_else(bomb: Bomb) -> None:
     def play(called: Connection) -> None:
-        called.send_bytes(pickle.dumps(bomb))
-        called.recv_bytes()
+        called.sendall(pickle.dumps(bomb))
+        called.recv(1 << 16)
+        called.shutdown(socket.SHUT_WR)
+        called.recv(1)
 
     address, thread = impostor(play)
     with pytest.raises(ConnectionError, match="is not its gang's"):
@@ -174,14 +261,14 @@ def test_an_agent_survives_one_who_begins_with_something_else(bomb: Bomb) -> Non
 def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
     """The impostor has each of two agents answer the other's challenge."""
 
-    def play(first: Connection, second: Connection) -> None:
-        first.send_bytes(b"#CHALLENGE#" + b"x" * 20)
-        first.recv_bytes()
-        first.send_bytes(b"#WELCOME#")
-        second.send_bytes(first.recv_bytes())
-        first.send_bytes(second.recv_bytes())
+    def play(first: socket.socket, second: socket.socket) -> None:
+        first.sendall(b"x" * 32)
+        challenge, _ = take(first, 32), take(first, 32)
+        second.sendall(challenge)
+        _, proof = take(second, 32), take(second, 32)
+        first.sendall(proof)
         second.close()
-        first.recv_bytes()
+        first.recv(1)
 
     address, thread = impostor(play, num_agents=2)
     refused: queue.SimpleQueue[Exception] = queue.SimpleQueue()

@@ -6,10 +6,12 @@ import contextlib
 import os
 import queue
 import resource
+import socket
 import struct
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,9 +19,16 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import agent, listener
+from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
+from flytekitplugins.daskpytorch.dispatch import request_for
+from flytekitplugins.daskpytorch.gang import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.listener import Event, Listener
-from flytekitplugins.daskpytorch.messages import AgentOrder, Beat, Lines
-from processes import until
+from flytekitplugins.daskpytorch.messages import AgentOrder, Beat, Hello, Lines, Upload
+from flytekitplugins.daskpytorch.node import describe_node
+from flytekitplugins.daskpytorch.roster import OnFailure
+from flytekitplugins.daskpytorch.settings import Gang
+from flytekitplugins.daskpytorch.spawn import OwnNode
+from processes import num_open_files, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,7 +44,7 @@ def events() -> queue.SimpleQueue[Event]:
 def ear(events: queue.SimpleQueue[Event]) -> Iterator[Listener]:
     ear = Listener("127.0.0.1", TOKEN, events)
     yield ear
-    ear.close()
+    ear.end()
 
 
 @pytest.fixture
@@ -142,7 +151,7 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
 ) -> None:
     connection, thread = dial(), listening()[-1]
     ear.close()
-    until(lambda: not ear._is_accepting, "the end of accepting")
+    until(lambda: ear._server.fileno() < 0, "the end of accepting")
     connection.send(Beat())
     assert heard(events) == Beat()
     connection.close()
@@ -154,11 +163,194 @@ def listening() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "daskpytorch-listener"]
 
 
+# ---- The end
+
+
+def dial_only(ear: Listener) -> Connection:
+    return agent.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN))
+
+
+def call(ear: Listener) -> Connection:
+    return Connection(socket.create_connection(ear.address).detach())
+
+
+def assert_hung_up(connection: Connection) -> None:
+    with connection, contextlib.suppress(ConnectionError):
+        assert connection.poll(20)
+        while os.read(connection.fileno(), 1 << 16):
+            assert connection.poll(20)
+
+
+def test_closing_hangs_up_on_callers_that_have_not_said_who_they_are(ear: Listener) -> None:
+    silent, proven = call(ear), dial_only(ear)
+    until(lambda: ear._strangers and ear._guests, "both to be let in")
+    ear.close()
+    for each in (silent, proven):
+        assert_hung_up(each)
+
+
+def test_closing_hangs_up_on_callers_in_the_kernels_queue(ear: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 1)
+    callers = [call(ear) for _ in range(5)]
+    until(lambda: ear._is_pausing, "the first to be let in")
+    ear.close()
+    for each in callers:
+        assert_hung_up(each)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["at once", "closed before"])
+@pytest.mark.parametrize("takes_events", [False, True], ids=["events left", "events taken"])
+def test_the_end_leaves_no_connection_no_thread_and_no_file(
+    is_closed: bool, takes_events: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a caller in every state: in the queue, a stranger, proven, an agent, one that has gone, a file's sender."""
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 1)
+    files, threads = num_open_files(), set(threading.enumerate())
+    is_serving = threading.Event()
+
+    def serve(connection: Connection, request: object) -> None:
+        is_serving.set()
+        connection.recv_bytes()
+
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    ear = Listener("127.0.0.1", TOKEN, events, serve)
+    callers = [dial_only(ear) for _ in range(4)]
+    callers[0].send(Beat())
+    callers[1].send(Beat())
+    callers[2].send(Upload(CheckpointFile(generation=0, step=1, size=9, digest="")))
+    assert is_serving.wait(20)
+    until(lambda: len(ear._agents) == 2, "the agents")
+    callers.pop(1).close()
+    until(lambda: len(ear._agents) == 1, "the one that goes")
+    callers += [call(ear), call(ear)]
+    until(lambda: ear._is_pausing and len(ear._guests) == 1, "the others")
+    if is_closed:
+        ear.close()
+        until(lambda: ear._server.fileno() < 0, "the end of accepting")
+    taken = [events.get() for _ in range(events.qsize())] if takes_events else []
+    ear.end()
+    for each in callers:
+        assert_hung_up(each)
+    assert set(threading.enumerate()) <= threads
+    assert num_open_files() == files  # although the events still have their connections
+    ear.end()
+    del taken
+
+
+def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is let in, and everything has been hung up on, when its first word is opened."""
+    files, is_opening, has_ended = num_open_files(), threading.Event(), threading.Event()
+    ear = Listener("127.0.0.1", TOKEN, queue.SimpleQueue())
+    original = listener._Caller.read
+
+    def read(caller: Any) -> None:
+        original(caller)
+        if caller.has_spoken:
+            is_opening.set()
+            assert has_ended.wait(20)
+
+    monkeypatch.setattr(listener._Caller, "read", read)
+    late = dial_only(ear)
+    late.send(Beat())
+    assert is_opening.wait(20)
+    monkeypatch.setattr(listener, "hang_up", lambda _: None)  # it was done before this one was known
+    ending = threading.Thread(target=ear.end)
+    ending.start()
+    until(lambda: ear._is_over, "the end to begin")
+    has_ended.set()
+    ending.join(20)
+    assert_hung_up(late)
+    assert num_open_files() == files
+
+
+def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -> None:
+    """As when a gang is cancelled in its start-up: the hello waits behind the cancellation."""
+    agents: list[Connection] = []
+
+    class Launcher(OwnNode):
+        def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+            agents.append(agent.dial(orders[0]))
+            agents[0].send(Hello(describe_node(orders[0].worker, None)))
+            until(lambda: supervisor._events.qsize() == 2, "the hello to be heard")
+
+    files, threads = num_open_files(), set(threading.enumerate())
+    supervisor = Supervisor(request_for(print, (), {}, Gang()), Launcher())
+    supervisor.cancel()
+    with pytest.raises(GangCancelledError):
+        supervisor.run()
+    assert_hung_up(agents[0])
+    assert set(threading.enumerate()) <= threads
+    assert num_open_files() == files
+
+
+# ---- What this process may run out of
+
+
+EXHAUSTED = """
+import os, queue, resource, socket, sys, time
+from multiprocessing.connection import Connection
+from flytekitplugins.daskpytorch import handshake, listener
+from flytekitplugins.daskpytorch.messages import Beat
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+events = queue.SimpleQueue()
+ear = listener.Listener("127.0.0.1", b"t", events)
+callers = [socket.socket() for _ in range(3)]
+hoard = []
+try:
+    while True:
+        hoard.append(os.dup(0))
+except OSError as error:
+    print(error, flush=True)
+callers[0].connect(ear.address)
+while ear._accept_at is None:  # it has found no file for him
+    time.sleep(0.01)
+spent = time.process_time(), time.sleep(0.5), time.process_time()
+assert spent[2] - spent[0] < 0.25, "it tries all the time"
+for file in hoard:
+    os.close(file)
+for caller in callers[1:]:
+    caller.connect(ear.address)
+agents = [handshake.introduce(caller, b"t") for caller in callers]
+for agent in agents:
+    agent.send(Beat())
+    assert events.get(timeout=20)[2] == Beat()
+ear.end()
+print("heard")
+"""
+
+
+def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards() -> None:
+    ran = subprocess.run([sys.executable, "-c", EXHAUSTED], capture_output=True, text=True, timeout=50, check=False)
+    assert (ran.stdout.splitlines(), ran.stderr) == (["[Errno 24] Too many open files", "heard"], "")
+
+
+def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
+    monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Event]
+) -> None:
+    ear = Listener("127.0.0.1", TOKEN, events, lambda *_: None)
+    upload = Upload(CheckpointFile(generation=0, step=1, size=9, digest=""))
+    with contextlib.closing(dial_only(ear)) as first, contextlib.closing(dial_only(ear)) as second:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            first.send(upload)
+            kind, file, error = events.get(timeout=20)
+            assert (kind, file, str(error)) == ("kept", upload.file, "can't start new thread")
+            assert_hung_up(first)
+        second.send(upload)
+        assert events.get(timeout=20) == ("kept", upload.file, None)
+    ear.end()
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_more_agents_can_come_than_files_could_be_open_before() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
     try:
-        Listener("127.0.0.1", TOKEN, queue.SimpleQueue()).close()
+        Listener("127.0.0.1", TOKEN, queue.SimpleQueue()).end()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(listener.MAX_FILES, limit[1]), limit[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -186,7 +378,7 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
     with monkeypatch.context() as patched, contextlib.ExitStack() as at_last:
         patched.setattr(Listener, "_listen", listen)
         ear = Listener("127.0.0.1", TOKEN, events)
-        at_last.callback(ear.close)
+        at_last.callback(ear.end)
         order = AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)
         agents = [at_last.enter_context(agent.dial(order)) for _ in range(num_agents)]
         for each in agents:  # their first words are heard by other threads

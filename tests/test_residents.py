@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch import agent, resident
 from flytekitplugins.daskpytorch.blame import WorkerLostError
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.residents import Residents
-from processes import until
+from processes import num_open_files, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -154,3 +154,16 @@ def test_a_worker_that_comes_after_the_end_is_sent_away(workers: Workers) -> Non
     with pytest.raises((EOFError, OSError)):
         connection.recv()
     connection.close()
+
+
+def test_nothing_stays_when_all_are_let_go(done: queue.Queue[tuple[str, bytes]]) -> None:
+    workers = Workers()  # whose pipe counts
+    files, threads = num_open_files(), set(threading.enumerate())
+    residents = Residents(workers)
+    residents.launch([order("a", b"1")], nobody)
+    assert done.get(timeout=20) == ("a", b"1")
+    silent = agent.dial(residents._invitation("b"))
+    residents.close()
+    until(lambda: set(threading.enumerate()) <= threads, "the threads to end")
+    silent.close()
+    assert num_open_files() == files

@@ -246,16 +246,22 @@ class GangFutures(Sequence["Future[Any]"]):
         try:
             results = self._supervisor.run()
         except BaseException as error:
+            self._supervisor.inbox.drop_returned()
             cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
             for future in self._futures:
                 future.set_exception(cause)
             return
         # The last first: `result` waits for future 0 alone.
-        for future, result in reversed(list(zip(self._futures, results, strict=False))):
+        for rank, result in reversed(list(enumerate(results))):
             try:
-                future.set_result(pickle.loads(result))  # noqa: S301 - from our own rank, by its agent's connection
+                with self._supervisor.inbox.open_returned(rank, result) as file:
+                    returned = pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
             except Exception as error:
-                future.set_exception(error)
+                self._futures[rank].set_exception(error)
+            else:
+                self._futures[rank].set_result(returned)
+                del returned
+        self._supervisor.inbox.drop_returned()
         for future in self._futures[len(results) :]:
             future.set_exception(GangStartError("this rank's worker did not come; the gang ran without it"))
 

@@ -102,6 +102,7 @@ class Supervisor:
             token=token,
         )
         stack.callback(self._launcher.close)
+        stack.callback(listener.end)
         stack.callback(self._dismiss)
         stack.callback(listener.close)
         return roster

@@ -1,30 +1,44 @@
 """Driver and agent prove to each other that they are of one gang. Nothing from a connection is unpickled before.
 
-Each answers the other's challenge with its HMAC under the gang's token, which itself does not travel here. The two
-sides have keys of their own, so that what an agent answers proves nobody the driver.
+The driver sends a challenge; the agent answers with one of its own and a proof, the driver with its proof. A proof is
+the HMAC of both challenges under the gang's token, which itself does not travel. The two sides' proofs differ, so that
+what an agent answers proves nobody the driver. All sizes are fixed: a stranger cannot make anybody read more.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 import socket
-import struct
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+import time
+from multiprocessing.connection import Connection
 
-__all__ = ["admit", "introduce"]
+__all__ = ["ANSWER_SIZE", "challenge", "introduce", "prove"]
 
 AGENT, DRIVER = b"agent", b"driver"
-PATIENCE = 20
-"""Seconds for each answer."""
+CHALLENGE_SIZE = 32
+PROOF_SIZE = 32
+ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
+"""Bytes that an agent sends."""
+PATIENCE = 60.0
+"""Seconds for the driver to prove itself: it may have thousands of agents to meet, and strangers to send away."""
 
 
-def admit(sock: socket.socket, token: bytes) -> Connection:
-    """The driver's side; takes the socket over.
+def challenge() -> bytes:
+    """What the driver begins with."""
+    return os.urandom(CHALLENGE_SIZE)
+
+
+def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
+    """The driver's proof, for an agent that has proved itself.
 
     Raises:
-        ConnectionRefusedError: This is no agent of the gang; the connection is closed.
+        ConnectionRefusedError: This is no agent of the gang.
     """
-    return _meet(sock, token + DRIVER, token + AGENT, is_first=True)
+    theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
+    if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
+        raise ConnectionRefusedError("whoever called does not know the gang's token")
+    return _proof(token, DRIVER, challenge, theirs)
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
@@ -33,27 +47,32 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
     Raises:
         ConnectionRefusedError: This is not the gang's driver; the connection is closed.
     """
-    return _meet(sock, token + AGENT, token + DRIVER, is_first=False)
+    try:
+        _meet(sock, token)
+    except OSError as error:
+        sock.close()
+        raise ConnectionRefusedError("whoever is there does not know the gang's token") from error
+    sock.settimeout(None)
+    return Connection(sock.detach())
 
 
-def _meet(sock: socket.socket, mine: bytes, theirs: bytes, *, is_first: bool) -> Connection:
-    with sock.dup() as options:
-        connection = Connection(sock.detach())
-        try:
-            _limit(options, PATIENCE)
-            if is_first:
-                deliver_challenge(connection, theirs)
-            answer_challenge(connection, mine)
-            if not is_first:
-                deliver_challenge(connection, theirs)
-            _limit(options, 0)
-        except (AuthenticationError, AssertionError, EOFError, OSError) as error:  # a wrong first word is asserted
-            connection.close()
-            raise ConnectionRefusedError("whoever is there does not know the gang's token") from error
-    return connection
+def _meet(sock: socket.socket, token: bytes) -> None:
+    deadline = time.monotonic() + PATIENCE
+    theirs, mine = _take(sock, CHALLENGE_SIZE, deadline), challenge()
+    sock.sendall(mine + _proof(token, AGENT, theirs, mine))
+    if not hmac.compare_digest(_take(sock, PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
+        raise ConnectionRefusedError("a wrong proof")
 
 
-def _limit(sock: socket.socket, seconds: float) -> None:
-    """How long a read may take; 0: for ever."""
-    whole = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+def _take(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (more := sock.recv(size - len(data))):
+            raise ConnectionResetError("it has hung up")
+        data += more
+    return data
+
+
+def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> bytes:
+    return hmac.digest(token, role + of_driver + of_agent, "sha256")

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from flytekitplugins.daskpytorch.messages import Reported
 from flytekitplugins.daskpytorch.spool import Kept, Spool
-from flytekitplugins.daskpytorch.submission import unpack
+from flytekitplugins.daskpytorch.submission import Reader, unpack
 
 __all__ = ["GangFuture", "Inbox", "Part", "Submission"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a result that has arrived, and is kept."""
+    """A piece of a result or return value that has arrived, and is kept."""
 
     rank: int
     key: str
-    path: str
+    path: str | None
+    """None of a return value."""
     is_first: bool
     is_last: bool
     kept: Kept
@@ -46,6 +48,7 @@ class Inbox:
     def __init__(self) -> None:
         self._spool = Spool()
         self._unfinished: dict[int, list[Kept]] = {}
+        self._returned: dict[int, list[Kept]] = {}
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
         self.folder_is_wanted = False
@@ -64,6 +67,10 @@ class Inbox:
         parts.append(part.kept)
         if part.is_last:
             del self._unfinished[part.rank]
+            if part.path is None:
+                self._spool.drop(self._returned.pop(part.rank, ()))  # of an older generation
+                self._returned[part.rank] = parts
+                return
             with self._lock:
                 self._waiting.append(Submission(part.rank, part.key, part.path, parts))
 
@@ -93,6 +100,24 @@ class Inbox:
     def drop(self, submission: Submission) -> None:
         """It has been processed."""
         self._spool.drop(submission.parts)
+
+    def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
+        """What a rank has returned, pickled, to be read once: what was small, or else the pieces that are here."""
+        if small is not None:
+            return io.BytesIO(small)
+        return io.BufferedReader(Reader(self._take(self._returned.pop(rank))))
+
+    def drop_returned(self) -> None:
+        """Nobody will read the rest."""
+        while self._returned:
+            self._spool.drop(self._returned.popitem()[1])
+
+    def _take(self, parts: list[Kept]) -> Iterator[bytes]:
+        """Each piece; here it is forgotten."""
+        for kept in parts:
+            data = self._spool.get(kept)
+            self._spool.drop([kept])  # at once: nobody asks for more after the last
+            yield data
 
 
 class GangFuture(Future[Any]):

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import io
 import os
 import signal
 import socket
@@ -155,7 +154,7 @@ def main(channel: Connection) -> int:
                 link.send("stopped")
                 link.send("result")  # what it returned is unfinished, and nobody's to use
             else:
-                link.send("result", _payload(order, returned, ctx))
+                link.send("result", _payload(order, returned, ctx, link))
     except BaseException as error:
         position = (progress.step, progress.num_moves_since)
         link.send("failure", Failure.of(error, time.time(), order.code, position))
@@ -193,8 +192,18 @@ class _Link:
         """
         with self._submit_lock:
             for piece in submission.pack(key, path, data):
-                with self._lock:
-                    self._channel.send_bytes(piece)
+                self._send_piece(piece)
+
+    def send_returned(self, value: Any) -> bytes | None:
+        """Pickle what the function returned; the bytes of something small, anything else has then gone in pieces."""
+        with self._submit_lock:
+            writer = submission.Writer(self._send_piece)
+            _dump(value, writer)
+            return writer.close()
+
+    def _send_piece(self, piece: bytes) -> None:
+        with self._lock:
+            self._channel.send_bytes(piece)
 
     def ask_for_folder(self, path: str) -> str:
         """Have the task's driver make sure that its results' folder is there when it ends; the path."""
@@ -401,10 +410,10 @@ def _keywords(order: RankOrder, call: ship.Call, ctx: Any) -> dict[str, Any]:
     return keywords
 
 
-def _payload(order: RankOrder, returned: Any, ctx: Any) -> object:
+def _payload(order: RankOrder, returned: Any, ctx: Any, link: _Link) -> object:
     """What the driver needs of the return value: in a Flyte task rank 0's literals, else every rank's value."""
     if order.job.flyte is None:
-        return _dumps(returned)
+        return link.send_returned(returned)
     if order.place.rank != 0:
         return None
     from flytekitplugins.daskpytorch import flyte
@@ -417,25 +426,25 @@ _stacks_file: IO[str] | None = None
 """Stays open for as long as the signal may come."""
 
 
-def _dumps(value: Any) -> bytes:
+def _dump(value: Any, file: submission.Writer) -> None:
     """Pickle a result; CUDA tensors go as CPU tensors, since the driver may have no GPU."""
     import torch
+
+    from flytekitplugins.daskpytorch import storages
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and obj.is_cuda:
                 return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
-            return super().reducer_override(obj)
+            return storages.reduce(obj) or super().reducer_override(obj)
 
-    buffer = io.BytesIO()
     try:
-        Pickler(buffer, protocol=5).dump(value)
+        Pickler(file, protocol=5).dump(value)
     except Exception as error:
         raise TypeError(
             f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
             "Return plain data or tensors, such as a state_dict instead of a model."
         ) from error
-    return buffer.getvalue()
 
 
 def _wind_up(tracker: tracking.Tracker | None, exit_code: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
@@ -13,12 +12,9 @@ from multiprocessing.connection import Connection
 from flytekitplugins.daskpytorch.blame import WorkerLostError
 from flytekitplugins.daskpytorch.listener import Event, Listener
 from flytekitplugins.daskpytorch.messages import AgentOrder, Arrived, Failed
-from flytekitplugins.daskpytorch.roster import AgentLauncher, OnFailure, hang_up
+from flytekitplugins.daskpytorch.roster import AgentLauncher, OnFailure
 
 __all__ = ["Residents"]
-
-LATE_TIME = 5.0
-"""Seconds in which a worker may still arrive that was asked just before all were let go."""
 
 
 @dataclass(eq=False)
@@ -57,13 +53,10 @@ class Residents:
         self._launcher.launch([self._invitation(worker) for worker in strangers], self._note_failure)
 
     def close(self) -> None:
-        """Let all go."""
+        """Let all go, also those that have just been asked."""
         self._listener.close()
         with self._lock:
             self._is_closed = True
-            for post in self._posts.values():
-                if post.connection is not None:
-                    hang_up(post.connection)
         self._launcher.close()
         self._events.put(("closed", None, None))
 
@@ -85,13 +78,14 @@ class Residents:
     def _serve(self) -> None:
         while (event := self._events.get())[0] != "closed":
             self._hear(*event)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._hear(*self._events.get(timeout=LATE_TIME))
+        with self._lock:  # nobody sends meanwhile
+            self._listener.end()
 
     def _hear(self, kind: str, source: Connection, message: object) -> None:
         if kind == "gone":
             self._note_loss(source)
+            with self._lock:
+                source.close()
         elif isinstance(message, Arrived):
             self._welcome(message.worker, source)
         elif isinstance(message, Failed):
@@ -99,9 +93,6 @@ class Residents:
 
     def _welcome(self, worker: str, connection: Connection) -> None:
         with self._lock:
-            if self._is_closed:
-                hang_up(connection)
-                return
             post = self._posts.setdefault(worker, _Post())
             post.connection, waiting, post.waiting = connection, post.waiting, []
             for order in waiting:

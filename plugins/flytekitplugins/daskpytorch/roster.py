@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import socket
 import time
 from collections import Counter, defaultdict
@@ -298,5 +297,9 @@ class Roster:
 
 def hang_up(connection: Connection) -> None:
     """End a connection for both sides; a thread that reads from it wakes up, which it would not if it were closed."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
-        sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=connection.fileno())  # no copy, for which there may be no descriptor
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            sock.detach()

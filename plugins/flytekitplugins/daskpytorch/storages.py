@@ -1,0 +1,41 @@
+"""Tensors' memory in a pickle: written from where it lies, and used where it was read. Runs in ranks and the driver.
+
+By itself torch copies each storage twice on either side.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["reduce"]
+
+
+def reduce(storage: object) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """What a pickler is to write for a storage; None where that is for torch to say, as of a GPU's memory."""
+    if isinstance(storage, torch.storage.TypedStorage):
+        raw = storage._untyped_storage  # noqa: SLF001 - torch warns of every other way to it
+        return (_typed, (raw, storage.dtype)) if raw.device.type == "cpu" else None
+    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return _raw, (pickle.PickleBuffer(memory.numpy().data),)
+    return None
+
+
+def _typed(raw: torch.storage.TypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return _of_type(raw._untyped_storage, dtype)  # noqa: SLF001 - as above
+
+
+def _raw(memory: bytearray) -> torch.storage.TypedStorage:
+    """An untyped storage comes out of torch's own pickles as one of bytes, too, and that is what it rebuilds from."""
+    tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
+    return _of_type(tensor.untyped_storage(), torch.uint8)
+
+
+def _of_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=storage, dtype=dtype, _internal=True
+    )
