@@ -54,18 +54,18 @@ def test_what_cannot_be_split_is_refused(labels: list[int], held_out: float, mes
         split_by_class(labels, held_out)
 
 
-@pytest.mark.parametrize("seed", [1.0, None, "1", True, 2**63, 10**5_000])
+@pytest.mark.parametrize("seed", [1.0, None, "1", True, 2**63, 10**400])
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
     """Else 1.0 would give another split than 1, in silence, and a large one an error of torch's in some epoch."""
-    with pytest.raises(ValueError, match="seed=.*: must be a whole number of at most 63 bits"):
+    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
         split_by_class(LABELS, seed=seed)
-    with pytest.raises(ValueError, match="seed=.*: must be a whole number of at most 63 bits"):
+    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
         RankBatches([0, 1], 1, seed=seed, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("held_out", ["0.2", None, float("nan"), True])
 def test_a_share_is_a_number(held_out: Any) -> None:
-    with pytest.raises(ValueError, match="held_out=.*: must be a share above 0 and below 1"):
+    with pytest.raises(ValueError, match=r"held_out=.*: must be a share above 0 and below 1"):
         split_by_class(LABELS, held_out)
 
 
