@@ -154,15 +154,20 @@ class RankBatches(Sampler[list[int]]):
             problems.append(f"seed={shown(seed)}: must be {SEED}")
         if not _is_whole(self.world_size, COUNTS):
             problems.append(f"world_size={shown(self.world_size)}: must be a whole number from 1 up")
-        elif not _is_whole(self.rank, range(self.world_size)):
-            problems.append(
-                f"rank={shown(self.rank)}: must be a whole number from 0 and below world_size={self.world_size}"
-            )
-        elif len(self._indices) < self.world_size:
-            problems.append(f"{len(self._indices)} items cannot be shared by {self.world_size} ranks")
+        else:
+            problems += self._problems_of_place()
         if problems:
             raise ValueError("; ".join(problems))
         self.set_epoch(0)
+
+    def _problems_of_place(self) -> list[str]:
+        problems = []
+        if not _is_whole(self.rank, range(self.world_size)):
+            allowed = f"a whole number from 0 and below world_size={self.world_size}"
+            problems.append(f"rank={shown(self.rank)}: must be {allowed}")
+        if len(self._indices) < self.world_size:
+            problems.append(f"{len(self._indices)} items cannot be shared by {self.world_size} ranks")
+        return problems
 
     def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
         """Go to an epoch, or into the middle of it.
