@@ -447,6 +447,7 @@ class Supervisor:
             cause="a hang" if culprit.hang is not None else how,
             position=culprit.position,
             is_infrastructure=culprit.is_infrastructure,
+            is_final=culprit.failure is not None and culprit.failure.is_final,
         )
 
     def _is_last(self, generation: Generation) -> bool:
