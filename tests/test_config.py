@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flytekit import Resources
+from flytekit import Resources, Secret
 
 from flytekitplugins.daskpytorch import (
     DaskCluster,
@@ -30,26 +30,44 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
     ("field", "value", "allowed"),
     [
         ("backend", "mpi", "one of auto, gloo, nccl"),
-        ("ranks_per_worker", 0, "'auto' or a whole number from 1 up"),
-        ("ranks_per_worker", "all", "'auto' or a whole number from 1 up"),
-        ("ranks_per_worker", True, "'auto' or a whole number from 1 up"),
-        ("min_workers", 0, "None or a whole number from 1 up"),
-        ("min_workers", 1.5, "None or a whole number from 1 up"),
-        ("start_timeout", 0, "seconds above 0"),
-        ("start_timeout", -3.5, "seconds above 0"),
-        ("start_timeout", float("nan"), "seconds above 0"),
-        ("start_timeout", "600", "seconds above 0"),
-        ("max_restarts", -1, "a whole number from 0 up"),
-        ("max_restarts", 1.5, "a whole number from 0 up"),
-        ("max_restarts", None, "a whole number from 0 up"),
-        ("hang_timeout", 0, "None or seconds above 0"),
-        ("hang_timeout", True, "None or seconds above 0"),
+        ("ranks_per_worker", 0, "'auto' or a whole number from 1 to 1000000"),
+        ("ranks_per_worker", "all", "'auto' or a whole number from 1 to 1000000"),
+        ("ranks_per_worker", True, "'auto' or a whole number from 1 to 1000000"),
+        ("min_workers", 0, "None or a whole number from 1 to 1000000"),
+        ("min_workers", 1.5, "None or a whole number from 1 to 1000000"),
+        ("start_timeout", 0, "seconds above 0 and at most 1209600"),
+        ("start_timeout", -3.5, "seconds above 0 and at most 1209600"),
+        ("start_timeout", float("nan"), "seconds above 0 and at most 1209600"),
+        ("start_timeout", "600", "seconds above 0 and at most 1209600"),
+        ("max_restarts", -1, "a whole number from 0 to 1000000"),
+        ("max_restarts", 1.5, "a whole number from 0 to 1000000"),
+        ("max_restarts", None, "a whole number from 0 to 1000000"),
+        ("hang_timeout", 0, "None or seconds from 0.1 to 1209600"),
+        ("start_timeout", float("inf"), "seconds above 0 and at most 1209600"),
+        ("start_timeout", 10**400, "seconds above 0 and at most 1209600"),
+        ("max_restarts", False, "a whole number from 0 to 1000000"),
+        ("max_restarts", 0.0, "a whole number from 0 to 1000000"),
+        ("max_restarts", 10**30, "a whole number from 0 to 1000000"),
+        ("hang_timeout", float("inf"), "None or seconds from 0.1 to 1209600"),
+        ("hang_timeout", 1e-9, "None or seconds from 0.1 to 1209600"),
+        ("key", "", "None or up to 100 of the characters"),
+        ("key", "../other", "None or up to 100 of the characters"),
+        ("key", 7, "None or up to 100 of the characters"),
+        ("hang_timeout", True, "None or seconds from 0.1 to 1209600"),
     ],
 )
 def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         Gang(**{field: value})
-    assert f"Gang({field}={value!r}): must be {allowed}" in str(caught.value)
+    shown = repr(value) if value != 10**400 else f"1{'0' * 199}... (401 characters)"
+    assert f"Gang({field}={shown}): must be {allowed}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, 10**100_000, list(range(100_000))], ids=["text", "number", "list"])
+def test_a_large_value_makes_no_large_message(value: object) -> None:
+    with pytest.raises(ValueError, match=r"Gang\(backend=.*must be one of auto, gloo, nccl") as caught:
+        Gang(backend=value)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 1_000
 
 
 def test_gang_names_all_its_problems_in_one_error() -> None:
@@ -83,8 +101,8 @@ def test_early_stopping_names_all_its_problems_in_one_error() -> None:
     assert str(caught.value) == (
         "EarlyStopping(metric=''): must be a metric's name; "
         "EarlyStopping(mode='least'): must be one of min, max; "
-        "EarlyStopping(reduction_factor=1): must be a whole number from 2 up; "
-        "EarlyStopping(grace_period=0): must be a whole number from 1 up"
+        "EarlyStopping(reduction_factor=1): must be a whole number from 2 to 1000000; "
+        "EarlyStopping(grace_period=0): must be a whole number from 1 to 1000000"
     )
 
 
@@ -108,13 +126,73 @@ def test_wandb_names_all_its_problems_in_one_error() -> None:
     assert "Wandb(mode='sometimes'): must be None or one of online, offline, disabled" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("project", 5, "a project's name"),
+        ("project", " ", "a project's name"),
+        ("entity", b"me", "None or a text"),
+        ("secret", "key", "None or a flytekit.Secret"),
+        ("mode", ["online"], "None or one of online, offline, disabled"),
+        ("id", "a/b", r"None or a text of up to 128 characters without any of /\#?%:"),
+        ("name", 3, "None or a text"),
+        ("group", "a\0b", "None or a text"),
+        ("tags", "tag", "a tuple of texts"),
+        ("tags", ("a", 1), "a tuple of texts"),
+        ("config", [1], "a dictionary whose keys are texts"),
+        ("config", {1: 2}, "a dictionary whose keys are texts"),
+        ("host", None, "a server's address"),
+        ("dir", 4, "None or a folder's path"),
+    ],
+)
+def test_every_field_of_wandb_is_looked_at(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        Wandb(**{"project": "p", field: value})
+    assert f"Wandb({field}={value!r}): must be {allowed}" in str(caught.value)
+
+
+def test_wandb_accepts_what_it_allows() -> None:
+    secret = Secret(group="wandb", key="api_key")
+    Wandb(project="p", entity="me", secret=secret, id="f3a-n0", tags=("a", "b"), config={"x": 1}, dir="runs")
+
+
+CONFIGS: list[Any] = [DaskDDP, DaskCluster, SpawnDDP]
+HOLDERS = [
+    (config, entry.name)
+    for config in CONFIGS
+    for entry in dataclasses.fields(config)
+    if entry.name in ("scheduler", "workers", "gang", "wandb")
+]
+
+
+@pytest.mark.parametrize(("config", "field"), HOLDERS)
+def test_fields_hold_what_they_are_called(config: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"{config.__name__}\({field}=\{{'a': 1\}}\): must be .*a [A-Z]\w+"):
+        config(**{field: {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    ("pods", "said"),
+    [
+        (WorkerGroup(number_of_workers=2, image=5), r"workers\.image=5"),  # type: ignore[arg-type]
+        (WorkerGroup(number_of_workers=2, limits="2 GPUs"), r"workers\.limits='2 GPUs'"),  # type: ignore[arg-type]
+        (WorkerGroup(number_of_workers=2, limits=Resources(gpu="two")), r"workers\.limits\.gpu='two'"),
+        (WorkerGroup(number_of_workers=2, requests=Resources(cpu=("1", "2"))), r"workers\.requests=Resources\(cpu="),
+        (Scheduler(image=[]), r"scheduler\.image=\[\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_the_pods_are_given_is_looked_at(pods: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DaskDDP(**{"workers" if isinstance(pods, WorkerGroup) else "scheduler": pods})
+
+
 @pytest.mark.parametrize("config", [DaskDDP, DaskCluster])
 @pytest.mark.parametrize("number", NOT_A_COUNT)
 def test_workers_must_be_a_whole_number_from_one_up(config: Any, number: Any) -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         config(workers=WorkerGroup(number_of_workers=number))
     assert str(caught.value) == (
-        f"{config.__name__}(workers.number_of_workers={number!r}): must be a whole number from 1 up"
+        f"{config.__name__}(workers.number_of_workers={number!r}): must be a whole number from 1 to 1000000"
     )
 
 
@@ -122,7 +200,7 @@ def test_spawn_names_all_its_problems_in_one_error() -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         SpawnDDP(nproc=0, start_method="fork", gang=Gang(ranks_per_worker=2, min_workers=2))  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "SpawnDDP(nproc=0): must be 'auto' or a whole number from 1 up; "
+        "SpawnDDP(nproc=0): must be 'auto' or a whole number from 1 to 1000000; "
         "SpawnDDP(start_method='fork'): must be one of forkserver, spawn; "
         "SpawnDDP(gang.ranks_per_worker=2): must be left alone; nproc is the number of ranks; "
         "SpawnDDP(gang.min_workers=2): must be left alone; there is one node"

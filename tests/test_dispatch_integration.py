@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -16,12 +17,22 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, WorkerLostError, brain, current_rank, dispatch
+from flytekitplugins.daskpytorch import (
+    Gang,
+    GangError,
+    GangStartError,
+    WorkerLostError,
+    brain,
+    current_rank,
+    dispatch,
+    results,
+)
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -162,6 +173,25 @@ def load_in_workers(start_method: str) -> float:
     return float(sum(batch.sum() for batch in loader))
 
 
+def return_a_lock(path: str) -> object:
+    """All is trained, and saved, when it turns out that nobody can have the result."""
+    rank = current_rank()
+    rank.checkpoint.save({"step": 1}, 1)
+    with Path(path).open("a") as file:
+        file.write(f"{rank.rank}\n")
+    return threading.Lock() if rank.rank == 1 else rank.rank
+
+
+def lose_a_worker(folder: str) -> int:
+    """Rank 1 stays until its worker is taken away; the others then have to start again."""
+    rank = current_rank()
+    Path(folder, f"started-{rank.world_size}-{rank.rank}").touch()
+    while rank.world_size == 2:
+        time.sleep(0.05)
+    results.DaskResultsHandler().submit_result("ended.txt", "ended")
+    return 10 + rank.rank
+
+
 class _Squares:
     def __len__(self) -> int:
         return 10
@@ -268,6 +298,15 @@ def test_other_ends_of_a_rank_are_named(client: Client, how: str, cause: str) ->
         assert "in fail_on_rank_1" in caught.value.log_tail  # faulthandler says where
 
 
+def test_a_result_that_cannot_be_sent_ends_the_gang_at_once(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    with pytest.raises(TypeError, match="returned a lock that cannot be pickled") as caught:
+        dispatch.run(client, return_a_lock, str(path)).result(60)
+    assert isinstance(caught.value.__cause__, GangError)
+    assert caught.value.__cause__.rank == 1
+    assert sorted(path.read_text().split()) == ["0", "1"]
+
+
 def test_a_killed_rank_counts_as_infrastructure(client: Client) -> None:
     with pytest.raises(WorkerLostError, match="SIGKILL") as caught:
         dispatch.run(client, fail_on_rank_1, "killed", gang=ONCE).result(60)
@@ -302,6 +341,86 @@ def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
         cluster.kill_worker(1)
         with pytest.raises(WorkerLostError, match="its worker was lost"):
             futures.result(30)
+
+
+def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, lose_a_worker, str(tmp_path), gang=Gang(min_workers=1))
+        until(lambda: all((tmp_path / f"started-2-{rank}").exists() for rank in "01"), "the ranks to start")
+        cluster.kill_worker(1)
+        assert futures.result(60) == [10]
+    assert futures.exception() is None
+    assert [future.exception() is None for future in futures] == [True, False]
+    with pytest.raises(GangStartError, match="there was no rank 1"):
+        futures[1].result()
+    results.DaskResultsHandler().process_results(tmp_path / "results", futures)
+    assert (tmp_path / "results" / "ended.txt").read_text() == "ended"
+    assert "lose_a_worker: the gang ended with 1 of 2 ranks, as its min_workers allows" in capfd.readouterr().err
+
+
+PRETEND = """
+import os
+from flytekitplugins.daskpytorch import node
+
+node.gpus_here = lambda: {gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS"].split()}
+"""
+
+
+@contextlib.contextmanager
+def workers_with_gpus(folder: Path, *gpus: str) -> Iterator[Client]:
+    """A cluster each of whose workers takes itself to be on a host with these GPUs."""
+    (folder / "pretend.py").write_text(PRETEND)
+    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(folder / "pretend.py")}
+    environments = {index: {**preload, "PRETENDED_GPUS": here} for index, here in enumerate(gpus)}
+    with (
+        nothing_left_behind(),
+        dask_cluster(folder, len(gpus), worker_environments=environments) as cluster,
+        Client(cluster.address) as client,
+    ):
+        yield client
+
+
+def place_of_rank(*_: object) -> tuple[int, str, str]:
+    """Its own GPU, and its place on its worker."""
+    return current_rank().rank, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_auto_is_a_rank_for_each_gpu_of_the_workers(tmp_path: Path) -> None:
+    """The two workers are on one host, and share its four GPUs."""
+    gloo = Gang(backend="gloo")
+    with workers_with_gpus(tmp_path, "0 1 2 3", "0 1 2 3") as client:
+        futures = dispatch.run(client, place_of_rank, gang=gloo)
+        assert len(futures) == 4
+        assert futures.result(60) == [(0, "0", "2"), (1, "1", "2"), (2, "2", "2"), (3, "3", "2")]
+        models = dispatch.map(client, place_of_rank, ["a", "b"], gang=gloo)
+        assert {model.result(60)[2] for model in models} == {"2"}
+        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result(60)) == 2
+
+
+def test_auto_with_unequal_numbers_of_gpus_is_an_error(tmp_path: Path) -> None:
+    with workers_with_gpus(tmp_path, "0 1 3", "2") as client:
+        for start in (
+            lambda gang: dispatch.run(client, place_of_rank, gang=gang),
+            lambda gang: dispatch.map(client, place_of_rank, ["a"], gang=gang),
+        ):
+            with pytest.raises(
+                ValueError, match=r"not equally many: there would be 1 rank on tcp://\S+, 2 ranks on tcp://"
+            ):
+                start(Gang(backend="gloo"))
+        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result(60)) == 2
+
+
+def test_each_worker_is_asked_for_its_gpus_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    run = client.run
+    monkeypatch.setattr(client, "run", lambda *args, **kwargs: asked.append(kwargs) or run(*args, **kwargs))
+    for _ in range(3):
+        assert dispatch.run(client, current_rank_number).result(60) == [0, 1]
+    assert len(asked) == 2
+
+
+def current_rank_number() -> int:
+    return current_rank().rank
 
 
 def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,6 +345,35 @@ def test_attempts_go_on_from_each_other(execution: Execution) -> None:
     assert [item["step"] for item in resumed["history"]] == [3, 4, 5]
 
 
+def test_55_calls_find_their_checkpoints_in_another_process(
+    cluster: Cluster, wandb_folder: Path, tmp_path: Path
+) -> None:
+    """Whatever they are called with: each process has its own order of a set, and pickles tensors in its own way."""
+    execution = _execution(cluster, wandb_folder, tmp_path)
+
+    def fail_once_stored(process: subprocess.Popen[bytes]) -> None:
+        stored = tmp_path / "run" / "attempt-0" / "checkpoint" / "daskpytorch"
+        until(lambda: len(list(stored.glob(f"*/{MANIFEST}"))) == 3 or process.poll() is not None, "checkpoints", 60)
+        (execution.traces / "fail").touch()
+
+    with nothing_left_behind():
+        first = execution.attempt(0, "orchestrate_twice", meddle=fail_once_stored, env={"PYTHONHASHSEED": "1"})
+        previous = first.checkpoint
+        second = execution.attempt(1, "orchestrate_twice", previous=previous, env={"PYTHONHASHSEED": "2"})
+    assert first.error.kind == RECOVERABLE, first.output
+    one, other = execution.lines("words")
+    assert one != other
+    assert sorted(path.name for path in Path(first.checkpoint, "daskpytorch").iterdir()) == [
+        "_resumed-1",
+        "_resumed-2",
+        "by-hand",
+    ]
+    found = second.outputs["o0"].collection.literals
+    assert [literal.scalar.primitive.integer for literal in found] == [len(n) for n in ("first", "second", "third")]
+    for name in ("first", "second", "third"):
+        assert execution.lines(f"resumed-{name}") == [f"{name} {len(name)}"] * 2
+
+
 def store(folder: Path, epochs: list[int]) -> Path:
     """Checkpoints of `resumable`, as an attempt leaves them; where they lie."""
     own = folder / "daskpytorch" / "gang"

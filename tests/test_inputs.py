@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,9 @@ class Settings(StrictInputs):
     epochs: int = 3
     learning_rate: float = 0.1
     layers: list[int] = field(default_factory=list)
+    shuffle: bool = True
+    optimizer: str = "adam"
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -33,9 +37,23 @@ def test_what_is_given_is_taken_and_the_rest_has_its_default() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"epoch": 5}, r"Settings has no 'epoch' \(did you mean 'epochs'\?\)\. It has: epochs, learning_rate, layers"),
+        (
+            {"epoch": 5},
+            r"Settings has no 'epoch' \(did you mean 'epochs'\?\)\. It has: epochs, learning_rate, layers, ",
+        ),
         ({"lr": 1, "zzz": 2}, "no 'lr'.* and no 'zzz'"),
         ({"epochs": "many"}, "epochs='many' is not a"),
+        ({"epochs": 1.9}, "epochs=1.9 is not a int"),
+        ({"epochs": True}, "epochs=True is not a int"),
+        ({"epochs": "1"}, "epochs='1' is not a int"),
+        ({"learning_rate": "0.1"}, "learning_rate='0.1' is not a float"),
+        ({"learning_rate": False}, "learning_rate=False is not a float"),
+        ({"layers": [4, 2.5]}, r"layers=\[4, 2.5\] is not a list\[int\]"),
+        ({"shuffle": 1}, "shuffle=1 is not a bool"),
+        ({"optimizer": 5}, "optimizer=5 is not a str"),
+        ({"seed": "7"}, "seed='7' is not a "),
+        ({"epochs": "x" * 100_000}, r"epochs='x{199}\.\.\. \(100002 characters\) is not a int$"),
+        ("x" * 100_000, r"got 'x{199}\.\.\. \(100002 characters\)$"),
         ({"epochs": 0}, "epochs=0: must be 1 or more"),
         ([1], r"given as a JSON object of epochs, .*; got \[1\]"),
     ],
@@ -43,6 +61,24 @@ def test_what_is_given_is_taken_and_the_rest_has_its_default() -> None:
 def test_errors_name_the_key_and_the_value(given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Settings.from_json(json.dumps(given))
+
+
+def test_numbers_that_are_worth_the_same_are_taken() -> None:
+    """Flyte's console and older backends have whole numbers as 3.0."""
+    given = Settings.from_json('{"epochs": 3.0, "learning_rate": 1, "seed": null}')
+    assert (given.epochs, type(given.epochs), type(given.learning_rate)) == (3, int, float)
+
+
+def test_a_key_given_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = '{"epochs": 1, "layers": [], "epochs": 2}'
+    with pytest.raises(ValueError, match="Settings: 'epochs' given twice"):
+        Settings.from_json(twice)
+    # As `pyflyte run --hp` has it, which keeps the last one before it asks us.
+    monkeypatch.setattr(sys, "argv", ["pyflyte", "run", "flow.py", "train", "--hp", twice])
+    assert json.loads(twice)["epochs"] == 2
+    with pytest.raises(ValueError, match="Settings: 'epochs' given twice"):
+        Settings.from_json(json.dumps(json.loads(twice)))
+    assert Settings.from_json('{"epochs": 4}').epochs == 4
 
 
 def test_flytes_own_way_between_nodes_still_works() -> None:

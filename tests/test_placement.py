@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flytekitplugins.daskpytorch.placement import Node, Place, choose_backend, place_ranks, worker_order
+from flytekitplugins.daskpytorch.placement import Node, Place, choose_backend, one_per_gpu, place_ranks, worker_order
 
 
 def node(worker: str, *, host: str | None = None, cores: int = 8, gpus: tuple[str, ...] = ()) -> Node:
@@ -152,3 +152,32 @@ def test_nccl_error_names_lacking_and_shared_together() -> None:
     text = str(caught.value)
     assert "no GPU for rank 2 on tcp://b:2, rank 3 on tcp://b:2" in text
     assert "rank 1 on tcp://a:1 (GPU 0)" in text
+
+
+@pytest.mark.parametrize(
+    ("found", "ranks"),
+    [
+        ({}, 1),
+        ({"a": ("host-a", ()), "b": ("host-b", ())}, 1),
+        ({"a": ("host-a", ("0", "1")), "b": ("host-b", ("0", "1"))}, 2),
+        ({"a": ("host-a", ("0", "1", "2", "3"))}, 4),
+        # Several workers of one host, which all see its GPUs, in whatever order.
+        ({"a": ("host", ("0", "1")), "b": ("host", ("1", "0"))}, 1),
+        ({"a": ("host", tuple("01234567")), "b": ("host", tuple("01234567"))}, 4),
+        ({"a": ("host", ("0",)), "b": ("host", ("0",)), "c": ("host", ("0",))}, 1),
+        # Each with those that it was given.
+        ({"a": ("host", ("0", "1")), "b": ("host", ("2", "3"))}, 2),
+        ({"a": ("host-a", ("0",)), "b": ("host-b", ())}, 1),
+    ],
+)
+def test_one_rank_per_gpu(found: dict[str, tuple[str, tuple[str, ...]]], ranks: int) -> None:
+    assert one_per_gpu(found) == ranks
+
+
+def test_unequal_numbers_of_gpus_are_an_error_with_the_numbers() -> None:
+    found = {"tcp://a": ("a", ("0", "1", "2")), "tcp://b": ("b", ("0",)), "tcp://c": ("c", ())}
+    with pytest.raises(ValueError, match="be 1 rank on tcp://b and on 1 more, 3 ranks on tcp://a") as caught:
+        one_per_gpu(found)
+    assert "Gang(ranks_per_worker=...)" in str(caught.value)
+    with pytest.raises(ValueError, match="1 rank on b, 2 ranks on a"):
+        one_per_gpu({"a": ("host", ("0", "1", "2")), "b": ("host", ("3",))})

@@ -88,3 +88,9 @@ def test_error_counts_as_the_same_only_right_after_its_like() -> None:
 def test_asking_costs_nothing() -> None:
     restarts = Restarts(1)
     assert [restarts.refusal(loss()) for _ in range(3)] == [None, None, None]
+
+
+def test_what_would_come_again_is_not_tried_again() -> None:
+    final = Defeat(what="rank 0", cause="TypeError", position=(3, 1), is_infrastructure=False, is_final=True)
+    assert Restarts(3).refusal(final) == "the function had returned, and would return the same again"
+    assert after(loss()).refusal(final) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,28 @@ def test_new_items_move_few_others() -> None:
 def test_what_cannot_be_split_is_refused(labels: list[int], held_out: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_by_class(labels, held_out)
+
+
+@pytest.mark.parametrize("seed", [1.0, None, "1", True, 2**63, 10**400])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    """Else 1.0 would give another split than 1, in silence, and a large one an error of torch's in some epoch."""
+    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
+        split_by_class(LABELS, seed=seed)
+    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
+        RankBatches([0, 1], 1, seed=seed, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("held_out", ["0.2", None, float("nan"), True])
+def test_a_share_is_a_number(held_out: Any) -> None:
+    with pytest.raises(ValueError, match=r"held_out=.*: must be a share above 0 and below 1"):
+        split_by_class(LABELS, held_out)
+
+
+@pytest.mark.parametrize("sizes", [(1.5, 0, 1), ("2", 0, 1), (1, 0.0, 1), (1, 0, 1.0), (1, 0, 0), (True, 0, 1)])
+def test_numbers_of_batches_are_whole(sizes: tuple[Any, Any, Any]) -> None:
+    batch_size, rank, world_size = sizes
+    with pytest.raises(ValueError, match="must be a whole number from"):
+        RankBatches([0, 1], batch_size, rank=rank, world_size=world_size)
 
 
 def batches(count: int, batch_size: int, world_size: int, epoch: int = 0, num_seen: int = 0) -> list[list[list[int]]]:

@@ -112,6 +112,13 @@ def test_one_rank_on_a_node_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert here(monkeypatch, "default_size").literals["o0"].scalar.primitive.integer == 1
 
 
+def test_an_output_of_the_wrong_type_ends_the_task_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    with pytest.raises(FlyteUserRuntimeException, match="Failed to convert outputs of task"):
+        here(monkeypatch, "wrong_type")
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
 def test_nccl_without_gpus_is_refused_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

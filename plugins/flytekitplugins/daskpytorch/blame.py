@@ -137,6 +137,8 @@ class Failure:
     """It reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
     """Where the rank was: the newest step that it had named, and its signs of life since then."""
+    is_final: bool = False
+    """It would come again: the function had returned, and what it returned is of no use."""
 
     @classmethod
     def of(
@@ -145,6 +147,8 @@ class Failure:
         time: float,
         sources: str = "",
         position: tuple[int | None, int | None] = (None, None),
+        *,
+        is_final: bool = False,
     ) -> Failure:
         """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
         name = type(error).__name__
@@ -162,6 +166,7 @@ class Failure:
             or name in CONSEQUENCE_TYPES
             or (isinstance(error, (RuntimeError, OSError)) and CONSEQUENCES.search(text) is not None),
             position=position,
+            is_final=is_final,
         )
 
     def rebuilt(self) -> Exception | None:

@@ -549,6 +549,7 @@ class Brain:
             cause="a hang" if culprit.hang is not None else how,
             position=culprit.position,
             is_infrastructure=culprit.is_infrastructure,
+            is_final=culprit.failure is not None and culprit.failure.is_final,
         )
 
     def _cancelled(self) -> Exception:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Literal
 
+from flytekit import Resources
 from flytekitplugins.dask import Scheduler, WorkerGroup
 
-from flytekitplugins.daskpytorch.settings import Gang, Problems, Wandb, is_count, is_positive
+from flytekitplugins.daskpytorch.settings import (
+    COUNT,
+    SECONDS,
+    TEXT,
+    Gang,
+    Problems,
+    Wandb,
+    is_among,
+    is_count,
+    is_seconds,
+    is_text,
+)
 
 __all__ = ["DaskCluster", "DaskDDP", "SpawnDDP"]
 
 START_METHODS = ("forkserver", "spawn")
+KINDS = {"scheduler": Scheduler, "workers": WorkerGroup, "gang": Gang, "wandb": (Wandb, NoneType)}
+"""What the fields of these names hold."""
+NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +49,8 @@ class DaskDDP:
 
     def __post_init__(self) -> None:
         _register_task_types()
-        problems = Problems("DaskDDP")
-        _check_workers(problems, self.workers)
+        problems = _checked_kinds(self)
+        _check_pods(problems, self.scheduler, self.workers)
         workers, least = self.workers.number_of_workers, self.gang.min_workers
         problems.unless(
             least is None or not is_count(workers) or least <= (workers or 0),
@@ -77,12 +94,15 @@ class SpawnDDP:
 
     def __post_init__(self) -> None:
         _register_task_types()
-        problems = Problems("SpawnDDP")
+        problems = _checked_kinds(self)
         problems.unless(
-            self.nproc == "auto" or is_count(self.nproc), "nproc", self.nproc, "'auto' or a whole number from 1 up"
+            is_among(self.nproc, ("auto",)) or is_count(self.nproc), "nproc", self.nproc, f"'auto' or {COUNT}"
         )
         problems.unless(
-            self.start_method in START_METHODS, "start_method", self.start_method, f"one of {', '.join(START_METHODS)}"
+            is_among(self.start_method, START_METHODS),
+            "start_method",
+            self.start_method,
+            f"one of {', '.join(START_METHODS)}",
         )
         problems.unless(
             self.gang.ranks_per_worker == "auto",
@@ -112,9 +132,9 @@ class DaskCluster:
 
     def __post_init__(self) -> None:
         _register_task_types()
-        problems = Problems("DaskCluster")
-        _check_workers(problems, self.workers)
-        problems.unless(is_positive(self.start_timeout), "start_timeout", self.start_timeout, "seconds above 0")
+        problems = _checked_kinds(self)
+        _check_pods(problems, self.scheduler, self.workers)
+        problems.unless(is_seconds(self.start_timeout), "start_timeout", self.start_timeout, SECONDS)
         problems.raise_any()
 
     @property
@@ -123,9 +143,38 @@ class DaskCluster:
         return int(self.workers.number_of_workers or 1)
 
 
-def _check_workers(problems: Problems, workers: WorkerGroup) -> None:
+def _checked_kinds(config: DaskDDP | SpawnDDP | DaskCluster) -> Problems:
+    """A list of problems to add to, once each field holds a value of its kind.
+
+    Raises:
+        ValueError: Some do not.
+    """
+    problems = Problems(type(config).__name__)
+    for name in [entry.name for entry in fields(config) if entry.name in KINDS]:
+        value, kind = getattr(config, name), KINDS[name]
+        names = "None or a Wandb" if name == "wandb" else f"a {kind.__name__}"
+        problems.unless(isinstance(value, kind), name, value, names)
+    problems.raise_any()
+    return problems
+
+
+def _check_pods(problems: Problems, scheduler: Scheduler, workers: WorkerGroup) -> None:
     count = workers.number_of_workers
-    problems.unless(is_count(count), "workers.number_of_workers", count, "a whole number from 1 up")
+    problems.unless(is_count(count), "workers.number_of_workers", count, COUNT)
+    for name, pods in (("scheduler", scheduler), ("workers", workers)):
+        problems.unless(pods.image is None or is_text(pods.image), f"{name}.image", pods.image, f"None or {TEXT}")
+        for part in ("requests", "limits"):
+            _check_resources(problems, f"{name}.{part}", getattr(pods, part))
+
+
+def _check_resources(problems: Problems, name: str, resources: Resources | None) -> None:
+    if not isinstance(resources, Resources):
+        problems.unless(resources is None, name, resources, "None or a flytekit.Resources")
+        return
+    pairs = [value for value in vars(resources).values() if isinstance(value, (list, tuple))]
+    problems.unless(not pairs, name, resources, "without pairs of request and limit, which have fields of their own")
+    is_number = resources.gpu is None or NUM_GPUS.fullmatch(str(resources.gpu)) is not None
+    problems.unless(bool(pairs) or is_number, f"{name}.gpu", resources.gpu, "None or a whole number")
 
 
 def _num_gpus(workers: WorkerGroup) -> int:

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 from distributed import Client, Worker, WorkerPlugin, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch import agent, cluster, forkserver, resident, ship, worker_data
+from flytekitplugins.daskpytorch import agent, cluster, forkserver, keys, node, placement, resident, ship, worker_data
 from flytekitplugins.daskpytorch.blame import GangStartError
 from flytekitplugins.daskpytorch.gang import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.inbox import GangFuture
@@ -34,13 +33,15 @@ from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
 from flytekitplugins.daskpytorch.request import Request
 from flytekitplugins.daskpytorch.roster import OnFailure
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.many import ModelFutures
     from flytekitplugins.daskpytorch.mirror import MirrorPaths
 
-__all__ = ["DaskAgents", "Echo", "GangFutures", "map", "request_for", "run"]
+__all__ = ["DaskAgents", "Echo", "GangFutures", "map", "named", "request_for", "run"]
+
+HostAndGpus = tuple[str, tuple[str, ...]]
 
 AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
@@ -48,6 +49,8 @@ LOOK_TIMEOUT = 2.0
 """Seconds for the scheduler to say which workers it has, to a gang that has other things to do and asks again."""
 FIRST_LOOK_TIMEOUT = 30.0
 """The same for one that cannot begin without: a busy scheduler is none that is lost. Dask's own for connecting."""
+GPUS_TIMEOUT = 30.0
+"""Seconds for a worker to say which GPUs it has; where it has some, it starts a process with torch to know."""
 
 
 def run(
@@ -64,6 +67,9 @@ def run(
     Inside it `torch.distributed` is initialised and `current_rank()` tells which rank it is. Every call trains anew,
     and gangs may run side by side on one cluster.
 
+    In a Flyte task that is tried again, a call goes on from the newest checkpoint of the same call in the attempt
+    before: the function's first, second, ... in the task, whatever its arguments, or the one with the same `gang.key`.
+
     Args:
         client: Connected to any Dask cluster whose workers have this package.
         pytorch_function: What each rank calls. Its module need not exist on the workers.
@@ -78,10 +84,15 @@ def run(
 
     Raises:
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers`, or its scheduler does not answer.
+        ValueError: An argument is of the wrong kind, the workers have unequal numbers of GPUs while
+            `gang.ranks_per_worker` is `auto`, or another gang of the task has the same `gang.key`.
         TypeError: The function or an argument cannot be pickled.
     """
+    problems = _checked("dispatch.run", client, pytorch_function, gang)
+    problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", pass_local_rank, "True or False")
+    problems.raise_any()
     settings = gang or Gang()
-    if backend != "auto":
+    if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
     agents = DaskAgents(client)
     if len(agents.workers) < (settings.min_workers or 1):
@@ -89,8 +100,12 @@ def run(
             f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, "
             f"but needs {settings.min_workers or 1}. Start workers, or wait for them with client.wait_for_workers(n)."
         )
+    settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
+    request = named(request, *keys.take(pytorch_function, settings.key))
+    echo, short = Echo(), request.name.rpartition(".")[2]
+    supervisor, world_size = Supervisor(request, agents, [echo]), len(agents.workers) * request.ranks_per_worker
+    return GangFutures(supervisor, world_size, lambda text: echo.noted(f"{short}: {text}"))
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -111,7 +126,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     Args:
         client: Connected to any Dask cluster whose workers have this package.
         pytorch_function: What each rank calls with its experiment. Its module need not exist on the workers.
-        experiments: What the models differ in; anything that pickles.
+        experiments: What the models differ in; anything that pickles. In an order that is the same in every attempt of
+            a Flyte task, since by its index a model finds its checkpoints; so in no set.
         workers: How many workers each experiment takes, or a function of the experiment that says so.
         gang: How to form each gang.
         stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A
@@ -128,13 +144,24 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         so far; the whole has `result`, `exception`, `cancel` and `as_completed` too. A failed experiment fails alone.
 
     Raises:
-        ValueError: A number of workers is not a whole number from 1 up, or `wandb` has an id.
+        ValueError: An argument is of the wrong kind, a number of workers is not a whole number from 1 up, `wandb` has
+            an id, or what `run` says of `gang`.
         GangStartError: The cluster has fewer workers than some experiment takes.
         TypeError: The function or an experiment cannot be pickled.
         ImportError: `stop_early` needs Optuna, which is not installed.
     """
     from flytekitplugins.daskpytorch import many
 
+    problems = _checked("dispatch.map", client, pytorch_function, gang)
+    is_ordered = isinstance(experiments, Iterable) and not isinstance(
+        experiments, (str, bytes, Mapping, set, frozenset)
+    )
+    problems.unless(is_ordered, "experiments", experiments, "a list or another iterable that has an order")
+    problems.unless(
+        isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", stop_early, "None or an EarlyStopping"
+    )
+    problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", wandb, "None or a Wandb")
+    problems.raise_any()
     return many.train_all(
         client,
         pytorch_function,
@@ -155,29 +182,21 @@ def request_for(
     pass_local_rank: bool = False,
     code: ship.Code | None = None,
 ) -> Request:
-    """One gang's call of a function, ready to go."""
-    call = ship.pack_call(function, args, kwargs)
-    key = _key_of(function, call)
+    """One gang's call of a function, ready to go, but for a name where its task has several."""
     return Request(
         name=ship.name_of(function),
-        call=call,
+        call=ship.pack_call(function, args, kwargs),
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
-        mirror=_checkpoint_paths(key),
         code=code,
-        key=key,
         keep=(function, args, kwargs),
     )
 
 
-def _key_of(function: Callable[..., Any], call: bytes) -> str:
-    """Names a gang among others of its task, alike in every attempt: its function, its arguments, which of such."""
-    name = f"{ship.name_of(function).rpartition('.')[2]}-{hashlib.sha256(call).hexdigest()[:12]}"
-    name = re.sub(r"[^\w-]", "-", name)
-    with _lock:
-        _num_calls[name] += 1
-        return f"{name}-{_num_calls[name]}"
+def named(request: Request, key: str) -> Request:
+    """The same under a key, by which its checkpoints are found in Flyte's storage."""
+    return replace(request, key=key, mirror=_checkpoint_paths(key))
 
 
 def _checkpoint_paths(key: str) -> MirrorPaths | None:
@@ -189,16 +208,27 @@ def _checkpoint_paths(key: str) -> MirrorPaths | None:
     return flyte.checkpoint_paths(key)
 
 
-_lock = threading.Lock()
-_num_calls: Counter[str] = Counter()
+def _checked(caller: str, client: object, function: object, gang: object) -> Problems:
+    """A list of problems to add to, with those of what `run` and `map` share."""
+    problems = Problems(caller)
+    problems.unless(isinstance(client, Client), "client", client, "a distributed.Client")
+    problems.unless(callable(function), "pytorch_function", function, "something that can be called")
+    problems.unless(isinstance(gang, (Gang, NoneType)), "gang", gang, "None or a Gang")
+    return problems
 
 
 class GangFutures(Sequence["Future[Any]"]):
-    """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends."""
+    """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends.
 
-    def __init__(self, supervisor: Supervisor, world_size: int) -> None:
+    Of a gang that has ended with fewer workers than it was to have, as its `min_workers` allows, the futures of the
+    ranks that there were not raise a `GangStartError`; `result` has the results of the others, and `note` is called.
+    """
+
+    def __init__(self, supervisor: Supervisor, world_size: int, note: Callable[[str], None] | None = None) -> None:
         self._supervisor = supervisor
-        self._futures: list[Future[Any]] = [GangFuture(supervisor.inbox) for _ in range(world_size)]
+        self._num_ranks = world_size
+        self._note = note
+        self._futures: list[GangFuture] = [GangFuture(supervisor.inbox) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
@@ -207,16 +237,16 @@ class GangFutures(Sequence["Future[Any]"]):
     def __getitem__(self, index: int) -> Future[Any]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Future[Any]]: ...
+    def __getitem__(self, index: slice) -> Sequence[Future[Any]]: ...
 
-    def __getitem__(self, index: int | slice) -> Future[Any] | list[Future[Any]]:
+    def __getitem__(self, index: int | slice) -> Future[Any] | Sequence[Future[Any]]:
         return self._futures[index]
 
     def __len__(self) -> int:
         return len(self._futures)
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Every rank's return value, in rank order.
+        """Every rank's return value, in rank order; of as many ranks as there were in the end.
 
         Raises:
             TimeoutError: The gang has not ended within `timeout` seconds; it goes on.
@@ -224,12 +254,13 @@ class GangFutures(Sequence["Future[Any]"]):
             concurrent.futures.CancelledError: It was cancelled.
         """
         self._futures[0].result(timeout)
-        return [future.result() for future in self._futures]
+        return [future.result() for future in self._futures[: self._num_ranks]]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that `result` would raise, or None."""
         self._futures[0].exception(timeout)
-        return next((error for future in self._futures if (error := future.exception()) is not None), None)
+        futures = self._futures[: self._num_ranks]
+        return next((error for future in futures if (error := future.exception()) is not None), None)
 
     def done(self) -> bool:
         """Whether the gang has ended."""
@@ -251,8 +282,11 @@ class GangFutures(Sequence["Future[Any]"]):
             for future in self._futures:
                 future.set_exception(cause)
             return
+        self._num_ranks = min(len(results), len(self._futures))
+        if self._num_ranks < len(self._futures):
+            self._settle_missing()
         # The last first: `result` waits for future 0 alone.
-        for rank, result in reversed(list(enumerate(results))):
+        for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
             try:
                 with self._supervisor.inbox.open_returned(rank, result) as file:
                     returned = pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
@@ -262,8 +296,15 @@ class GangFutures(Sequence["Future[Any]"]):
                 self._futures[rank].set_result(returned)
                 del returned
         self._supervisor.inbox.drop_returned()
-        for future in self._futures[len(results) :]:
-            future.set_exception(GangStartError("this rank's worker did not come; the gang ran without it"))
+
+    def _settle_missing(self) -> None:
+        how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"
+        if self._note is not None:
+            self._note(f"{how}; there are no results of the others, whose workers did not come or were lost")
+        for rank, future in enumerate(self._futures[self._num_ranks :], self._num_ranks):
+            text = f"{how}; there was no rank {rank}, since too few workers came, or were left"
+            future.is_missing = True
+            future.set_exception(GangStartError(text, rank=rank))
 
 
 class DaskAgents:
@@ -305,6 +346,22 @@ class DaskAgents:
             future.add_done_callback(lambda done, worker=order.worker: _report_failure(done, worker, on_failure))
             self._futures.append(future)
 
+    def ranks_per_worker(self, gang: Gang) -> int:
+        """Ranks on each worker: as the gang says, else one per GPU that they have, else one. Asks each worker once.
+
+        Raises:
+            ValueError: Some have more GPUs than others.
+        """
+        if gang.ranks_per_worker != "auto":
+            return gang.ranks_per_worker
+        known = _known_gpus.setdefault(self._client, {})
+        addresses = {worker: self._addresses[worker] for worker in self.workers}
+        if strangers := [address for address in addresses.values() if address not in known]:
+            seconds = min(GPUS_TIMEOUT, gang.start_timeout)
+            known |= self._client.sync(_ask_for_gpus, self._client, strangers, seconds)
+        # Who does not answer may do so when its agent is started, or else is named then.
+        return placement.one_per_gpu({w: known[address] for w, address in addresses.items() if address in known})
+
     @property
     def addresses(self) -> Mapping[str, str]:
         """What users call the workers -> their addresses, also of those that have gone."""
@@ -325,6 +382,24 @@ class DaskAgents:
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
+
+
+_known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
+"""By the workers' addresses: hosts' names and GPUs."""
+
+
+async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float) -> dict[str, HostAndGpus]:
+    """What the workers answer that answer in time; one that is suspended does not keep the others' answers."""
+
+    async def ask(address: str) -> dict[str, HostAndGpus]:
+        with contextlib.suppress(Exception):  # whatever there is in the worker's image
+            async with asyncio.timeout(seconds):
+                answers: dict[str, HostAndGpus] = await client.run(node.host_and_gpus, workers=[address])
+                return answers
+        return {}
+
+    answers = await asyncio.gather(*(ask(address) for address in addresses))
+    return {address: found for answer in answers for address, found in answer.items()}
 
 
 def _addresses(scheduler: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Flyte's context, carried from the driver into the ranks, and rank 0's outputs, carried back as literals.
 
-`capture` and `checkpoint_paths` run in the driver; `entered`, `arguments`, `literals` and `decks` run in a rank.
+`capture`, `current_task` and `checkpoint_paths` run in the driver; `entered`, `arguments`, `literals` and `decks` run
+in a rank.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "arguments",
     "capture",
     "checkpoint_paths",
+    "current_task",
     "decks",
     "entered",
     "execution_name",
@@ -82,6 +84,16 @@ def execution_name() -> str | None:
     """The current execution's name; `local` in local runs."""
     params = FlyteContextManager.current_context().user_space_params
     return params.execution_id.name if params and params.execution_id else None
+
+
+def current_task() -> object:
+    """Something that is the same for as long as the current task runs, here or on a backend; None outside one."""
+    state = FlyteContextManager.current_context().execution_state
+    is_in_task = state is not None and state.mode in (
+        ExecutionState.Mode.TASK_EXECUTION,
+        ExecutionState.Mode.LOCAL_TASK_EXECUTION,
+    )
+    return state if is_in_task else None
 
 
 def checkpoint_paths(name: str) -> MirrorPaths | None:

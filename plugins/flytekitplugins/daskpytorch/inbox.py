@@ -126,3 +126,5 @@ class GangFuture(Future[Any]):
     def __init__(self, inbox: Inbox) -> None:
         super().__init__()
         self.inbox = inbox
+        self.is_missing = False
+        """The gang has ended well with fewer ranks, as its `min_workers` allows, and this one was not among them."""

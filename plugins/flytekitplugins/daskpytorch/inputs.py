@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
-from typing import Any, Self
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 from mashumaro.codecs.json import JSONDecoder
+from mashumaro.dialect import Dialect
 from mashumaro.exceptions import InvalidFieldValue, MissingField
+
+from flytekitplugins.daskpytorch.settings import shown
 
 __all__ = ["StrictInputs"]
 
@@ -17,7 +24,8 @@ class StrictInputs:
     """Base of a dataclass that is given as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.
 
     flytekit drops keys that the dataclass does not have, so that a misspelt one trains with its default; here it is an
-    error that says which key was meant.
+    error that says which key was meant. Nor is a value made fit that is of another type, as 1.9 or "1" for an `int`
+    (3.0 is 3), or a key given twice.
     """
 
     @classmethod
@@ -25,23 +33,72 @@ class StrictInputs:
         """Called by flytekit for a value from the command line.
 
         Raises:
-            ValueError: A key is unknown or missing, a value is of the wrong type, or the dataclass itself refuses it.
+            ValueError: A key is unknown, missing or given twice, a value is of the wrong type, or the dataclass itself
+                refuses it.
         """
         given = json.loads(text)
+        if repeated := _repeated(text) or _repeated_where_typed(given):
+            raise ValueError(f"{cls.__name__}: {' and '.join(map(shown, repeated))} given twice; which one is meant?")
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
         if not isinstance(given, dict):
-            raise ValueError(f"{cls.__name__} is given as a JSON object of {', '.join(known)}; got {given!r}")
+            raise ValueError(f"{cls.__name__} is given as a JSON object of {', '.join(known)}; got {shown(given)}")
         if unknown := [_with_suggestion(key, known) for key in given if key not in known]:
             raise ValueError(f"{cls.__name__} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
         try:
-            return JSONDecoder(cls).decode(text)
+            return JSONDecoder(cls, default_dialect=_Exact).decode(text)
         except (InvalidFieldValue, MissingField) as error:
             name = error.field_name
             if (reason := error.__context__ or error.__cause__) and isinstance(error, InvalidFieldValue):
-                raise ValueError(f"{cls.__name__}: {name}={given[name]!r} is not a {error.field_type_name}") from reason
+                raise ValueError(
+                    f"{cls.__name__}: {name}={shown(given[name])} is not a {error.field_type_name}"
+                ) from reason
             raise ValueError(f"{cls.__name__}: {error}") from error
 
 
 def _with_suggestion(key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
-    return f"{key!r} (did you mean {close[0]!r}?)" if close else repr(key)
+    return f"{key!r} (did you mean {close[0]!r}?)" if close else shown(key)
+
+
+def _repeated(text: str | bytes) -> list[str]:
+    """The keys that stand more than once in one of its objects."""
+    found: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=note)
+    return found
+
+
+def _repeated_where_typed(given: object) -> list[str]:
+    """The same in this process's command line: of a key given twice there, flytekit passes on only the last."""
+    for argument in sys.argv[1:]:
+        with contextlib.suppress(ValueError):  # it is no JSON, as most
+            if argument.startswith("{") and json.loads(argument) == given and (repeated := _repeated(argument)):
+                return repeated
+    return []
+
+
+def _exactly(kind: type, *others: type) -> dict[str, Callable[[Any], Any]]:
+    """How a value becomes one of this kind: it must be one, or be worth the same as one."""
+
+    def convert(value: Any) -> Any:
+        if type(value) is not kind and not (type(value) in others and kind(value) == value):
+            raise TypeError(f"{shown(value)} is not a {kind.__name__}")
+        return kind(value)
+
+    return {"deserialize": convert}
+
+
+class _Exact(Dialect):
+    """Mashumaro's own calls `int(value)` and the like."""
+
+    # Flyte's console and older backends have whole numbers as 3.0.
+    serialization_strategy: ClassVar[Any] = {
+        bool: _exactly(bool),
+        int: _exactly(int, float),
+        float: _exactly(float, int),
+        str: _exactly(str),
+    }

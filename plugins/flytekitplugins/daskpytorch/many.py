@@ -12,10 +12,10 @@ from typing import Any, cast, overload
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch import ship, tracking
+from flytekitplugins.daskpytorch import keys, ship, tracking
 from flytekitplugins.daskpytorch.blame import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, request_for
+from flytekitplugins.daskpytorch.dispatch import DaskAgents, GangFutures, named, request_for
 from flytekitplugins.daskpytorch.gang import Supervisor, running
 from flytekitplugins.daskpytorch.halving import Halving
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.request import Request
 from flytekitplugins.daskpytorch.residents import Residents
 from flytekitplugins.daskpytorch.roster import OnFailure
 from flytekitplugins.daskpytorch.scoreboard import Scoreboard
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
 from flytekitplugins.daskpytorch.tracking import RunSettings
 
 __all__ = ["ModelFuture", "ModelFutures", "train_all"]
@@ -51,10 +51,16 @@ def train_all(
     cluster = DaskAgents(client, stay=True)
     _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
     runs = _runs(pytorch_function, wandb) if wandb is not None else None
+    settings = replace(settings, ranks_per_worker=cluster.ranks_per_worker(settings))
     code, board = ship.pack_code(), Scoreboard(len(experiments))
+    requests = [
+        request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
+        for experiment, size in zip(experiments, sizes, strict=True)
+    ]
+    names = keys.take(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
     models = []
     for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
-        request = request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
+        request = named(requests[index], names[index])
         if runs is not None:
             request = _tracked(request, runs, index, experiment)
         line = board.line(index, experiment)
@@ -255,7 +261,7 @@ class ModelFutures(Sequence[ModelFuture]):
             observers.append(self._halving.judge(model.index, model.line.noted))
         supervisor = Supervisor(model.request, share, observers, inbox=model.future.inbox)
         model.future.set_running_or_notify_cancel()
-        model.gang = GangFutures(supervisor, world_size)
+        model.gang = GangFutures(supervisor, world_size, model.line.noted)
         model.gang[0].add_done_callback(lambda _: self._end(model))
 
     def _look(self) -> None:
@@ -381,7 +387,7 @@ def _fit(settings: Gang, num_workers: int) -> Gang:
 def _check_sizes(sizes: Sequence[Any], num_workers: int, scheduler: str) -> None:
     for index, size in enumerate(sizes):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"experiment {index} takes workers={size!r}: must be a whole number from 1 up")
+            raise ValueError(f"experiment {index} takes workers={shown(size)}: must be a whole number from 1 up")
     if max(sizes, default=0) > num_workers:
         raise GangStartError(
             f"experiment {sizes.index(max(sizes))} takes {max(sizes)} workers; the cluster at {scheduler} has "

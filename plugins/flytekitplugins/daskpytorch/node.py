@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -18,7 +19,7 @@ from dask.system import cpu_count  # knows the limits of containers
 
 from flytekitplugins.daskpytorch.placement import Node
 
-__all__ = ["describe_node", "gpus_here", "interface_of", "local_versions", "num_kills_for_memory"]
+__all__ = ["describe_node", "gpus_here", "host_and_gpus", "interface_of", "local_versions", "num_kills_for_memory"]
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -96,3 +97,8 @@ def gpus_here() -> dict[str, str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     ids = [gpu.strip() for gpu in listed.split(",")] if listed else [str(i) for i in range(len(names))]
     return dict(zip(ids, names, strict=False))
+
+
+async def host_and_gpus() -> tuple[str, tuple[str, ...]]:
+    """The host's name and the GPUs that this process may use; the driver has Dask's workers run this."""
+    return socket.gethostname(), tuple(await asyncio.to_thread(gpus_here))

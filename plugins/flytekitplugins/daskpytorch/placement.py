@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Node", "Place", "choose_backend", "place_ranks", "worker_order"]
+__all__ = ["Node", "Place", "choose_backend", "one_per_gpu", "place_ranks", "worker_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,35 @@ class Place:
 def worker_order(address: str) -> list[tuple[int, str]]:
     """A sort key that puts 10.0.0.9 before 10.0.0.10, so that ranks are stable and neighbours stay together."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]
+
+
+def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
+    """How many ranks each worker gets so that each has a GPU of its own; one where there are none.
+
+    Args:
+        found: The workers, each with its host's name and its GPUs. Workers of one host that see the same share them.
+
+    Raises:
+        ValueError: Some workers have more GPUs than others.
+    """
+    num_workers = Counter(host for host, _ in found.values())
+    gpus: dict[str, set[str]] = defaultdict(set)
+    for host, here in found.values():
+        gpus[host].update(here)
+    shares = {
+        worker: max(1, min(len(here), len(gpus[host]) // num_workers[host])) for worker, (host, here) in found.items()
+    }
+    if len(counts := Counter(shares.values())) > 1:
+        first = {share: worker for worker, share in reversed(shares.items())}
+        texts = [
+            f"{share} rank{'s' * (share > 1)} on {first[share]}" + (f" and on {count - 1} more" if count > 1 else "")
+            for share, count in sorted(counts.items())
+        ]
+        raise ValueError(
+            "ranks_per_worker='auto' means a rank for each of a worker's GPUs, which are not equally many: there would "
+            f"be {', '.join(texts)}. Say how many ranks each is to have with Gang(ranks_per_worker=...)."
+        )
+    return next(iter(counts), 1)
 
 
 def place_ranks(nodes: Sequence[Node], ranks_per_worker: int) -> list[list[Place]]:

@@ -135,6 +135,7 @@ def main(channel: Connection) -> int:
     link = _Link(channel)
     tracker: tracking.Tracker | None = None
     progress = Progress()
+    has_returned = False
     try:
         _settle_in(order)
         task_context = _task_context(order.job)  # before there are other threads; `flyte` has why
@@ -150,6 +151,7 @@ def main(channel: Connection) -> int:
             _watch_progress(order, link, progress)
             returned = call.function(*call.args, **_keywords(order, call, ctx))
             rank.checkpoint.flush()
+            has_returned = True
             if rank.stop_signal.has_fired:
                 link.send("stopped")
                 link.send("result")  # what it returned is unfinished, and nobody's to use
@@ -157,7 +159,8 @@ def main(channel: Connection) -> int:
                 link.send("result", _payload(order, returned, ctx, link))
     except BaseException as error:
         position = (progress.step, progress.num_moves_since)
-        link.send("failure", Failure.of(error, time.time(), order.code, position))
+        is_final = has_returned and not _is_of_storage(error)
+        link.send("failure", Failure.of(error, time.time(), order.code, position, is_final=is_final))
         _wind_up(tracker, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
@@ -420,6 +423,13 @@ def _payload(order: RankOrder, returned: Any, ctx: Any, link: _Link) -> object:
 
     literal_map = flyte.literals(order.job.flyte, returned, ctx)
     return TaskOutput(literal_map=literal_map.to_flyte_idl().SerializeToString(), decks=flyte.decks(ctx))
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    """Whether it was storage that failed rather than what was to be stored there: that may go well another time."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
+    is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # what was to be stored
+    return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing
 
 
 _stacks_file: IO[str] | None = None

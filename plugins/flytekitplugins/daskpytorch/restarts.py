@@ -19,6 +19,8 @@ class Defeat:
     """Where: the newest named step, and the signs of life since then."""
     is_infrastructure: bool
     """Something was taken away from outside; else the function failed."""
+    is_final: bool = False
+    """It would come again."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Restarts:
         alike = [earlier for earlier in self.defeats if earlier.is_infrastructure == defeat.is_infrastructure]
         if self.limit == 0:
             return "max_restarts is 0"
+        if defeat.is_final:
+            return "the function had returned, and would return the same again"
         if not defeat.is_infrastructure and alike and _is_same(alike[-1], defeat):
             return "the same error came at the same step twice"
         if len(alike) >= self.limit:

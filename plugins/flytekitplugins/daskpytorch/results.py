@@ -213,6 +213,8 @@ def _inboxes(futures: Iterable[Future[Any]]) -> list[Inbox]:
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
+    if isinstance(future, GangFuture) and future.is_missing:
+        return None
     error = CancelledError() if future.cancelled() else future.exception()
     return None if isinstance(error, StoppedEarlyError) else error  # which is no failure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from numbers import Integral, Real
 from typing import Protocol
 
 import torch
@@ -12,8 +13,14 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.settings import shown
 
 __all__ = ["Labelled", "RankBatches", "split_by_class"]
+
+SEEDS = range(-(2**63), 2**63)
+"""What torch takes, also with an epoch added."""
+COUNTS = range(1, 2**63)
+SEED = "a whole number of at most 63 bits"
 
 
 class Labelled(Protocol):
@@ -38,7 +45,7 @@ def split_by_class(
     Args:
         dataset: Whose items are split, or their labels.
         held_out: The share of each class to hold out, above 0 and below 1; rounded to whole items.
-        seed: Another one gives another split.
+        seed: Another one gives another split; a whole number.
         contents: What tells equal items, one string per item, such as checksums; None: the data set's `etags`, or if
             it has none, no two items are equal.
 
@@ -46,12 +53,12 @@ def split_by_class(
         The indices to train on and those held out, ascending; together all, each once.
 
     Raises:
-        ValueError: The share is out of range, the lengths differ, or one side would be empty.
+        ValueError: The share or the seed is out of range, the lengths differ, or one side would be empty.
     """
     labels = list(dataset if isinstance(dataset, Sequence) else dataset.targets)
     if contents is None:
         contents = getattr(dataset, "etags", None) or [str(index) for index in range(len(labels))]
-    _check_split(labels, held_out, contents)
+    _check_split(labels, held_out, seed, contents)
     by_class: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (label, content) in enumerate(zip(labels, contents, strict=True)):
         by_class[label][content].append(index)
@@ -70,16 +77,22 @@ def split_by_class(
     return sides
 
 
-def _check_split(labels: Sequence[int], held_out: float, contents: Sequence[str]) -> None:
+def _check_split(labels: Sequence[int], held_out: float, seed: int, contents: Sequence[str]) -> None:
     problems = []
-    if not 0 < held_out < 1:
-        problems.append(f"held_out={held_out!r}: must be a share above 0 and below 1")
+    if not (isinstance(held_out, Real) and 0 < held_out < 1):
+        problems.append(f"held_out={shown(held_out)}: must be a share above 0 and below 1")
+    if not _is_whole(seed, SEEDS):  # 1.0 would be another seed than 1
+        problems.append(f"seed={shown(seed)}: must be {SEED}")
     if len(contents) != len(labels):
         problems.append(f"contents has {len(contents)} entries for {len(labels)} items")
     if not labels:
         problems.append("there is nothing to split: the data set is empty")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _is_whole(value: object, allowed: range) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) in allowed
 
 
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
@@ -121,7 +134,7 @@ class RankBatches(Sampler[list[int]]):
             batch_size: The most items of one rank per step; one more where the gang has more ranks than would be left
                 items for in some step.
             shuffle: Draw another order in every epoch; else in the order given.
-            seed: Of these orders.
+            seed: Of these orders; a whole number.
             rank: Whose batches these are; None: this process's.
             world_size: Of how many; None: this process's gang.
 
@@ -135,15 +148,26 @@ class RankBatches(Sampler[list[int]]):
         self.rank = current_rank().rank if rank is None else rank
         self.world_size = current_rank().world_size if world_size is None else world_size
         problems = []
-        if batch_size < 1:
-            problems.append(f"batch_size={batch_size!r}: must be a whole number from 1 up")
-        if not 0 <= self.rank < self.world_size:
-            problems.append(f"rank={self.rank!r}: must be a whole number from 0 and below world_size={self.world_size}")
-        if len(self._indices) < self.world_size:
-            problems.append(f"{len(self._indices)} items cannot be shared by {self.world_size} ranks")
+        if not _is_whole(batch_size, COUNTS):
+            problems.append(f"batch_size={shown(batch_size)}: must be a whole number from 1 up")
+        if not _is_whole(seed, SEEDS):
+            problems.append(f"seed={shown(seed)}: must be {SEED}")
+        if not _is_whole(self.world_size, COUNTS):
+            problems.append(f"world_size={shown(self.world_size)}: must be a whole number from 1 up")
+        else:
+            problems += self._problems_of_place()
         if problems:
             raise ValueError("; ".join(problems))
         self.set_epoch(0)
+
+    def _problems_of_place(self) -> list[str]:
+        problems = []
+        if not _is_whole(self.rank, range(self.world_size)):
+            allowed = f"a whole number from 0 and below world_size={self.world_size}"
+            problems.append(f"rank={shown(self.rank)}: must be {allowed}")
+        if len(self._indices) < self.world_size:
+            problems.append(f"{len(self._indices)} items cannot be shared by {self.world_size} ranks")
+        return problems
 
     def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
         """Go to an epoch, or into the middle of it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,15 +12,22 @@ if TYPE_CHECKING:
     from flytekit import Secret
 
 __all__ = [
+    "COUNT",
     "SCHEDULER_VARIABLE",
+    "SECONDS",
+    "TEXT",
     "WANDB_MODES",
     "EarlyStopping",
     "Gang",
     "Problems",
     "Wandb",
+    "is_among",
     "is_count",
     "is_local",
-    "is_positive",
+    "is_seconds",
+    "is_text",
+    "is_whole",
+    "shown",
 ]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
@@ -27,6 +36,22 @@ SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("online", "offline", "disabled")
 MODES = ("min", "max")
+
+MAX_COUNT = 1_000_000
+COUNT = f"a whole number from 1 to {MAX_COUNT}"
+MAX_SECONDS = 1_209_600
+"""Two weeks; some of what waits counts milliseconds in 32 bits."""
+SECONDS = f"seconds above 0 and at most {MAX_SECONDS}"
+MIN_HANG_TIMEOUT = 0.1
+"""Ranks report five times as often: below that they would do little else."""
+MAX_SHOWN = 200
+"""Characters of a value in a message."""
+TEXT = "a text without control characters"
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""And halves of characters, which cannot be written as UTF-8."""
+KEY = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
+"""What Weights & Biases takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +75,41 @@ class Gang:
     and the calls of `log`, `should_stop` and `checkpoint` on `current_rank()`: allow for the longest time between two,
     the evaluation and the start of the training included."""
 
+    key: str | None = None
+    """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
+    twice there; with `dispatch.map` the experiment's index is added. None is the function's name and which of its calls
+    in the task this is: give a key where attempts may make other calls, or the same in another order, as by threads."""
+
     def __post_init__(self) -> None:
         problems = Problems("Gang")
-        problems.unless(self.backend in BACKENDS, "backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        problems.unless(is_among(self.backend, BACKENDS), "backend", self.backend, f"one of {', '.join(BACKENDS)}")
         problems.unless(
-            self.ranks_per_worker == "auto" or is_count(self.ranks_per_worker),
+            is_among(self.ranks_per_worker, ("auto",)) or is_count(self.ranks_per_worker),
             "ranks_per_worker",
             self.ranks_per_worker,
-            "'auto' or a whole number from 1 up",
+            f"'auto' or {COUNT}",
         )
         problems.unless(
-            self.min_workers is None or is_count(self.min_workers),
-            "min_workers",
-            self.min_workers,
-            "None or a whole number from 1 up",
+            self.min_workers is None or is_count(self.min_workers), "min_workers", self.min_workers, f"None or {COUNT}"
         )
         problems.unless(
-            self.max_restarts == 0 or is_count(self.max_restarts),
+            is_whole(self.max_restarts, 0, MAX_COUNT),
             "max_restarts",
             self.max_restarts,
-            "a whole number from 0 up",
+            f"a whole number from 0 to {MAX_COUNT}",
         )
-        problems.unless(is_positive(self.start_timeout), "start_timeout", self.start_timeout, "seconds above 0")
+        problems.unless(is_seconds(self.start_timeout), "start_timeout", self.start_timeout, SECONDS)
         problems.unless(
-            self.hang_timeout is None or is_positive(self.hang_timeout),
+            self.hang_timeout is None or is_seconds(self.hang_timeout, MIN_HANG_TIMEOUT),
             "hang_timeout",
             self.hang_timeout,
-            "None or seconds above 0",
+            f"None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
+        )
+        problems.unless(
+            self.key is None or (isinstance(self.key, str) and KEY.fullmatch(self.key) is not None),
+            "key",
+            self.key,
+            "None or up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
         )
         problems.raise_any()
 
@@ -105,14 +138,14 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         problems = Problems("EarlyStopping")
         problems.unless(isinstance(self.metric, str) and bool(self.metric), "metric", self.metric, "a metric's name")
-        problems.unless(self.mode in MODES, "mode", self.mode, f"one of {', '.join(MODES)}")
+        problems.unless(is_among(self.mode, MODES), "mode", self.mode, f"one of {', '.join(MODES)}")
         problems.unless(
-            is_count(self.reduction_factor) and self.reduction_factor > 1,
+            is_whole(self.reduction_factor, 2, MAX_COUNT),
             "reduction_factor",
             self.reduction_factor,
-            "a whole number from 2 up",
+            f"a whole number from 2 to {MAX_COUNT}",
         )
-        problems.unless(is_count(self.grace_period), "grace_period", self.grace_period, "a whole number from 1 up")
+        problems.unless(is_count(self.grace_period), "grace_period", self.grace_period, COUNT)
         problems.raise_any()
 
 
@@ -145,9 +178,42 @@ class Wandb:
 
     def __post_init__(self) -> None:
         problems = Problems("Wandb")
-        problems.unless(bool(self.project), "project", self.project, "a project's name")
+        problems.unless(is_text(self.project), "project", self.project, "a project's name")
         problems.unless(
-            self.mode is None or self.mode in WANDB_MODES, "mode", self.mode, f"None or one of {', '.join(WANDB_MODES)}"
+            self.secret is None or all(hasattr(self.secret, name) for name in ("group", "key", "group_version")),
+            "secret",
+            self.secret,
+            "None or a flytekit.Secret",
+        )
+        problems.unless(
+            self.mode is None or is_among(self.mode, WANDB_MODES),
+            "mode",
+            self.mode,
+            f"None or one of {', '.join(WANDB_MODES)}",
+        )
+        problems.unless(
+            self.id is None or (is_text(self.id) and RUN_ID.fullmatch(self.id) is not None),
+            "id",
+            self.id,
+            r"None or a text of up to 128 characters without any of /\#?%:",
+        )
+        for name in ("entity", "name", "group"):
+            problems.unless((value := getattr(self, name)) is None or is_text(value), name, value, f"None or {TEXT}")
+        problems.unless(
+            isinstance(self.tags, (tuple, list)) and all(map(is_text, self.tags)), "tags", self.tags, "a tuple of texts"
+        )
+        problems.unless(
+            isinstance(self.config, Mapping) and all(isinstance(name, str) for name in self.config),
+            "config",
+            self.config,
+            "a dictionary whose keys are texts",
+        )
+        problems.unless(is_text(self.host), "host", self.host, "a server's address")
+        problems.unless(
+            self.dir is None or isinstance(self.dir, os.PathLike) or is_text(self.dir),
+            "dir",
+            self.dir,
+            "None or a folder's path",
         )
         problems.raise_any()
 
@@ -167,7 +233,7 @@ class Problems:
     def unless(self, ok: bool, name: str, value: object, allowed: str) -> None:
         """Note a problem with the field unless it is `ok`."""
         if not ok:
-            self._found.append(f"{self._owner}({name}={value!r}): must be {allowed}")
+            self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
 
     def raise_any(self) -> None:
         """Raise one `ValueError` that names every problem found."""
@@ -175,11 +241,36 @@ class Problems:
             raise ValueError("; ".join(self._found))
 
 
+def shown(value: object) -> str:
+    """A value as a message has it: written as in Python, and cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:  # the value's own, or that of a number with thousands of digits
+        return f"<a {type(value).__name__} that cannot be written: {type(error).__name__}>"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def is_whole(value: object, least: int, most: int) -> bool:
+    """Whether it is a whole number in this range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 up."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """Whether it is a whole number from 1 up, and not absurdly large."""
+    return is_whole(value, 1, MAX_COUNT)
 
 
-def is_positive(value: object) -> bool:
-    """Whether it is a number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+def is_seconds(value: object, least: float = 0.0) -> bool:
+    """Whether it is a number of seconds that everything that waits can wait for."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
+
+
+def is_among(value: object, words: tuple[str, ...]) -> bool:
+    """Whether it is one of these words."""
+    return isinstance(value, str) and value in words
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a text that says something, and can be written anywhere."""
+    return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None

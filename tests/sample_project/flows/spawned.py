@@ -109,6 +109,14 @@ def carded() -> Annotated[str, Scores]:
     return Scores.create_from("good", kind="test")
 
 
+@task(task_config=SpawnDDP(nproc=2))
+def wrong_type() -> int:
+    """Return a text; every start writes a line to the file that the environment names."""
+    with Path(os.environ["STARTS"]).open("a") as file:
+        file.write(f"{current_rank().rank}\n")
+    return "seven"  # type: ignore[return-value]
+
+
 @task(task_config=SpawnDDP(nproc=2, gang=Gang(max_restarts=0)))
 def fail(how: str, folder: str) -> float:
     """Rank 1 fails and says when; rank 0 does not even hear that it should end."""

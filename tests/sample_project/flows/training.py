@@ -162,6 +162,32 @@ def orchestrate(factor: int) -> list[float]:
     return first.result(60) + second.result(60)
 
 
+@task(task_config=DaskCluster())
+def orchestrate_twice(folder: str) -> list[int]:
+    """Train by calls whose arguments are pickled otherwise in each process; the first attempt fails in the second."""
+    words, weights = {"some", "words", "in", "a", "set"}, torch.ones(3)
+    _leave(folder, "words", ",".join(words))  # in the order of this process
+    first = dispatch.run(current_client(), _resumed, folder, "first", words, weights, gang=Gang(max_restarts=0))
+    second = dispatch.run(current_client(), _resumed, folder, "second", words, weights, gang=Gang(max_restarts=0))
+    keyed = Gang(max_restarts=0, key="by-hand")
+    third = dispatch.run(current_client(), _resumed, folder, "third", words, weights, gang=keyed)
+    return [futures.result(60)[0] for futures in (first, second, third)]
+
+
+def _resumed(folder: str, name: str, *_: object) -> int:
+    """The step of the checkpoint that it starts from; where there is none, save one, and fail when told to."""
+    rank = current_rank()
+    state = rank.checkpoint.load()
+    if state is not None:
+        _leave(folder, f"resumed-{name}", f"{state['name']} {state['step']}")
+        return int(state["step"])
+    rank.checkpoint.save({"name": name, "step": len(name)}, len(name))
+    _leave(folder, f"begun-{name}", rank.rank)
+    while not Path(folder, "fail").exists():
+        time.sleep(0.02)
+    raise FlyteRecoverableException("try again")
+
+
 def _scaled(factor: int) -> float:
     total = torch.tensor(float(factor))
     dist.all_reduce(total)

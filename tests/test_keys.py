@@ -1,0 +1,116 @@
+"""What the gangs of a task are called: the same in every attempt, whatever they are called with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch import keys
+
+SCRIPT = """
+import torch
+from flytekitplugins.daskpytorch import cluster, dispatch
+
+class Own:
+    def __init__(self):
+        self.words = {"one", "two", "three", "four"}
+
+def train(*args):
+    pass
+
+if __name__ == "__main__":
+    dispatch.Supervisor, dispatch.GangFutures = lambda request, *_: print(request.key), lambda *_: None
+    with cluster.opened(num_workers=1) as client:
+        for _ in range(2):
+            dispatch.run(client, train, {"some", "words", "in", "a", "set"}, torch.ones(3), Own())
+"""
+
+
+def keys_of_a_process(script: Path, hash_seed: int) -> list[str]:
+    env = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.timeout(100)
+def test_two_processes_agree_on_calls_with_sets_tensors_and_instances_of_main(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    first, second = (keys_of_a_process(script, hash_seed) for hash_seed in (1, 2))
+    assert first == second == ["train-1", "train-2"]
+
+
+def train() -> None: ...
+
+
+class Model:
+    def train(self) -> None: ...
+
+
+def make() -> Callable[[], None]:
+    def train() -> None: ...
+
+    return train
+
+
+def test_each_function_has_numbers_of_its_own() -> None:
+    task, own = object(), keys.Keys()
+    taken = [own.take(function, None, task=task) for function in (train, Model.train, make(), train, lambda: None)]
+    assert taken == [["train-1"], ["Model-train-1"], ["make-train-1"], ["train-2"], [f"{_test_name()}-lambda-1"]]
+
+
+def _test_name() -> str:
+    return test_each_function_has_numbers_of_its_own.__name__
+
+
+def test_the_gangs_of_one_call_share_a_number() -> None:
+    task, own = object(), keys.Keys()
+    assert own.take(train, None, ["-0", "-1"], task) == ["train-1-0", "train-1-1"]
+    assert own.take(train, None, ["-0"], task) == ["train-2-0"]
+    assert own.take(train, "mine", ["-0", "-1"], task) == ["mine-0", "mine-1"]
+
+
+def test_a_key_is_given_once_in_a_task() -> None:
+    task, own = object(), keys.Keys()
+    assert own.take(train, "mine", task=task) == ["mine"]
+    with pytest.raises(ValueError, match=r"Gang\(key='mine'\): must be given to one gang of a task only"):
+        own.take(train, "mine", task=task)
+    with pytest.raises(ValueError, match="another gang has it"):
+        own.take(train, "mine", ["-0"], task)
+    assert own.take(train, "train-1", task=task) == ["train-1"]
+    assert own.take(train, None, task=task) == ["train-2"]
+    with pytest.raises(ValueError, match="another gang has it"):
+        own.take(train, "train-2", task=task)
+
+
+def test_another_task_of_the_same_process_begins_anew() -> None:
+    own = keys.Keys()
+    for task in (object(), object()):
+        assert own.take(train, "mine", task=task) == ["mine"]
+        assert own.take(train, None, task=task) == ["train-1"]
+        assert own.take(train, None, task=None) == ["train-2"]  # a thread, which does not know its task
+        assert own.take(train, None, task=task) == ["train-3"]
+
+
+def test_outside_a_task_a_key_may_come_again() -> None:
+    own = keys.Keys()
+    assert [own.take(train, "mine") for _ in range(2)] == [["mine"]] * 2
+
+
+def test_threads_get_keys_of_their_own() -> None:
+    task, own, taken = object(), keys.Keys(), []
+    threads = [
+        threading.Thread(target=lambda: taken.extend(own.take(train, None, task=task)))  # one after the other takes it
+        for _ in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(taken) == sorted(f"train-{number}" for number in range(1, 21))
