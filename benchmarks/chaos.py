@@ -35,7 +35,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+import schedules
 from launch import machine
 from running import ROOT, Cluster, Program, nothing_left, until, worker_of
 
@@ -282,6 +284,14 @@ def summary(faults: list[Fault], losses: list[list[float]], num_weights: int, di
     yield f"- weights: {weights}{'' if differing else f', all {num_weights} tensors'}"
 
 
+def run_schedules(seed: int, indices: list[int]) -> NoReturn:
+    """Run schedules, and end with the exit code that says whether all ended as they must."""
+    print(machine(), f"seed {seed}", sep="\n", flush=True)
+    with nothing_left("chaos") as folder:
+        is_right = schedules.run_all(seed, indices, folder)
+    sys.exit(int(not is_right))
+
+
 def main() -> None:
     """Train twice, compare, and say how it went."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -293,7 +303,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, metavar="N", help="default: 6, and more for many faults; 2 if quick")
     parser.add_argument("--checkpoint-interval", type=int, default=5, metavar="STEPS", help="default: 5")
     parser.add_argument("--hang-timeout", type=float, default=15.0, metavar="SECONDS", help="default: 15")
+    parser.add_argument("--schedules", type=int, metavar="N", help="instead: so many random schedules of faults")
+    parser.add_argument("--only", type=int, nargs="+", metavar="INDEX", help="instead: these of the seed's schedules")
     arguments = parser.parse_args()
+    if arguments.schedules or arguments.only:
+        run_schedules(arguments.seed, arguments.only or list(range(arguments.schedules)))
     num_faults = 4 if arguments.quick else arguments.faults
     if num_faults < 1 or arguments.workers < 2:
         parser.error("--faults must be 1 or more, and --workers 2 or more")
