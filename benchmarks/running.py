@@ -154,6 +154,16 @@ class Program:
             if line.split(maxsplit=1)[:1] == [f"@{word}"]:
                 return line.partition(" ")[2].strip()
 
+    def hear_any(self, timeout: float = TIME_LIMIT) -> str:
+        """Wait for the next line that it says."""
+        try:
+            line = self._heard.get(timeout=timeout)
+        except queue.Empty:
+            raise self.failure(f"said nothing for {timeout:g} s") from None
+        if line is None:
+            raise self.failure("ended")
+        return line.strip()
+
     def has_spoken(self) -> bool:
         """It has said something that was not heard yet, or has ended."""
         return not self._heard.empty()

@@ -503,7 +503,7 @@ def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
         at=at,
         ranks=found.ranks if is_known else None,
         workers=found.workers if is_known else None,
-        is_certain=is_certain and settled,
+        is_certain=is_certain and settled and (found.ranks is None or bool(found.ranks)),  # else it hits a newcomer
     )
 
 
@@ -787,9 +787,7 @@ def run_all(seed: int, indices: list[int], folder: Path) -> bool:
         started_at = time.monotonic()
         story = run(schedule, stage, folder / f"schedule-{index}")
         found = judge(schedule, story)
-        is_last = position + 1 == len(indices)
-        upcoming = None if is_last else draw(seed, indices[position + 1])
-        if is_last or found or any(fault.target not in ("rank", "driver") for fault in schedule.faults):
+        if position + 1 == len(indices) or found or any(fault.target not in ("rank", "driver") for fault in schedule.faults):
             found += [f"left over: {what}" for what in stage.end()]
         counts.update((made.fault.name, made.fault.moment) for made in story.made)
         took = time.monotonic() - started_at
@@ -797,7 +795,6 @@ def run_all(seed: int, indices: list[int], folder: Path) -> bool:
         if found:
             failed[index] = found
             _explain(schedule, story, found, folder / f"schedule-{index}")
-        del upcoming
     print("", *_table(counts), "", *_summary(seed, indices, failed, time.monotonic() - began_at), sep="\n", flush=True)
     return not failed
 
@@ -815,7 +812,8 @@ def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -
         print(f"       - {what}")
     kept = [event["step"] for event in story.of_kind("kept")]
     print(f"       kept: {kept[-20:]}; again: --seed {schedule.seed} --only {schedule.index}")
-    began_at = float(story.events[0]["at"]) if story.events else 0.0  # type: ignore[arg-type]
+    times = [float(event["at"]) for event in story.events] + [made.at for made in story.made]  # type: ignore[arg-type]
+    began_at = min(times, default=0.0)
     for event in story.of_kind("placed", "restarting", "noted", "ended"):
         rest = {key: value for key, value in event.items() if key not in ("kind", "at")}
         print(f"       {float(event['at']) - began_at:6.2f} s {event['kind']} {str(rest)[:300]}")  # type: ignore[arg-type]
