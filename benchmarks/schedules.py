@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from running import (
     ROOT,
@@ -240,7 +241,7 @@ def pod_of(nanny: int) -> list[int]:
 
 def addresses_of(pid: int) -> set[str]:
     """Where a Dask worker listens, as Dask has it."""
-    links = {os.readlink(entry) for entry in entries(f"/proc/{pid}/fd") if entry.is_symlink()}
+    links = {str(entry.readlink()) for entry in entries(f"/proc/{pid}/fd") if entry.is_symlink()}
     found = set()
     for line in read("/proc/net/tcp").splitlines()[1:]:
         fields = line.split()
@@ -254,7 +255,7 @@ def census_of(pid: int) -> dict[str, int]:
     kinds: Counter[str] = Counter()
     for entry in entries(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            kinds[os.readlink(entry).partition("[")[0].rstrip(":")] += 1
+            kinds[str(entry.readlink()).partition("[")[0].rstrip(":")] += 1
     kinds["threads"] = len(entries(f"/proc/{pid}/task"))
     return {**kinds, "memory": memory_of(pid)}
 
@@ -347,7 +348,7 @@ class Watched:
     def workers(self) -> list[str]:
         """The worker of each rank of the newest generation."""
         placed = self.story.of_kind("placed")
-        return list(placed[-1]["workers"]) if placed else []  # type: ignore[call-overload]
+        return list(placed[-1]["workers"]) if placed else []
 
     def pids(self) -> dict[int, int]:
         """The processes of its ranks that have begun to train."""
@@ -364,7 +365,7 @@ class Watched:
 
     def has_event(self, since: float, kind: str, text: str = "") -> bool:
         """Whether the driver's observer has heard of such a thing since."""
-        return any(float(e["at"]) > since and text in str(e.get("text")) for e in self.story.of_kind(kind))  # type: ignore
+        return any(e["at"] > since and text in str(e.get("text")) for e in self.story.of_kind(kind))
 
     def has_note(self, since: float, kind: str) -> bool:
         """Whether a rank has written such a note since."""
@@ -374,38 +375,42 @@ class Watched:
 # ---- Making faults --------------------------------------------------------------------------------------------------
 
 
+FORKED = {"rank": is_rank, "fork server": is_server}
+"""Targets that are not there from the beginning."""
+
+
 def reach(gang: Watched, fault: Fault, since: float) -> bool:
     """Wait for a fault's moment; False if the gang has ended before."""
     match fault.moment:
         case "start":
             gang.pause(fault.delay)
-            if fault.target == "rank":
-                return gang.wait(lambda: any(map(is_rank, started_here())), "the first rank's process")
-            if fault.target == "fork server":
-                return gang.wait(lambda: any(map(is_server, started_here())), "the first fork server")
-            return not gang.has_ended()
-        case "first":
-            return gang.wait(lambda: gang.num_steps(since) >= 1, "the first step")
-        case "middle":
-            return gang.wait(lambda: gang.num_steps(since) >= fault.steps, f"{fault.steps} steps")
         case "checkpoint":
-            if not gang.wait(lambda: gang.num_steps(since) >= PROGRESS, "steps before a checkpoint"):
-                return False
-            now = time.time()
-            return gang.wait(lambda: gang.has_note(now, "save"), "a checkpoint")
-        case "restart":
-            came = gang.wait(lambda: gang.has_event(since, "restarting"), "a restart")
-        case "growth":
-            came = gang.wait(lambda: gang.has_event(since, "restarting", "more workers"), "the gang to grow")
+            gang.wait(lambda: gang.num_steps(since) >= PROGRESS, "steps before a checkpoint")
+            since = time.time()
         case "end":
-            if not recovered(gang, since):
-                return False
+            recovered(gang, since)
             finish(gang)
-            came = gang.wait(lambda: gang.has_note(since, "returning"), "the first rank to return")
-        case _:
-            return not gang.has_ended()
-    gang.pause(fault.delay)
-    return came and not gang.has_ended()
+    if not gang.wait(lambda: _is_time(gang, fault, since), f"the moment of {fault}"):
+        return False
+    if fault.moment != "start":
+        gang.pause(fault.delay)
+    return not gang.has_ended()
+
+
+def _is_time(gang: Watched, fault: Fault, since: float) -> bool:
+    """Whether a fault's moment shows."""
+    is_of_target = FORKED.get(fault.target, bool)
+    signs: dict[str, Callable[[], bool]] = {
+        "start": lambda: any(map(is_of_target, started_here())),
+        "first": lambda: gang.num_steps(since) >= 1,
+        "middle": lambda: gang.num_steps(since) >= fault.steps,
+        "checkpoint": lambda: gang.has_note(since, "save"),
+        "restart": lambda: gang.has_event(since, "restarting"),
+        "growth": lambda: gang.has_event(since, "restarting", "more workers"),
+        "together": lambda: True,
+        "end": lambda: gang.has_note(since, "returning"),
+    }
+    return signs[fault.moment]()
 
 
 def recovered(gang: Watched, since: float) -> bool:
@@ -434,27 +439,31 @@ class Victims:
 def victims_of(gang: Watched, fault: Fault) -> Victims:
     """Whom a fault hits; nobody where they are being replaced just now."""
     gang.look()
-    with contextlib.suppress(SystemExit, OSError):  # a nanny is without its worker, or a rank has gone
-        match fault.target:
-            case "rank":
-                return _rank(gang, fault)
-            case "fork server":
-                return _fork_server(gang, fault)
-            case "scheduler":
-                return Victims([gang.cluster.scheduler])
-            case "driver":
-                return Victims([gang.driver.pid])
-            case "everything":
-                return Victims(started_here())
-        nannies = [nanny for nanny in gang.cluster.nannies if is_running(nanny)]
-        nanny = nannies[fault.victim % len(nannies)]
-        worker = worker_below(nanny)
-        pids = {"worker": [worker], "nanny": [nanny], "pod": [nanny, worker]}[fault.target]
-        if fault.target == "pod" and fault.signum == signal.SIGTERM:
-            pids = pod_of(nanny)
-        workers = addresses_of(worker)
-        return Victims(pids, _ranks_on(gang, workers), workers)
-    return Victims([])
+    of: dict[str, Callable[[], Victims]] = {
+        "rank": lambda: _rank(gang, fault),
+        "fork server": lambda: _fork_server(gang, fault),
+        "scheduler": lambda: Victims([gang.cluster.scheduler]),
+        "driver": lambda: Victims([gang.driver.pid]),
+        "everything": lambda: Victims(started_here()),
+    }
+    try:
+        return of.get(fault.target, lambda: _pod(gang, fault))()
+    except (SystemExit, OSError):  # a nanny is without its worker, or a rank has gone
+        return Victims([])
+
+
+def _pod(gang: Watched, fault: Fault) -> Victims:
+    """A worker, its nanny, or both; if the pod is told to end, all that is in it."""
+    nannies = [nanny for nanny in gang.cluster.nannies if is_running(nanny)]
+    if not nannies:
+        return Victims([])
+    nanny = nannies[fault.victim % len(nannies)]
+    worker = worker_below(nanny)
+    pids = {"worker": [worker], "nanny": [nanny], "pod": [nanny, worker]}[fault.target]
+    if fault.target == "pod" and fault.signum == signal.SIGTERM:
+        pids = pod_of(nanny)
+    workers = addresses_of(worker)
+    return Victims(pids, _ranks_on(gang, workers), workers)
 
 
 def _rank(gang: Watched, fault: Fault) -> Victims:
@@ -494,7 +503,7 @@ def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
     if not hit:
         return None
     if fault.seconds is not None:
-        gang.chores.append((time.monotonic() + fault.seconds, lambda: [_kill(pid, signal.SIGCONT) for pid in hit]))  # type: ignore[func-returns-value, list-item]
+        gang.chores.append((time.monotonic() + fault.seconds, lambda: [_kill(pid, signal.SIGCONT) for pid in hit]))
     if fault.loses_pod:
         _replace_pod(gang, fault, found.pids[0])
     is_known = settled or fault.moment == "end"
@@ -681,7 +690,7 @@ def _take_outcome(gang: Watched) -> None:
         ranks = {note.pid for note in story.notes}
         patience = GRACE_AFTER_DRIVER + sum(made.fault.seconds or 0.0 for made in story.made)
         deadline = ended_at + patience
-        gone = settled(lambda: gang.look() or not any(map(is_running, ranks)), deadline - time.monotonic())  # type: ignore
+        gone = settled(lambda: gang.look() or not any(map(is_running, ranks)), deadline - time.monotonic())
         if not gone:
             story.troubles.append(f"the driver's ranks still ran after {GRACE_AFTER_DRIVER:g} s")
     while gang.chores:  # nothing stays suspended
@@ -694,7 +703,11 @@ def _take_outcome(gang: Watched) -> None:
 
 
 def _check_what_is_left(
-    gang: Watched, is_warm: bool, before_driver: dict[str, object], memory_before: int, before: dict[int, dict[str, int]]
+    gang: Watched,
+    is_warm: bool,
+    before_driver: dict[str, Any],
+    memory_before: int,
+    before: dict[int, dict[str, int]],
 ) -> None:
     troubles = gang.story.troubles
     if not settled(lambda: not any(map(is_rank, started_here()))):
@@ -729,7 +742,7 @@ def _grown(before: dict[str, int], after: dict[str, int], is_warm: bool) -> dict
     }
 
 
-def _check_driver(gang: Watched, is_warm: bool, before: dict[str, object], memory_before: int) -> None:
+def _check_driver(gang: Watched, is_warm: bool, before: dict[str, Any], memory_before: int) -> None:
     """Its threads and descriptors are gone; a first gang may leave it those of libraries, such as torch's."""
     found: list[str] = []
     deadline = time.monotonic() + SETTLE_TIME
@@ -742,7 +755,7 @@ def _check_driver(gang: Watched, is_warm: bool, before: dict[str, object], memor
             return
         found = [f"thread {name}" for name in after["threads"] if name.startswith("daskpytorch")]
         if is_warm:
-            old: dict[str, int] = before["files"]  # type: ignore[assignment]
+            old: dict[str, int] = before["files"]
             found += [
                 f"{kind} {old.get(kind, 0)} -> {count}"
                 for kind, count in after["files"].items()
@@ -787,7 +800,11 @@ def run_all(seed: int, indices: list[int], folder: Path) -> bool:
         started_at = time.monotonic()
         story = run(schedule, stage, folder / f"schedule-{index}")
         found = judge(schedule, story)
-        if position + 1 == len(indices) or found or any(fault.target not in ("rank", "driver") for fault in schedule.faults):
+        if (
+            position + 1 == len(indices)
+            or found
+            or any(fault.target not in ("rank", "driver") for fault in schedule.faults)
+        ):
             found += [f"left over: {what}" for what in stage.end()]
         counts.update((made.fault.name, made.fault.moment) for made in story.made)
         took = time.monotonic() - started_at
@@ -812,11 +829,11 @@ def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -
         print(f"       - {what}")
     kept = [event["step"] for event in story.of_kind("kept")]
     print(f"       kept: {kept[-20:]}; again: --seed {schedule.seed} --only {schedule.index}")
-    times = [float(event["at"]) for event in story.events] + [made.at for made in story.made]  # type: ignore[arg-type]
+    times = [event["at"] for event in story.events] + [made.at for made in story.made]
     began_at = min(times, default=0.0)
     for event in story.of_kind("placed", "restarting", "noted", "ended"):
         rest = {key: value for key, value in event.items() if key not in ("kind", "at")}
-        print(f"       {float(event['at']) - began_at:6.2f} s {event['kind']} {str(rest)[:300]}")  # type: ignore[arg-type]
+        print(f"       {float(event['at']) - began_at:6.2f} s {event['kind']} {str(rest)[:300]}")
     for made in story.made:
         print(f"       {made.at - began_at:6.2f} s made {made.fault}, ranks {made.ranks}, workers {made.workers}")
     log = (folder / "driver" / "log").read_text(errors="replace").splitlines()

@@ -4,8 +4,8 @@
     python benchmarks/soak.py --quick                     # 60: does it still run?
     python benchmarks/soak.py --gangs 3000 --seed 7
 
-One driver, and two Dask workers with their nannies. Most gangs run one after the other, some two at once; of each a seed
-decides what becomes of it:
+One driver, and two Dask workers with their nannies. Most gangs run one after the other, some two at once. A seed
+decides what becomes of each:
 
     runs      through to its results
     early     is cancelled while it starts, at a moment of the first 60 ms
@@ -46,7 +46,7 @@ WORKER_THREADS = 4
 STILL = 3
 """Counts in a row that must be equal, half a second apart."""
 
-DRIVER = f"""
+DRIVER = """
 import collections, gc, json, os, random, signal, sys, threading, time
 from concurrent.futures import CancelledError
 from distributed import Client
@@ -64,9 +64,9 @@ def work(what, seconds, folder):
     total = torch.ones(1)
     distributed.all_reduce(total)
     if state is None and what in ("killed", "worker", "late"):
-        rank.checkpoint.save({{"begun": True}}, 1)
-        with open(os.path.join(folder, f"pid-{{rank.rank}}"), "w") as file:
-            file.write(f"{{os.getpid()}}\\n")
+        rank.checkpoint.save({"begun": True}, 1)
+        with open(os.path.join(folder, f"pid-{rank.rank}"), "w") as file:
+            file.write(f"{os.getpid()}\\n")
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             time.sleep(0.005)
@@ -88,21 +88,21 @@ class Quiet(dispatch.Echo):
     def wrote(self, rank, lines):
         pass
 
-KINDS = {{"runs": 48, "early": 16, "late": 10, "raises": 10, "killed": 10, "left": 4, "worker": 2}}
+KINDS = {"runs": 48, "early": 16, "late": 10, "raises": 10, "killed": 10, "left": 4, "worker": 2}
 
 def census():
     gc.collect()
     files = collections.Counter()
     for entry in os.listdir("/proc/self/fd"):
         try:
-            files[os.readlink(f"/proc/self/fd/{{entry}}").partition("[")[0].rstrip(":")] += 1
+            files[os.readlink(f"/proc/self/fd/{entry}").partition("[")[0].rstrip(":")] += 1
         except OSError:
             continue
     threads = collections.Counter(thread.name.rstrip("0123456789-_") for thread in threading.enumerate())
-    return {{"files": files, "threads": threads}}
+    return {"files": files, "threads": threads}
 
 def pid_of(folder, rank):
-    path = os.path.join(folder, f"pid-{{rank}}")
+    path = os.path.join(folder, f"pid-{rank}")
     while True:
         try:
             with open(path) as file:
@@ -169,7 +169,7 @@ class Soak:
                 number += 1
             for what, which, end in ends:
                 if end() is False:
-                    print("@amiss", f"gang {{which}} ({{what}}) ended otherwise", flush=True)
+                    print("@amiss", f"gang {which} ({what}) ended otherwise", flush=True)
             if what == "worker":
                 self.client.wait_for_workers(2, timeout=60)
                 while len(self.client.scheduler_info()["workers"]) != 2:

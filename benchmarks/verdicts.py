@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from signal import Signals
+from typing import Any
 
 __all__ = ["TAIL", "Fault", "Made", "Note", "Schedule", "Setting", "Story", "draw", "expected", "judge"]
 
@@ -252,7 +252,7 @@ class Note:
 class Story:
     """What was seen of one gang."""
 
-    events: list[dict[str, object]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
     """What the driver's observer heard, in its order."""
     notes: list[Note] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
@@ -263,7 +263,7 @@ class Story:
     troubles: list[str] = field(default_factory=list)
     """What the runner has found amiss by itself: what did not come in time, what was left over."""
 
-    def of_kind(self, *kinds: str) -> list[dict[str, object]]:
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Events."""
         return [event for event in self.events if event["kind"] in kinds]
 
@@ -279,7 +279,7 @@ def judge(schedule: Schedule, story: Story) -> list[str]:
     found += _judge_blame(schedule, story)
     found += _judge_steps(story)
     found += _judge_stop(schedule, story)
-    found += _judge_growth(schedule, story)
+    found += _judge_growth(story)
     found += [
         f"{made.fault}: {made.recovery:.0f} s until the gang trained again or had ended"
         for made in story.made
@@ -314,23 +314,23 @@ def _allowed(setting: Setting, story: Story) -> set[tuple[str, str]]:
 
 def _endings(fault: Fault, setting: Setting) -> tuple[set[tuple[str, str]], bool]:
     """How a fault may end the gang by itself, and whether the gang may as well go on."""
-    if fault.signum == Signals.SIGSTOP or fault.is_kind:
-        return set(), True
     is_term = fault.signum == Signals.SIGTERM
+    ending: set[tuple[str, str]] = set()
+    goes_on = False
     match fault.target:
+        case _ if fault.signum == Signals.SIGSTOP or fault.is_kind:
+            goes_on = True
         case "scheduler":
-            return {("WorkerLostError", "scheduler"), ("PreemptedError", ""), ("WorkerLostError", "worker")}, False
-        case "driver" | "everything" if is_term and setting.heeds_sigterm:
-            return {("PreemptedError", "")}, False
+            ending = {("WorkerLostError", "scheduler"), ("WorkerLostError", "worker"), ("PreemptedError", "")}
         case "driver" | "everything":
-            return {("died", "")}, False
+            ending = {("PreemptedError" if is_term and setting.heeds_sigterm else "died", "")}
         case "pod" | "nanny" if fault.comes_back is None and setting.min_workers is None:
-            lost = {("WorkerLostError", "are needed"), ("GangStartError", "")}
-            return lost | ({("PreemptedError", "")} if is_term else set()), False
-        case "pod" | "nanny" | "worker" if is_term:
-            # Before there are ranks, and where fewer workers are enough, it goes on.
-            return {("PreemptedError", "")}, True
-    return set(), True
+            ending = {("WorkerLostError", "are needed"), ("GangStartError", "")}
+            ending |= {("PreemptedError", "")} if is_term else set()
+        case _:  # told to end before there are ranks, or where fewer workers are enough, it goes on
+            ending = {("PreemptedError", "")} if is_term else set()
+            goes_on = True
+    return ending, goes_on
 
 
 def _may_be_late(fault: Fault, story: Story) -> bool:
@@ -396,7 +396,7 @@ def _judge_results(story: Story) -> Iterator[str]:
 
 def _placed(story: Story) -> list[tuple[int, list[str]]]:
     """Of each generation the number of ranks, and the worker of each."""
-    return [(len(event["workers"]), event["workers"]) for event in story.of_kind("placed")]  # type: ignore
+    return [(len(event["workers"]), event["workers"]) for event in story.of_kind("placed")]
 
 
 # ---- blame
@@ -427,7 +427,7 @@ def _defeats(story: Story) -> list[tuple[float, int, str, str]]:
         if event["kind"] == "restarting" or story.outcome in ("WorkerLostError", "GangError", "GangHungError"):
             pattern = DEFEAT if event["kind"] == "restarting" else ERROR
             if match := pattern.search(text):
-                found.append((float(event["at"]), int(match["rank"]), match["worker"], match["how"]))  # type: ignore
+                found.append((event["at"], int(match["rank"]), match["worker"], match["how"]))
     return found
 
 
@@ -469,9 +469,9 @@ def _judge_steps(story: Story) -> Iterator[str]:
             case "placed":
                 generation += 1
             case "kept":
-                newest = max(newest, int(event["step"]))  # type: ignore
+                newest = max(newest, event["step"])
             case "restarting":
-                starts[generation + 1] = int(event["step"] or 0)  # type: ignore
+                starts[generation + 1] = event["step"] or 0
                 if starts[generation + 1] < newest:
                     yield f"generation {generation + 1} starts from step {starts[generation + 1]}, {newest} was kept"
     by_rank: dict[tuple[int, int], list[Note]] = {}
@@ -494,15 +494,17 @@ def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
     if not asked or (asked[0].fault.target in ("driver", "everything") and not schedule.setting.heeds_sigterm):
         return
     generation = max((note.generation for note in story.notes if note.at < asked[0].at), default=0)
-    trained = max((note.step for note in story.notes if note.generation == generation and note.kind == "step"), default=0)
-    kept = [int(event["step"]) for event in story.of_kind("kept")]  # type: ignore
+    trained = max(
+        (note.step for note in story.notes if note.generation == generation and note.kind == "step"), default=0
+    )
+    kept = [event["step"] for event in story.of_kind("kept")]
     if trained not in kept:
         yield f"{asked[0].fault}: step {trained} was trained, and {max(kept, default=None)} the newest checkpoint kept"
 
 
-def _judge_growth(schedule: Schedule, story: Story) -> Iterator[str]:
+def _judge_growth(story: Story) -> Iterator[str]:
     """Growing costs one interruption, and brings more ranks."""
-    sizes = [len(event["workers"]) for event in story.of_kind("placed")]  # type: ignore
+    sizes = [len(event["workers"]) for event in story.of_kind("placed")]
     num_growths, generation = 0, -1
     for event in story.events:
         if event["kind"] == "placed":
