@@ -42,6 +42,7 @@ from running import (
 from verdicts import (
     GRACE_AFTER_DRIVER,
     MAX_MEMORY_GROWTH,
+    MOMENTS,
     PRIME,
     SAMPLES,
     TAIL,
@@ -363,6 +364,10 @@ class Watched:
         )
         return min((steps[rank] for rank in range(len(self.workers))), default=0)
 
+    def has_newcomer(self, since: float) -> bool:
+        """Whether a worker was registered since."""
+        return any(at > since for at in self.cluster.workers().values())
+
     def has_event(self, since: float, kind: str, text: str = "") -> bool:
         """Whether the driver's observer has heard of such a thing since."""
         return any(e["at"] > since and text in str(e.get("text")) for e in self.story.of_kind(kind))
@@ -406,6 +411,7 @@ def _is_time(gang: Watched, fault: Fault, since: float) -> bool:
         "middle": lambda: gang.num_steps(since) >= fault.steps,
         "checkpoint": lambda: gang.has_note(since, "save"),
         "restart": lambda: gang.has_event(since, "restarting"),
+        "newcomer": lambda: gang.has_newcomer(since),
         "growth": lambda: gang.has_event(since, "restarting", "more workers"),
         "together": lambda: True,
         "end": lambda: gang.has_note(since, "returning"),
@@ -565,7 +571,7 @@ def disturb(gang: Watched, schedule: Schedule) -> None:
 
 def _watch_recovery(gang: Watched, made: Made, schedule: Schedule) -> None:
     """Note how long it takes until the gang trains again, unless the next fault is to come before that."""
-    later = [fault for fault in schedule.faults if fault.moment in ("restart", "growth")]
+    later = [fault for fault in schedule.faults if fault.moment in ("restart", "newcomer", "growth")]
     if later or made.fault.moment == "start":
         return
     gang.wait(lambda: gang.num_steps(made.at) >= PROGRESS, f"all ranks to train again after {made.fault}")
@@ -842,13 +848,12 @@ def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -
 
 def _table(counts: Counter[tuple[str, str]]) -> Iterator[str]:
     """How often each fault was made, by moment."""
-    moments = ["start", "first", "middle", "checkpoint", "restart", "growth", "together", "end"]
-    yield f"| fault | {' | '.join(moments)} | all |"
-    yield f"|---{'|---' * (len(moments) + 1)}|"
+    yield f"| fault | {' | '.join(MOMENTS)} | all |"
+    yield f"|---{'|---' * (len(MOMENTS) + 1)}|"
     for name in sorted({name for name, _ in counts}, key=lambda name: name.partition(" ")[::-1]):
-        row = [counts[name, moment] for moment in moments]
+        row = [counts[name, moment] for moment in MOMENTS]
         yield f"| {name} | {' | '.join(str(count or '') for count in row)} | {sum(row)} |"
-    columns = [sum(counts[key] for key in counts if key[1] == moment) for moment in moments]
+    columns = [sum(counts[key] for key in counts if key[1] == moment) for moment in MOMENTS]
     yield f"| all | {' | '.join(map(str, columns))} | {sum(columns)} |"
 
 

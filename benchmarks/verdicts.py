@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
-__all__ = ["TAIL", "Fault", "Made", "Note", "Schedule", "Setting", "Story", "draw", "expected", "judge"]
+__all__ = ["MOMENTS", "TAIL", "Fault", "Made", "Note", "Schedule", "Setting", "Story", "draw", "expected", "judge"]
 
 SAMPLES = 12
 PRIME = 2_147_483_647
@@ -142,13 +142,18 @@ SIGNALS = {
     "nanny": {"SIGKILL": 2, "SIGTERM": 2, "SIGSTOP": 1},
     "fork server": {"SIGKILL": 4, "SIGTERM": 2, "SIGINT": 1, "SIGSTOP": 1},
     "scheduler": {"SIGKILL": 3, "SIGTERM": 1, "SIGSTOP": 2},
-    "driver": {"SIGKILL": 3, "SIGTERM": 4, "SIGINT": 2, "SIGSTOP": 2},
+    "driver": {"SIGKILL": 3, "SIGTERM": 7, "SIGINT": 2, "SIGSTOP": 2},
     "everything": {"SIGTERM": 4, "SIGINT": 1, "SIGSTOP": 2},
 }
 """Target -> what is sent, with weights."""
 TARGETS = {"rank": 28, "worker": 22, "pod": 9, "nanny": 6, "fork server": 11, "scheduler": 7, "driver": 9}
 TARGETS["everything"] = 8
+MOMENTS = ("start", "first", "middle", "checkpoint", "restart", "newcomer", "growth", "together", "end")
 FIRST_MOMENTS = {"start": 20, "first": 10, "middle": 35, "checkpoint": 20, "end": 15}
+
+
+GROWING_SHARE = 0.15
+"""Schedules that begin with a worker that is lost, done without, and comes back."""
 
 
 def _choice(rng: random.Random, weights: dict[str, int]) -> str:
@@ -160,12 +165,14 @@ def draw(seed: int, index: int) -> Schedule:
     rng = random.Random(f"{seed}/{index}")
     num_workers = rng.choice((2, 2, 3))
     min_workers = rng.choice((None, rng.randint(1, num_workers - 1)))
-    faults: list[Fault] = []
+    max_restarts = rng.choices((0, 1, 3, 5), (1, 1, 4, 4))[0]
     num_faults = rng.choices((1, 2, 3), (45, 40, 15))[0]
+    faults: list[Fault] = []
+    if rng.random() < GROWING_SHARE:
+        min_workers, max_restarts = num_workers - 1, max(max_restarts, 3)
+        faults.append(_draw_loss(rng))
     while len(faults) < num_faults:
-        moments = _moments_after(faults, min_workers)
-        if not moments:
-            break
+        moments = _moments_after(faults, min_workers, max_restarts)
         faults.append(_draw_fault(rng, _choice(rng, moments)))
     suspends_rank = any(fault.target == "rank" and fault.seconds == LONG_STOP for fault in faults)
     never_back = any(fault.loses_pod and fault.comes_back is None for fault in faults)
@@ -173,7 +180,7 @@ def draw(seed: int, index: int) -> Schedule:
         num_workers=num_workers,
         ranks_per_worker=rng.choice((1, 1, 2)),
         min_workers=min_workers,
-        max_restarts=rng.choices((0, 1, 3, 5), (1, 1, 4, 4))[0],
+        max_restarts=max_restarts,
         hang_timeout=HANG_TIMEOUT if suspends_rank or rng.random() < 0.3 else None,
         save_interval=rng.choice((1, 1, 3, 7)),
         ballast=8 if any(fault.moment == "checkpoint" for fault in faults) else rng.choice((0, 0, 1)),
@@ -184,23 +191,38 @@ def draw(seed: int, index: int) -> Schedule:
     return Schedule(seed, index, setting, tuple(faults))
 
 
-def _moments_after(faults: list[Fault], min_workers: int | None) -> dict[str, int]:
+def _moments_after(faults: list[Fault], min_workers: int | None, max_restarts: int) -> dict[str, int]:
     """When the next fault may come, after these."""
     if not faults:
         return FIRST_MOMENTS
     last = faults[-1]
-    if last.moment == "end" or last.ends_driver or last.target in ("scheduler", "driver", "everything"):
+    is_over = last.moment == "end" or last.target in ("scheduler", "driver", "everything") or max_restarts == 0
+    if is_over or (last.loses_pod and last.signum == Signals.SIGTERM and min_workers is None):
         return {"together": 1}
     moments = {"together": 25, "middle": 20, "checkpoint": 10, "end": 10}
-    if last.moment != "start" and not last.is_kind and last.signum != Signals.SIGSTOP:
+    if last.moment != "start" and last.signum in (Signals.SIGKILL, Signals.SIGSEGV):
         moments["restart"] = 25
-        may_grow = min_workers is not None and (last.target == "worker" or last.comes_back is not None)
-        moments["growth"] = 40 if may_grow and last.signum == Signals.SIGKILL else 0
+        if min_workers is not None and (last.target == "worker" or last.comes_back is not None):
+            moments |= {"growth": 25, "newcomer": 25}
     return moments
+
+
+def _draw_loss(rng: random.Random) -> Fault:
+    """A worker that is lost and comes back."""
+    return Fault(
+        target=rng.choice(("worker", "worker", "pod")),
+        signum=Signals.SIGKILL,
+        moment=rng.choice(("first", "middle", "checkpoint")),
+        victim=rng.randrange(6),
+        steps=rng.randint(2, 15),
+        comes_back=rng.uniform(0.0, 2.0),
+    )
 
 
 def _draw_fault(rng: random.Random, moment: str) -> Fault:
     target = _choice(rng, TARGETS)
+    if moment in ("growth", "newcomer") and rng.random() < 0.3:
+        target = "driver"
     signum = Signals[_choice(rng, SIGNALS[target])]
     is_pod = target in ("pod", "nanny")
     return Fault(
@@ -209,7 +231,8 @@ def _draw_fault(rng: random.Random, moment: str) -> Fault:
         moment=moment,
         victim=rng.randrange(6),
         steps=rng.randint(2, 15),
-        delay=rng.random() * {"start": 1.5, "restart": 0.3, "growth": 0.3, "end": 0.3}.get(moment, 0.0),
+        delay=rng.random()
+        * {"start": 1.5, "restart": 0.3, "newcomer": 0.8, "growth": 0.3, "end": 0.3}.get(moment, 0.0),
         seconds=rng.choice((SHORT_STOP, LONG_STOP)) if signum == Signals.SIGSTOP else None,
         comes_back=rng.uniform(0.0, 2.0) if is_pod and rng.random() < 0.75 else None,
     )
@@ -517,5 +540,5 @@ def _judge_growth(story: Story) -> Iterator[str]:
                     yield f"it grew from {sizes[generation]} ranks to {sizes[generation + 1]}"
     # A fork server's end takes the agent along, whose worker is asked again.
     num_lost = sum(made.fault.loses_worker or made.fault.target == "fork server" for made in story.made)
-    if num_growths > num_lost + sum(made.fault.moment == "growth" for made in story.made):
+    if num_growths > num_lost + sum(made.fault.moment in ("growth", "newcomer") for made in story.made):
         yield f"it stopped {num_growths} times in order to grow, after {num_lost} losses"
