@@ -115,8 +115,12 @@ class Fault:
 
     @property
     def is_kind(self) -> bool:
-        """Ranks and fork servers take orders from their parents only: nothing may come of it."""
-        return self.target in ("rank", "fork server") and self.signum in (Signals.SIGTERM, Signals.SIGINT)
+        """Ranks and fork servers take orders from their parents only: nothing may come of it.
+
+        A rank that is interrupted by itself may take it for its user's Ctrl-C: it is no part of the foreground's group.
+        """
+        signals = {"rank": (Signals.SIGTERM,), "fork server": (Signals.SIGTERM, Signals.SIGINT)}
+        return self.signum in signals.get(self.target, ())
 
     def __str__(self) -> str:
         when = {"middle": f"middle +{self.steps}"}.get(self.moment, self.moment)
@@ -175,7 +179,7 @@ def draw(seed: int, index: int) -> Schedule:
         moments = _moments_after(faults, min_workers, max_restarts)
         faults.append(_draw_fault(rng, _choice(rng, moments)))
     suspends_rank = any(fault.target == "rank" and fault.seconds == LONG_STOP for fault in faults)
-    never_back = any(fault.loses_pod and fault.comes_back is None for fault in faults)
+    num_gone = sum(fault.loses_pod and fault.comes_back is None for fault in faults)
     setting = Setting(
         num_workers=num_workers,
         ranks_per_worker=rng.choice((1, 1, 2)),
@@ -186,7 +190,7 @@ def draw(seed: int, index: int) -> Schedule:
         ballast=8 if any(fault.moment == "checkpoint" for fault in faults) else rng.choice((0, 0, 1)),
         heeds_sigterm=rng.random() < 0.75,
         is_warm=rng.random() < 0.5,
-        start_timeout=20.0 if never_back and min_workers is None else 90.0,
+        start_timeout=25.0 if num_gone > num_workers - (min_workers or num_workers) else 90.0,
     )
     return Schedule(seed, index, setting, tuple(faults))
 
@@ -328,6 +332,11 @@ def _allowed(setting: Setting, story: Story) -> set[tuple[str, str]]:
         possible |= endings
         if endings and not may_go_on and not _may_be_late(made.fault, story):
             certain |= endings
+    num_gone = sum(made.fault.loses_pod and made.fault.comes_back is None for made in story.made)
+    if num_gone > setting.num_workers - (setting.min_workers or setting.num_workers):
+        too_few = {("WorkerLostError", "are needed"), ("GangStartError", "")}
+        possible |= too_few
+        certain |= set() if any(_may_be_late(made.fault, story) for made in story.made) else possible
     budget, is_spent = _spent(setting, story)
     possible |= budget
     if certain:  # two at once: either may be first, and none goes on
@@ -347,9 +356,6 @@ def _endings(fault: Fault, setting: Setting) -> tuple[set[tuple[str, str]], bool
             ending = {("WorkerLostError", "scheduler"), ("WorkerLostError", "worker"), ("PreemptedError", "")}
         case "driver" | "everything":
             ending = {("PreemptedError" if is_term and setting.heeds_sigterm else "died", "")}
-        case "pod" | "nanny" if fault.comes_back is None and setting.min_workers is None:
-            ending = {("WorkerLostError", "are needed"), ("GangStartError", "")}
-            ending |= {("PreemptedError", "")} if is_term else set()
         case _:  # told to end before there are ranks, or where fewer workers are enough, it goes on
             ending = {("PreemptedError", "")} if is_term else set()
             goes_on = True
@@ -363,7 +369,8 @@ def _may_be_late(fault: Fault, story: Story) -> bool:
 
 def _is_own(fault: Fault) -> bool:
     return fault.target == "rank" and (
-        fault.signum == Signals.SIGSEGV or (fault.signum == Signals.SIGSTOP and fault.seconds == LONG_STOP)
+        fault.signum in (Signals.SIGSEGV, Signals.SIGINT)
+        or (fault.signum == Signals.SIGSTOP and fault.seconds == LONG_STOP)
     )
 
 
@@ -434,7 +441,8 @@ UNPREPARED = "before it had its orders|the agent that watches its ranks failed"
 def _cause(fault: Fault, setting: Setting) -> str:
     """What must be said of a fault's consequence."""
     if fault.target == "rank":
-        return "hangs" if fault.signum == Signals.SIGSTOP else fault.signum.name
+        told = {Signals.SIGSTOP: "hangs", Signals.SIGINT: "KeyboardInterrupt"}
+        return told.get(fault.signum, fault.signum.name)
     if fault.target == "fork server":
         return f"{LOST}|SIGKILL"
     if fault.signum == Signals.SIGSTOP and setting.hang_timeout is not None:

@@ -198,3 +198,14 @@ def test_what_is_drawn_covers_all() -> None:
         )
         assert fault.moment not in ("newcomer", "growth") or setting.min_workers is not None
         assert fault.target != "rank" or fault.seconds != 20.0 or setting.hang_timeout is not None
+
+
+def test_a_pod_that_stays_away() -> None:
+    loss = Fault(target="pod", signum=Signals.SIGKILL, moment="middle", victim=1)
+    story = killed()
+    story.made = [made(loss, ranks={1})]
+    story.events[2] = restarting(6, f"rank 1 on {WORKERS[1]} after step 3: its worker was lost; starting again", 2)
+    assert judged(story).startswith("ended as finished; allowed: GangStartError, WorkerLostError (are needed)")
+    assert not judged(story, replace(SETTING, min_workers=1))
+    story.outcome, story.message = "WorkerLostError", "1 of 2 workers are left of train, 2 are needed"
+    assert not judged(story)
