@@ -151,9 +151,10 @@ def census():
     kinds = {{}}
     for entry in os.listdir("/proc/self/fd"):
         try:
-            kind = os.readlink(f"/proc/self/fd/{{entry}}").partition("[")[0]
+            link = os.readlink(f"/proc/self/fd/{{entry}}")
         except OSError:
             continue
+        kind = "file" if link.startswith("/") else link.partition("[")[0].rstrip(":")
         kinds[kind] = kinds.get(kind, 0) + 1
     threads = sorted(thread.name for thread in threading.enumerate())
     return {{"files": kinds, "threads": threads}}
@@ -242,7 +243,7 @@ def pod_of(nanny: int) -> list[int]:
 
 def addresses_of(pid: int) -> set[str]:
     """Where a Dask worker listens, as Dask has it."""
-    links = {str(entry.readlink()) for entry in entries(f"/proc/{pid}/fd") if entry.is_symlink()}
+    links = set(links_of(pid))
     found = set()
     for line in read("/proc/net/tcp").splitlines()[1:]:
         fields = line.split()
@@ -251,14 +252,17 @@ def addresses_of(pid: int) -> set[str]:
     return found
 
 
+def links_of(pid: int) -> Iterator[str]:
+    """What a process has open."""
+    for entry in entries(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # not any more
+            yield str(entry.readlink())
+
+
 def census_of(pid: int) -> dict[str, int]:
     """Descriptors by kind, threads and bytes of memory of a process."""
-    kinds: Counter[str] = Counter()
-    for entry in entries(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            kinds[str(entry.readlink()).partition("[")[0].rstrip(":")] += 1
-    kinds["threads"] = len(entries(f"/proc/{pid}/task"))
-    return {**kinds, "memory": memory_of(pid)}
+    kinds = Counter("file" if link.startswith("/") else link.partition("[")[0].rstrip(":") for link in links_of(pid))
+    return {**kinds, "threads": len(entries(f"/proc/{pid}/task")), "memory": memory_of(pid)}
 
 
 def memory_of(pid: int) -> int:
@@ -792,6 +796,10 @@ def _end_driver(gang: Watched) -> None:
 # ---- All of them ----------------------------------------------------------------------------------------------------
 
 
+REUSABLE = ("rank", "driver")
+"""Faults of these leave a cluster as it was."""
+
+
 def run_all(seed: int, indices: list[int], folder: Path) -> bool:
     """Run schedules, a line each, and sum up; whether all ended as they must."""
     temporary = folder / "tmp"
@@ -801,25 +809,31 @@ def run_all(seed: int, indices: list[int], folder: Path) -> bool:
     counts: Counter[tuple[str, str]] = Counter()
     failed: dict[int, list[str]] = {}
     began_at = time.monotonic()
-    for position, index in enumerate(indices):
-        schedule = draw(seed, index)
-        started_at = time.monotonic()
-        story = run(schedule, stage, folder / f"schedule-{index}")
-        found = judge(schedule, story)
-        if (
-            position + 1 == len(indices)
-            or found
-            or any(fault.target not in ("rank", "driver") for fault in schedule.faults)
-        ):
-            found += [f"left over: {what}" for what in stage.end()]
-        counts.update((made.fault.name, made.fault.moment) for made in story.made)
-        took = time.monotonic() - started_at
-        print(_line(schedule, story, found, took), flush=True)
-        if found:
-            failed[index] = found
-            _explain(schedule, story, found, folder / f"schedule-{index}")
-    print("", *_table(counts), "", *_summary(seed, indices, failed, time.monotonic() - began_at), sep="\n", flush=True)
-    return not failed
+    num_run = 0
+    with contextlib.suppress(KeyboardInterrupt):  # what there is by then is worth its summary
+        for index in indices:
+            schedule = draw(seed, index)
+            started_at = time.monotonic()
+            story = _run_or_say_why_not(schedule, stage, folder / f"schedule-{index}")
+            found = judge(schedule, story)
+            if index == indices[-1] or found or any(fault.target not in REUSABLE for fault in schedule.faults):
+                found += [f"left over: {what}" for what in stage.end()]
+            counts.update((made.fault.name, made.fault.moment) for made in story.made)
+            print(_line(schedule, story, found, time.monotonic() - started_at), flush=True)
+            if found:
+                failed[index] = found
+                _explain(schedule, story, found, folder / f"schedule-{index}")
+            num_run += 1
+    print("", *_table(counts), "", *_summary(seed, num_run, failed, time.monotonic() - began_at), sep="\n", flush=True)
+    return not failed and num_run == len(indices)
+
+
+def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story:
+    """Run one; the others are to run in any case."""
+    try:
+        return run(schedule, stage, folder)
+    except SystemExit as error:  # what a benchmark that has nothing else to do would end with
+        return Story(outcome="not run", troubles=[f"it could not be run: {error}"])
 
 
 def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> str:
@@ -842,7 +856,7 @@ def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -
         print(f"       {float(event['at']) - began_at:6.2f} s {event['kind']} {str(rest)[:300]}")
     for made in story.made:
         print(f"       {made.at - began_at:6.2f} s made {made.fault}, ranks {made.ranks}, workers {made.workers}")
-    log = (folder / "driver" / "log").read_text(errors="replace").splitlines()
+    log = read(folder / "driver" / "log").splitlines()
     print(*(f"       | {line[:200]}" for line in log[-15:]), sep="\n", flush=True)
 
 
@@ -857,8 +871,7 @@ def _table(counts: Counter[tuple[str, str]]) -> Iterator[str]:
     yield f"| all | {' | '.join(map(str, columns))} | {sum(columns)} |"
 
 
-def _summary(seed: int, indices: list[int], failed: dict[int, list[str]], seconds: float) -> Iterator[str]:
-    good = len(indices) - len(failed)
-    yield f"- {good} of {len(indices)} schedules as they must be; {seconds:.0f} s, {seconds / len(indices):.1f} s each"
+def _summary(seed: int, num_run: int, failed: dict[int, list[str]], seconds: float) -> Iterator[str]:
+    yield f"- {num_run - len(failed)} of {num_run} schedules as they must be; {seconds:.0f} s"
     for index, found in failed.items():
         yield f"- failed, again with --seed {seed} --only {index}: {found[0][:200]}"

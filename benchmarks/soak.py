@@ -13,7 +13,8 @@ decides what becomes of each:
     raises    in one of its ranks
     killed    a rank is killed (SIGKILL), and it starts again
     left      nobody waits for it or keeps it; it ends by itself
-    worker    a worker is killed (SIGKILL), and it starts again on that which the nanny brings; 2 % of the gangs
+    worker    a worker is killed (SIGKILL), and it starts again on that which the nanny brings; 2 % of the
+              gangs of the first half, so that whatever comes then has time to grow
 
 Driver, workers and fork servers are counted after a tenth of the gangs (the hundredth of a thousand), and at the end;
 each time once all gangs have ended and the counts stand still. Descriptors, by kind, and the driver's threads, by name,
@@ -95,7 +96,8 @@ def census():
     files = collections.Counter()
     for entry in os.listdir("/proc/self/fd"):
         try:
-            files[os.readlink(f"/proc/self/fd/{entry}").partition("[")[0].rstrip(":")] += 1
+            link = os.readlink(f"/proc/self/fd/{entry}")
+            files["file" if link.startswith("/") else link.partition("[")[0].rstrip(":")] += 1
         except OSError:
             continue
     threads = collections.Counter(thread.name.rstrip("0123456789-_") for thread in threading.enumerate())
@@ -117,6 +119,7 @@ class Soak:
         self.client = Client(scheduler_file=settings["cluster"])
         self.folder = settings["folder"]
         self.rng = random.Random(settings["seed"])
+        self.num_gangs = settings["gangs"]
         self.counts = collections.Counter()
         self.left = []
 
@@ -161,7 +164,7 @@ class Soak:
             ends = []
             for _ in range(several):
                 what = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
-                if what == "worker" and several == 2:
+                if what == "worker" and (several == 2 or number > self.num_gangs / 2):
                     what = "killed"
                 self.counts[what] += 1
                 moment, rank = self.rng.random() * 0.06, self.rng.randrange(2)
@@ -290,6 +293,7 @@ def main() -> None:
         os.environ["TMPDIR"] = str(folder / "tmp")
         cluster = Cluster(folder / "cluster", 2)
         settings = {"cluster": cluster.contact, "folder": str(folder / "gangs"), "seed": arguments.seed}
+        settings["gangs"] = num_gangs
         driver = Program.of(DRIVER, folder / "driver", json.dumps(settings), environment={"PYTHONPATH": str(ROOT)})
         driver.hear("ready")
         began_at = time.monotonic()
