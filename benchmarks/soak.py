@@ -199,7 +199,7 @@ Census = dict[str, dict[str, int]]
 
 def count(driver: Program, cluster: Cluster) -> Census:
     """Count everything, once it stands still."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 30.0
     seen: list[Census] = []
     while True:
         seen = [*seen, _count_now(driver, cluster)][-STILL:]
