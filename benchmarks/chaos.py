@@ -3,6 +3,7 @@
     python benchmarks/chaos.py                            # 20 faults on two workers, some five minutes
     python benchmarks/chaos.py --quick                    # 4 faults: does it still run?
     python benchmarks/chaos.py --faults 100 --seed 7 --workers 3 --data names.csv
+    python benchmarks/chaos.py --schedules 200            # something else: see schedules.py
 
 Trains `tasks.char_lstm` by `dispatch.run` on a Dask cluster twice: first undisturbed, then with faults. A fault is made
 only when the gang runs: all of its ranks have taken a step since the last recovery. There are four kinds, equally
@@ -35,7 +36,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+import schedules
 from launch import machine
 from running import ROOT, Cluster, Program, nothing_left, until, worker_of
 
@@ -282,18 +285,33 @@ def summary(faults: list[Fault], losses: list[list[float]], num_weights: int, di
     yield f"- weights: {weights}{'' if differing else f', all {num_weights} tensors'}"
 
 
+def run_schedules(seed: int, indices: list[int]) -> NoReturn:
+    """Run schedules, and end with the exit code that says whether all ended as they must."""
+    print(machine(), f"seed {seed}", sep="\n", flush=True)
+    with nothing_left("chaos") as folder:
+        is_right = schedules.run_all(seed, indices, folder)
+    sys.exit(int(not is_right))
+
+
 def main() -> None:
     """Train twice, compare, and say how it went."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20, metavar="N", help="how many faults to make (default: 20)")
     parser.add_argument("--quick", action="store_true", help="4 faults: does it still run?")
-    parser.add_argument("--seed", type=int, default=0, help="decides which faults, where and when (default: 0)")
+    parser.add_argument("--seed", type=int, help="decides which faults, where and when (default: 0; of schedules: any)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="Dask workers, a rank each (default: 2)")
     parser.add_argument("--data", default="", metavar="URI", help="a JSON or CSV file of names (default: embedded)")
     parser.add_argument("--epochs", type=int, metavar="N", help="default: 6, and more for many faults; 2 if quick")
     parser.add_argument("--checkpoint-interval", type=int, default=5, metavar="STEPS", help="default: 5")
     parser.add_argument("--hang-timeout", type=float, default=15.0, metavar="SECONDS", help="default: 15")
+    parser.add_argument("--schedules", type=int, metavar="N", help="instead: so many random schedules of faults")
+    parser.add_argument("--only", type=int, nargs="+", metavar="INDEX", help="instead: these of the seed's schedules")
     arguments = parser.parse_args()
+    if arguments.schedules or arguments.only:  # of the seed's schedules, so --only is nothing without it
+        if arguments.only and arguments.seed is None:
+            parser.error("--only needs the --seed whose schedules these are")
+        seed = random.randrange(10_000) if arguments.seed is None else arguments.seed
+        run_schedules(seed, arguments.only or list(range(arguments.schedules)))
     num_faults = 4 if arguments.quick else arguments.faults
     if num_faults < 1 or arguments.workers < 2:
         parser.error("--faults must be 1 or more, and --workers 2 or more")
@@ -317,7 +335,7 @@ def main() -> None:
         if num_steps < STEPS_PER_FAULT * num_faults:
             raise SystemExit(f"{num_steps} steps are too few for {num_faults} faults; give more --epochs")
         gang = train(driver, folder / "disturbed", arguments.workers)
-        faults = disturb(gang, num_faults, num_steps, arguments.seed)
+        faults = disturb(gang, num_faults, num_steps, arguments.seed or 0)
         losses.append(json.loads(driver.hear("trained", 3600)))
         num_weights, differing = json.loads(driver.hear("compared"))
         print(*summary(faults, losses, num_weights, differing), sep="\n", flush=True)

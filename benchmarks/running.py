@@ -20,7 +20,25 @@ from typing import IO, Any
 
 from launch import console_script
 
-__all__ = ["FOLLOW", "ROOT", "TIME_LIMIT", "Cluster", "Gang", "Program", "nothing_left", "until", "worker_of"]
+__all__ = [
+    "FOLLOW",
+    "ROOT",
+    "TIME_LIMIT",
+    "Cluster",
+    "Gang",
+    "Program",
+    "children_of",
+    "entries",
+    "is_running",
+    "nanny_of",
+    "nothing_left",
+    "parent_of",
+    "read",
+    "started_here",
+    "until",
+    "worker_below",
+    "worker_of",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,6 +154,16 @@ class Program:
             if line.split(maxsplit=1)[:1] == [f"@{word}"]:
                 return line.partition(" ")[2].strip()
 
+    def hear_any(self, timeout: float = TIME_LIMIT) -> str:
+        """Wait for the next line that it says."""
+        try:
+            line = self._heard.get(timeout=timeout)
+        except queue.Empty:
+            raise self.failure(f"said nothing for {timeout:g} s") from None
+        if line is None:
+            raise self.failure("ended")
+        return line.strip()
+
     def has_spoken(self) -> bool:
         """It has said something that was not heard yet, or has ended."""
         return not self._heard.empty()
@@ -235,7 +263,7 @@ class Cluster:
         self._num_started = 0
         (folder / "note_workers.py").write_text(NOTE_WORKERS)
         options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--preload", "note_workers.py"]
-        self._scheduler = self._start("scheduler", *options, "--scheduler-file", "contact.json")
+        self.scheduler = self._start("scheduler", *options, "--scheduler-file", "contact.json")
         self.contact = str(folder / "contact.json")
         """For `Client(scheduler_file=...)`."""
         self.nannies = [self._start_worker() for _ in range(num_workers)]
@@ -259,7 +287,7 @@ class Cluster:
 
     def worker_pid(self, nanny: int) -> int:
         """The worker below that nanny."""
-        return _worker_below(nanny)
+        return worker_below(nanny)
 
     def lose(self, nanny: int) -> None:
         """Kill a worker with its nanny, as when its pod is lost."""
@@ -270,12 +298,16 @@ class Cluster:
 
     def add_worker(self) -> None:
         """Start one more, and wait until it is registered."""
-        self.nannies.append(self._start_worker())
+        self.start_worker()
         self.wait_for(len(self.nannies))
+
+    def start_worker(self) -> None:
+        """Start one more."""
+        self.nannies.append(self._start_worker())
 
     def close(self) -> None:
         """End it, and all that runs on it."""
-        for pid in (*self.nannies, self._scheduler):
+        for pid in (*self.nannies, self.scheduler):
             _kill_tree(pid)
         _reap()
 
@@ -283,7 +315,7 @@ class Cluster:
         self._num_started += 1
         name = f"worker-{self._num_started}"
         options = ["--nthreads", "1", "--memory-limit", "2Gi", "--no-dashboard", "--scheduler-file", "contact.json"]
-        until(lambda: _read(self.contact).strip(), f"the scheduler; see {self._folder / 'log'}")
+        until(lambda: read(self.contact).strip(), f"the scheduler; see {self._folder / 'log'}")
         return self._start("worker", "--name", name, *options)
 
     def _start(self, kind: str, *options: str) -> int:
@@ -310,35 +342,48 @@ class Cluster:
         return process.pid
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """Its child processes."""
-    return [int(child) for task in _entries(f"/proc/{pid}/task") for child in _read(f"{task}/children").split()]
+    return [int(child) for task in entries(f"/proc/{pid}/task") for child in read(f"{task}/children").split()]
+
+
+def parent_of(pid: int) -> int:
+    """Its parent; 0 where it has gone."""
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields else 0
 
 
 def worker_of(rank: int) -> int:
-    """The Dask worker that a rank runs beside.
+    """The Dask worker that a rank runs beside."""
+    server = parent_of(rank)
+    if (nanny := nanny_of(server)) is None:
+        raise SystemExit(f"the fork server of the process {rank} watches no nanny")
+    return worker_below(nanny)
 
-    The rank's parent may be the fork server of an earlier worker of the same nanny; it watches that nanny. Where it has
-    handed over to its successor, that does.
+
+def nanny_of(server: int) -> int | None:
+    """The nanny whose workers a fork server serves: it watches it, or where it has handed over, its successor does.
+
+    The worker that has started it may have been an earlier one of the same nanny.
     """
-    parent = int(_read(f"/proc/{rank}/stat").rpartition(")")[2].split()[1])
-    for server in (parent, *_children(parent)):
-        for watched in _entries(f"/proc/{server}/fdinfo"):
-            if found := re.search(r"^Pid:\s*(\d+)$", _read(watched), re.MULTILINE):
-                return _worker_below(int(found[1]))
-    raise SystemExit(f"the fork server of the process {rank} watches no nanny")
+    for process in (server, *children_of(server)):
+        for watched in entries(f"/proc/{process}/fdinfo"):
+            if found := re.search(r"^Pid:\s*(\d+)$", read(watched), re.MULTILINE):
+                return int(found[1])
+    return None
 
 
-def _worker_below(nanny: int) -> int:
-    found = [pid for pid in _children(nanny) if WORKER in _read(f"/proc/{pid}/cmdline")]
+def worker_below(nanny: int) -> int:
+    """The worker that a nanny has now."""
+    found = [pid for pid in children_of(nanny) if WORKER in read(f"/proc/{pid}/cmdline") and is_running(pid)]
     if not found:
         raise SystemExit(f"the nanny {nanny} has no worker")
     return found[0]
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its exit code."""
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = TIME_LIMIT) -> None:
@@ -354,20 +399,26 @@ _started: list[subprocess.Popen[bytes]] = []
 """Kept, since a Popen object that goes takes its exit code along, and warns."""
 
 
+def started_here() -> list[int]:
+    """What runs of all that was started inside `nothing_left`, by whomever."""
+    _reap()
+    return _marked(os.environ[MARK])
+
+
 def _marked(mark: str) -> list[int]:
     """The processes, other than this one, that carry the mark."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [
         pid
         for pid in pids
-        if pid != os.getpid() and f"{MARK}={mark}" in _read(f"/proc/{pid}/environ") and _is_running(pid)
+        if pid != os.getpid() and f"{MARK}={mark}" in read(f"/proc/{pid}/environ") and is_running(pid)
     ]
 
 
 def _kill_tree(root: int) -> None:
     pids = [root]
     for pid in pids:  # grows: ranks have sessions of their own, under `torchrun`, too, where they would stay
-        pids += _children(pid)
+        pids += children_of(pid)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -378,14 +429,16 @@ def _reap() -> None:
         process.poll()
 
 
-def _entries(folder: str) -> list[Path]:
+def entries(folder: str) -> list[Path]:
+    """What is in a folder of a process, if that still runs."""
     try:
         return list(Path(folder).iterdir())
     except OSError:  # the process has gone
         return []
 
 
-def _read(path: str | Path) -> str:
+def read(path: str | Path) -> str:
+    """A file of a process; empty if that has gone."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:  # the process has gone, or is another user's

@@ -1,0 +1,877 @@
+"""Disturb gangs by random schedules of faults, and check that each ends as it must.
+
+    python benchmarks/chaos.py --schedules 200            # some forty minutes; prints the seed it has drawn
+    python benchmarks/chaos.py --schedules 200 --seed 7
+    python benchmarks/chaos.py --seed 7 --only 31         # one of them again
+
+For each schedule a driver of its own trains on real Dask processes; a cluster that is as it was serves the next as
+well. What is drawn and what is asserted stands in `verdicts.py`. The training is exact: each step adds up integers over
+all ranks, so that its result depends on the number of steps alone, not on the ranks or on how often it was resumed. It
+goes on until it is told to finish, so that every fault finds a gang to disturb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from running import (
+    ROOT,
+    Cluster,
+    Program,
+    children_of,
+    entries,
+    is_running,
+    nanny_of,
+    parent_of,
+    read,
+    started_here,
+    worker_below,
+    worker_of,
+)
+from verdicts import (
+    GRACE_AFTER_DRIVER,
+    MAX_MEMORY_GROWTH,
+    MOMENTS,
+    PRIME,
+    SAMPLES,
+    TAIL,
+    Fault,
+    Made,
+    Note,
+    Schedule,
+    Story,
+    draw,
+    judge,
+)
+
+__all__ = ["run_all"]
+
+PACE = 0.03
+"""Seconds of each step."""
+PATIENCE = 75.0
+"""Seconds for whatever a schedule waits for; longer than anything takes that goes right."""
+SETTLE_TIME = 12.0
+"""Seconds for processes, folders, descriptors and threads to be gone."""
+PROGRESS = 3
+"""Steps that every rank takes before a gang counts as trained again."""
+
+DRIVER = f"""
+import gc, json, os, signal, sys, threading, time
+from distributed import Client
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+
+def train(folder, pace, save_interval, ballast):
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    rank = current_rank()
+    checkpoint = rank.checkpoint
+    generation = vars(checkpoint)["_generation"]
+    state = checkpoint.load() or {{"step": 0, "value": 0, "last": None}}
+    step, value, last = state["step"], state["value"], state["last"]
+    notes = open(os.path.join(folder, f"rank-{{rank.rank}}"), "a", buffering=1)
+
+    def note(kind):
+        notes.write(f"{{generation}} {{kind}} {{step}} {{time.time()!r}} {{os.getpid()}}\\n")
+
+    def save():
+        note("save")
+        padding = torch.full((ballast << 17,), step, dtype=torch.int64)
+        checkpoint.save({{"step": step, "value": value, "last": last, "padding": padding}}, step)
+
+    note("start")
+    while step != last:
+        step += 1
+        time.sleep(pace)
+        samples = range(rank.rank, {SAMPLES}, rank.world_size)
+        total = sum((step * 7919 + sample * 104729) % 65536 for sample in samples)
+        is_last_call = rank.is_main and os.path.exists(os.path.join(folder, "finish"))
+        sums = torch.tensor([total, int(is_last_call)])
+        distributed.all_reduce(sums)
+        value = (value * 31 + int(sums[0])) % {PRIME}
+        if last is None and sums[1]:
+            last = step + {TAIL}
+        note("step")
+        rank.log({{"value": value}}, step=step)
+        if rank.should_stop():
+            save()
+            note("stopped")
+            return [step, value]
+        if step % save_interval == 0:
+            save()
+    note("returning")
+    time.sleep(0.25 if rank.is_main else 0.1)
+    return [step, value]
+
+def nothing():
+    return None
+
+class Witness(dispatch.Echo):
+    def __init__(self, folder):
+        self._events = open(os.path.join(folder, "events"), "a", buffering=1)
+
+    def _write(self, kind, **what):
+        self._events.write(json.dumps({{"kind": kind, "at": time.time(), **what}}) + "\\n")
+
+    def placed(self, shape):
+        workers = [node.worker for node, here in zip(shape.nodes, shape.places) for _ in here]
+        self._write("placed", workers=workers)
+
+    def formed(self, seconds):
+        self._write("formed", seconds=seconds)
+
+    def kept(self, step):
+        self._write("kept", step=step)
+
+    def restarting(self, reason, step):
+        self._write("restarting", text=reason, step=step)
+
+    def noted(self, text):
+        super().noted(text)
+        self._write("noted", text=text)
+
+    def ended(self, error):
+        self._write("ended", text=f"{{type(error).__name__}}: {{error}}" if error else "")
+        self._events.close()
+
+def census():
+    gc.collect()
+    kinds = {{}}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{{entry}}")
+        except OSError:
+            continue
+        kind = "file" if link.startswith("/") else link.partition("[")[0].rstrip(":")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    threads = sorted(thread.name for thread in threading.enumerate())
+    return {{"files": kinds, "threads": threads}}
+
+def say(word, what=None):
+    print(f"@{{word}}", json.dumps(what), flush=True)
+
+def heed(*_):
+    from flytekitplugins.daskpytorch.gang import preempt_all
+
+    preempt_all("the task was told to end (SIGTERM)")
+
+def main(settings):
+    folder = settings["folder"]
+    client = Client(scheduler_file=settings["cluster"])
+    if settings["is_warm"]:
+        for _ in range(2):
+            dispatch.run(client, nothing).result(120)
+    if settings["heeds_sigterm"]:
+        signal.signal(signal.SIGTERM, heed)
+    say("ready", census())
+    sys.stdin.readline()
+    quiet, dispatch.Echo = dispatch.Echo, lambda: Witness(folder)
+    results, outcome, message = [], "finished", ""
+    try:
+        futures = dispatch.run(client, train, folder, *settings["train"], gang=Gang(**settings["gang"]))
+        say("launched")
+        results = futures.result()
+    except Exception as error:
+        outcome, message = type(error).__name__, str(error)
+    say("outcome", [outcome, message, results])
+    dispatch.Echo = quiet
+    futures = results = None
+    for line in sys.stdin:
+        if line.strip() == "census":
+            say("census", census())
+        else:
+            break
+    client.close(timeout=3)
+    say("closed")
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+"""
+
+SERVER = "daskpytorch.forkserver"
+"""What is in the command line of a fork server, and of the ranks that it has forked."""
+
+
+# ---- Looking at processes -------------------------------------------------------------------------------------------
+
+
+def session_of(pid: int) -> int:
+    """Its session."""
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[3]) if fields else 0
+
+
+def is_server(pid: int) -> bool:
+    """Whether it is a fork server, a successor included, or what one has become that waits for its successor."""
+    return SERVER in read(f"/proc/{pid}/cmdline") and not is_rank(pid)
+
+
+def is_rank(pid: int) -> bool:
+    """Whether it is a rank, also one that waits for its orders: forked by a fork server, with a session of its own."""
+    return (
+        SERVER in read(f"/proc/{pid}/cmdline")
+        and session_of(pid) == pid
+        and SERVER in read(f"/proc/{parent_of(pid)}/cmdline")
+    )
+
+
+def family(root: int) -> list[int]:
+    """A process and all its descendants."""
+    pids = [root]
+    for pid in pids:
+        pids += children_of(pid)
+    return pids
+
+
+def pod_of(nanny: int) -> list[int]:
+    """All that a pod's runtime would find: nanny, workers, fork servers of earlier workers too, and ranks."""
+    servers = [pid for pid in started_here() if is_server(pid) and nanny_of(pid) == nanny]
+    return list(dict.fromkeys([*family(nanny), *(pid for server in servers for pid in family(server))]))
+
+
+def addresses_of(pid: int) -> set[str]:
+    """Where a Dask worker listens, as Dask has it."""
+    links = set(links_of(pid))
+    found = set()
+    for line in read("/proc/net/tcp").splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+            found.add(f"tcp://127.0.0.1:{int(fields[1].partition(':')[2], 16)}")
+    return found
+
+
+def links_of(pid: int) -> Iterator[str]:
+    """What a process has open."""
+    for entry in entries(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # not any more
+            yield str(entry.readlink())
+
+
+def census_of(pid: int) -> dict[str, int]:
+    """Descriptors by kind, threads and bytes of memory of a process."""
+    kinds = Counter("file" if link.startswith("/") else link.partition("[")[0].rstrip(":") for link in links_of(pid))
+    return {**kinds, "threads": len(entries(f"/proc/{pid}/task")), "memory": memory_of(pid)}
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of memory that a process has in use."""
+    return int((read(f"/proc/{pid}/statm").split() or ["0", "0"])[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- A gang as seen from outside ------------------------------------------------------------------------------------
+
+
+class LostPatienceError(Exception):
+    """What was waited for did not come."""
+
+
+@dataclass
+class Watched:
+    """One gang, its driver and its cluster; chores that have become due are done whenever something is waited for."""
+
+    driver: Program
+    cluster: Cluster
+    folder: Path
+    story: Story = field(default_factory=Story)
+    num_wanted: int = 0
+    chores: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    """What is to be done at some moment on the monotonic clock: have a process go on, start a worker."""
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Take in what has been written, and do what is due."""
+        now = time.monotonic()
+        due = [chore for chore in self.chores if chore[0] <= now]
+        self.chores = [chore for chore in self.chores if chore[0] > now]
+        for _, work in due:
+            work()
+        self.story.events += [json.loads(line) for line in self._new_lines(self.folder / "events")]
+        for path in sorted(self.folder.glob("rank-*")):
+            rank = int(path.name.partition("-")[2])
+            for line in self._new_lines(path):
+                generation, kind, step, at, pid = line.split()
+                self.story.notes.append(Note(rank, int(generation), kind, int(step), float(at), int(pid)))
+
+    def _new_lines(self, path: Path) -> list[str]:
+        if not path.exists():
+            return []
+        with path.open() as file:
+            file.seek(self._offsets.get(path, 0))
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        self._offsets[path] = self._offsets.get(path, 0) + sum(map(len, whole))
+        return whole
+
+    def has_ended(self) -> bool:
+        """The driver has said how it went, or is no more."""
+        return self.driver.has_spoken()
+
+    def wait(self, condition: Callable[[], object], what: str, patience: float = PATIENCE) -> bool:
+        """Wait for a condition; whether it came before the gang's end.
+
+        Raises:
+            LostPatienceError: It did not come in time.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            self.look()
+            if condition():
+                return True
+            if self.has_ended():
+                return False
+            if time.monotonic() > deadline:
+                raise LostPatienceError(f"waited {patience:.0f} s for {what}")
+            time.sleep(0.005)
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.look()
+            time.sleep(min(left, 0.02))
+
+    # ---- what the gang does
+
+    @property
+    def generation(self) -> int:
+        """The newest, from 0; -1 before there is one."""
+        return len(self.story.of_kind("placed")) - 1
+
+    @property
+    def workers(self) -> list[str]:
+        """The worker of each rank of the newest generation."""
+        placed = self.story.of_kind("placed")
+        return list(placed[-1]["workers"]) if placed else []
+
+    def pids(self) -> dict[int, int]:
+        """The processes of its ranks that have begun to train."""
+        return {n.rank: n.pid for n in self.story.notes if n.generation == self.generation and n.kind == "start"}
+
+    def num_steps(self, since: float = 0.0) -> int:
+        """How many steps each rank of the newest generation has taken since."""
+        steps = Counter(
+            note.rank
+            for note in self.story.notes
+            if note.generation == self.generation and note.kind == "step" and note.at > since
+        )
+        return min((steps[rank] for rank in range(len(self.workers))), default=0)
+
+    def has_newcomer(self, since: float) -> bool:
+        """Whether a worker was registered since."""
+        return any(at > since for at in self.cluster.workers().values())
+
+    def has_event(self, since: float, kind: str, text: str = "") -> bool:
+        """Whether the driver's observer has heard of such a thing since."""
+        return any(e["at"] > since and text in str(e.get("text")) for e in self.story.of_kind(kind))
+
+    def has_note(self, since: float, kind: str) -> bool:
+        """Whether a rank has written such a note since."""
+        return any(note.kind == kind and note.at > since for note in self.story.notes)
+
+
+# ---- Making faults --------------------------------------------------------------------------------------------------
+
+
+FORKED = {"rank": is_rank, "fork server": is_server}
+"""Targets that are not there from the beginning."""
+
+
+def reach(gang: Watched, fault: Fault, since: float) -> bool:
+    """Wait for a fault's moment; False if the gang has ended before."""
+    match fault.moment:
+        case "start":
+            gang.pause(fault.delay)
+        case "checkpoint":
+            gang.wait(lambda: gang.num_steps(since) >= PROGRESS, "steps before a checkpoint")
+            since = time.time()
+        case "end":
+            recovered(gang, since)
+            finish(gang)
+    if not gang.wait(lambda: _is_time(gang, fault, since), f"the moment of {fault}"):
+        return False
+    if fault.moment != "start":
+        gang.pause(fault.delay)
+    return not gang.has_ended()
+
+
+def _is_time(gang: Watched, fault: Fault, since: float) -> bool:
+    """Whether a fault's moment shows."""
+    is_of_target = FORKED.get(fault.target, bool)
+    signs: dict[str, Callable[[], bool]] = {
+        "start": lambda: any(map(is_of_target, started_here())),
+        "first": lambda: gang.num_steps(since) >= 1,
+        "middle": lambda: gang.num_steps(since) >= fault.steps,
+        "checkpoint": lambda: gang.has_note(since, "save"),
+        "restart": lambda: gang.has_event(since, "restarting"),
+        "newcomer": lambda: gang.has_newcomer(since),
+        "growth": lambda: gang.has_event(since, "restarting", "more workers"),
+        "together": lambda: True,
+        "end": lambda: gang.has_note(since, "returning"),
+    }
+    return signs[fault.moment]()
+
+
+def recovered(gang: Watched, since: float) -> bool:
+    """Wait until all is well again: suspended processes go on, lost workers are back, all ranks train."""
+    if not gang.wait(lambda: not gang.chores, "suspended processes and lost workers"):
+        return False
+    if gang.num_wanted and not gang.wait(lambda: len(gang.workers) >= gang.num_wanted, "the gang to be whole again"):
+        return False
+    return gang.wait(lambda: gang.num_steps(since) >= PROGRESS, "all ranks to train again")
+
+
+def finish(gang: Watched) -> None:
+    """Have the training come to its end."""
+    (gang.folder / "finish").touch()
+
+
+@dataclass
+class Victims:
+    """Who is hit, and who may be blamed."""
+
+    pids: list[int]
+    ranks: set[int] | None = None
+    workers: set[str] | None = None
+
+
+def victims_of(gang: Watched, fault: Fault) -> Victims:
+    """Whom a fault hits; nobody where they are being replaced just now."""
+    gang.look()
+    of: dict[str, Callable[[], Victims]] = {
+        "rank": lambda: _rank(gang, fault),
+        "fork server": lambda: _fork_server(gang, fault),
+        "scheduler": lambda: Victims([gang.cluster.scheduler]),
+        "driver": lambda: Victims([gang.driver.pid]),
+        "everything": lambda: Victims(started_here()),
+    }
+    try:
+        return of.get(fault.target, lambda: _pod(gang, fault))()
+    except (SystemExit, OSError):  # a nanny is without its worker, or a rank has gone
+        return Victims([])
+
+
+def _pod(gang: Watched, fault: Fault) -> Victims:
+    """A worker, its nanny, or both; if the pod is told to end, all that is in it."""
+    nannies = [nanny for nanny in gang.cluster.nannies if is_running(nanny)]
+    if not nannies:
+        return Victims([])
+    nanny = nannies[fault.victim % len(nannies)]
+    worker = worker_below(nanny)
+    pids = {"worker": [worker], "nanny": [nanny], "pod": [nanny, worker]}[fault.target]
+    if fault.target == "pod" and fault.signum == signal.SIGTERM:
+        pids = pod_of(nanny)
+    workers = addresses_of(worker)
+    return Victims(pids, _ranks_on(gang, workers), workers)
+
+
+def _rank(gang: Watched, fault: Fault) -> Victims:
+    pids = gang.pids()
+    if fault.moment == "start" and not pids:
+        ranks = sorted(filter(is_rank, started_here()))
+        return Victims([ranks[fault.victim % len(ranks)]] if ranks else [])
+    rank = sorted(pids)[fault.victim % len(pids)] if pids else 0
+    if rank not in pids or not is_running(pids[rank]):
+        return Victims([])
+    return Victims([pids[rank]], {rank})
+
+
+def _fork_server(gang: Watched, fault: Fault) -> Victims:
+    pids = gang.pids()
+    if not pids:
+        servers = sorted(filter(is_server, started_here()))
+        return Victims([servers[fault.victim % len(servers)]] if servers else [])
+    rank = sorted(pids)[fault.victim % len(pids)]
+    workers = addresses_of(worker_of(pids[rank]))
+    server = parent_of(pids[rank])
+    return Victims([server] if is_server(server) else [], _ranks_on(gang, workers), workers)
+
+
+def _ranks_on(gang: Watched, workers: set[str]) -> set[int]:
+    return {rank for rank, worker in enumerate(gang.workers) if worker in workers}
+
+
+def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
+    """Hit; None where there was nobody to be hit."""
+    found = victims_of(gang, fault)
+    if not found.pids:
+        return None
+    settled = fault.moment in ("first", "middle", "checkpoint")
+    at = time.time()
+    hit = [pid for pid in found.pids if _kill(pid, fault.signum)]
+    if not hit:
+        return None
+    if fault.seconds is not None:
+        gang.chores.append((time.monotonic() + fault.seconds, lambda: [_kill(pid, signal.SIGCONT) for pid in hit]))
+    if fault.loses_pod:
+        _replace_pod(gang, fault, found.pids[0])
+    is_known = settled or fault.moment == "end"
+    return Made(
+        fault=fault,
+        at=at,
+        ranks=found.ranks if is_known else None,
+        workers=found.workers if is_known else None,
+        is_certain=is_certain and settled and (found.ranks is None or bool(found.ranks)),  # else it hits a newcomer
+    )
+
+
+def _replace_pod(gang: Watched, fault: Fault, nanny: int) -> None:
+    if nanny in gang.cluster.nannies:
+        gang.cluster.nannies.remove(nanny)
+    if fault.comes_back is None:
+        return
+
+    def start() -> None:
+        if is_running(nanny):  # as Kubernetes replaces a pod that has ended
+            gang.chores.append((time.monotonic() + 0.2, start))
+        elif not gang.has_ended() and is_running(gang.cluster.scheduler):
+            gang.cluster.start_worker()
+
+    gang.chores.append((time.monotonic() + fault.comes_back, start))
+
+
+def _kill(pid: int, signum: int) -> bool:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ---- One schedule ---------------------------------------------------------------------------------------------------
+
+
+def disturb(gang: Watched, schedule: Schedule) -> None:
+    """Make all the faults, then have the training finish."""
+    since, faults = 0.0, schedule.faults
+    for index, fault in enumerate(faults):
+        if not reach(gang, fault, since):
+            break
+        alone = fault.moment != "together" and (index + 1 == len(faults) or faults[index + 1].moment != "together")
+        made = make(gang, fault, alone)
+        if made is None:
+            continue
+        gang.story.made.append(made)
+        since = max(since, time.time() if fault.moment != "together" else since)
+        gang.num_wanted = _num_wanted(schedule, gang.story.made)
+        if alone and fault.moment != "end":
+            _watch_recovery(gang, made, schedule)
+    if any(fault.moment == "end" for fault in faults):
+        return
+    if recovered(gang, since):
+        finish(gang)
+
+
+def _watch_recovery(gang: Watched, made: Made, schedule: Schedule) -> None:
+    """Note how long it takes until the gang trains again, unless the next fault is to come before that."""
+    later = [fault for fault in schedule.faults if fault.moment in ("restart", "newcomer", "growth")]
+    if later or made.fault.moment == "start":
+        return
+    gang.wait(lambda: gang.num_steps(made.at) >= PROGRESS, f"all ranks to train again after {made.fault}")
+    made.recovery = time.time() - made.at
+
+
+def _num_wanted(schedule: Schedule, made: list[Made]) -> int:
+    """How many ranks there must be before the gang may finish."""
+    lost = sum(one.fault.loses_pod and one.fault.comes_back is None for one in made)
+    return (schedule.setting.num_workers - lost) * schedule.setting.ranks_per_worker
+
+
+@dataclass
+class Stage:
+    """The cluster, which serves one schedule after the other as long as it is as it was."""
+
+    folder: Path
+    cluster: Cluster | None = None
+    num_workers: int = 0
+    pids: list[int] = field(default_factory=list)
+
+    def prepare(self, schedule: Schedule, folder: Path) -> Cluster:
+        """A cluster with so many workers."""
+        if self.cluster is None or self.num_workers != schedule.setting.num_workers or not self._is_as_it_was():
+            self.end()
+            self.cluster = Cluster(folder / "cluster", schedule.setting.num_workers)
+            self.num_workers = schedule.setting.num_workers
+            self.pids = [self.cluster.scheduler, *self.cluster.nannies, *map(worker_below, self.cluster.nannies)]
+        return self.cluster
+
+    def _is_as_it_was(self) -> bool:
+        return all(map(is_running, self.pids))
+
+    def end(self) -> list[str]:
+        """End it as a machine's loss would; what is left of it, which is ended then."""
+        if self.cluster is None:
+            return []
+        pids = [self.cluster.scheduler, *self.cluster.nannies]
+        workers = [pid for nanny in self.cluster.nannies for pid in children_of(nanny)]
+        for pid in [*pids, *workers]:
+            _kill(pid, signal.SIGKILL)
+        self.cluster = None
+        settled(lambda: not started_here())
+        left = [f"{pid} {command_of(pid)}" for pid in started_here()]
+        for pid in started_here():
+            _kill(pid, signal.SIGKILL)
+        return left
+
+
+def command_of(pid: int) -> str:
+    """A process's command, in a line."""
+    return " ".join(read(f"/proc/{pid}/cmdline").replace("\0", " ").split())[:160]
+
+
+def settled(condition: Callable[[], object], patience: float = SETTLE_TIME) -> bool:
+    """Wait for a condition; whether it came."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
+    """Run one schedule; what was seen."""
+    cluster = stage.prepare(schedule, folder)
+    traces = folder / "traces"
+    traces.mkdir(parents=True)
+    setting = schedule.setting
+    arguments = {
+        "folder": str(traces),
+        "cluster": cluster.contact,
+        "is_warm": setting.is_warm,
+        "heeds_sigterm": setting.heeds_sigterm,
+        "train": [PACE, setting.save_interval, setting.ballast],
+        "gang": {
+            "ranks_per_worker": setting.ranks_per_worker,
+            "min_workers": setting.min_workers,
+            "max_restarts": setting.max_restarts,
+            "hang_timeout": setting.hang_timeout,
+            "start_timeout": setting.start_timeout,
+        },
+    }
+    driver = Program.of(DRIVER, folder / "driver", json.dumps(arguments), environment={"PYTHONPATH": str(ROOT)})
+    gang = Watched(driver, cluster, traces)
+    before_driver = json.loads(driver.hear("ready"))
+    memory_before = memory_of(driver.pid)
+    before = {pid: census_of(pid) for pid in map(worker_below, cluster.nannies)}
+    driver.tell("go")
+    driver.hear("launched")
+    try:
+        disturb(gang, schedule)
+        gang.wait(gang.has_ended, "the gang's end", PATIENCE + schedule.setting.start_timeout)
+    except LostPatienceError as error:
+        gang.story.troubles.append(str(error))
+        _note_state(gang)
+    _take_outcome(gang)
+    _check_what_is_left(gang, setting.is_warm, before_driver, memory_before, before)
+    return gang.story
+
+
+def _note_state(gang: Watched) -> None:
+    """What the ranks were doing when patience was lost."""
+    last = {note.rank: f"{note.kind} {note.step} of generation {note.generation}" for note in gang.story.notes}
+    gang.story.troubles.append(f"at that time: {last}, workers {gang.workers}, {list(gang.cluster.workers())}")
+
+
+def _take_outcome(gang: Watched) -> None:
+    story = gang.story
+    patience = 1.0 if story.troubles else PATIENCE
+    ended_at = time.monotonic()
+    try:
+        story.outcome, story.message, story.results = json.loads(gang.driver.hear("outcome", patience))
+    except SystemExit as end:
+        story.outcome, story.message = ("died", "") if "ended before" in str(end) else ("none", str(end)[:200])
+    now = time.time()
+    for made in story.made:
+        if made.recovery is None and made is story.made[-1]:
+            made.recovery = now - made.at
+    if story.outcome == "died":
+        ranks = {note.pid for note in story.notes}
+        patience = GRACE_AFTER_DRIVER + sum(made.fault.seconds or 0.0 for made in story.made)
+        deadline = ended_at + patience
+        gone = settled(lambda: gang.look() or not any(map(is_running, ranks)), deadline - time.monotonic())
+        if not gone:
+            story.troubles.append(f"the driver's ranks still ran after {GRACE_AFTER_DRIVER:g} s")
+    while gang.chores:  # nothing stays suspended
+        gang.look()
+        time.sleep(0.02)
+    gang.look()
+
+
+# ---- What is left ---------------------------------------------------------------------------------------------------
+
+
+def _check_what_is_left(
+    gang: Watched,
+    is_warm: bool,
+    before_driver: dict[str, Any],
+    memory_before: int,
+    before: dict[int, dict[str, int]],
+) -> None:
+    troubles = gang.story.troubles
+    if not settled(lambda: not any(map(is_rank, started_here()))):
+        ranks = [pid for pid in started_here() if is_rank(pid)]
+        troubles.append(f"ranks still run: {ranks}")
+    if is_running(gang.driver.pid):
+        _check_driver(gang, is_warm, before_driver, memory_before)
+        _end_driver(gang)
+    folder = Path(os.environ["TMPDIR"])
+    if not settled(lambda: not list(folder.glob("daskpytorch-*"))):
+        left = list(folder.glob("daskpytorch-*"))
+        troubles.append(f"folders are left: {[path.name for path in left]}")
+        for path in left:  # they are no fault of the next schedule
+            shutil.rmtree(path, ignore_errors=True)
+    for pid, census in before.items():
+        if is_running(pid) and not settled(lambda: not _grown(census, census_of(pid), is_warm)):  # noqa: B023
+            troubles.append(f"a worker has grown: {_grown(census, census_of(pid), is_warm)}")
+    log = gang.driver.log.read_text(errors="replace")
+    for found in re.finditer(r"Exception in thread .*(?:\n.*){1,40}?\n\S*(?:Error|Exception|Exit).*", log):
+        if "daskpytorch" in found[0]:
+            troubles.append(f"a thread's traceback: {found[0].splitlines()[0]} ... {found[0].splitlines()[-1][:200]}")
+
+
+def _grown(before: dict[str, int], after: dict[str, int], is_warm: bool) -> dict[str, str]:
+    """Of what a worker has more than before; its first gang leaves it a fork server, and threads of Dask's pools."""
+    spare = {"memory": MAX_MEMORY_GROWTH, "threads": 2 if is_warm else 6}
+    allowed = 0 if is_warm else 4
+    return {
+        what: f"{before.get(what, 0)} -> {count}"
+        for what, count in after.items()
+        if count > before.get(what, 0) + spare.get(what, allowed)
+    }
+
+
+def _check_driver(gang: Watched, is_warm: bool, before: dict[str, Any], memory_before: int) -> None:
+    """Its threads and descriptors are gone; a first gang may leave it those of libraries, such as torch's."""
+    found: list[str] = []
+    deadline = time.monotonic() + SETTLE_TIME
+    while True:
+        try:
+            gang.driver.tell("census")
+            after = json.loads(gang.driver.hear("census", 20))
+        except (SystemExit, OSError) as error:
+            gang.story.troubles.append(f"the driver does not answer: {str(error)[:300]}")
+            return
+        found = [f"thread {name}" for name in after["threads"] if name.startswith("daskpytorch")]
+        if is_warm:
+            old: dict[str, int] = before["files"]
+            found += [
+                f"{kind} {old.get(kind, 0)} -> {count}"
+                for kind, count in after["files"].items()
+                if count > old.get(kind, 0)
+            ]
+        if not found or time.monotonic() > deadline:
+            break
+        time.sleep(0.3)
+    if found:
+        gang.story.troubles.append(f"left in the driver: {', '.join(found)}")
+    if (growth := memory_of(gang.driver.pid) - memory_before) > MAX_MEMORY_GROWTH * (1 if is_warm else 4):
+        gang.story.troubles.append(f"the driver has grown by {growth >> 20} MiB")
+
+
+def _end_driver(gang: Watched) -> None:
+    with contextlib.suppress(OSError):
+        gang.driver.tell("end")
+    try:
+        code = gang.driver.wait(25)
+    except SystemExit as error:
+        gang.story.troubles.append(str(error)[:200])
+        _kill(gang.driver.pid, signal.SIGKILL)
+        return
+    if code != 0 and gang.story.outcome not in ("died", "none"):
+        gang.story.troubles.append(f"the driver's exit code was {code}")
+
+
+# ---- All of them ----------------------------------------------------------------------------------------------------
+
+
+REUSABLE = ("rank", "driver")
+"""Faults of these leave a cluster as it was."""
+
+
+def run_all(seed: int, indices: list[int], folder: Path) -> bool:
+    """Run schedules, a line each, and sum up; whether all ended as they must."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = str(temporary)
+    stage = Stage(folder)
+    counts: Counter[tuple[str, str]] = Counter()
+    failed: dict[int, list[str]] = {}
+    began_at = time.monotonic()
+    num_run = 0
+    with contextlib.suppress(KeyboardInterrupt):  # what there is by then is worth its summary
+        for index in indices:
+            schedule = draw(seed, index)
+            started_at = time.monotonic()
+            story = _run_or_say_why_not(schedule, stage, folder / f"schedule-{index}")
+            found = judge(schedule, story)
+            if index == indices[-1] or found or any(fault.target not in REUSABLE for fault in schedule.faults):
+                found += [f"left over: {what}" for what in stage.end()]
+            counts.update((made.fault.name, made.fault.moment) for made in story.made)
+            print(_line(schedule, story, found, time.monotonic() - started_at), flush=True)
+            if found:
+                failed[index] = found
+                _explain(schedule, story, found, folder / f"schedule-{index}")
+            num_run += 1
+    print("", *_table(counts), "", *_summary(seed, num_run, failed, time.monotonic() - began_at), sep="\n", flush=True)
+    return not failed and num_run == len(indices)
+
+
+def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story:
+    """Run one; the others are to run in any case."""
+    try:
+        return run(schedule, stage, folder)
+    except SystemExit as error:  # what a benchmark that has nothing else to do would end with
+        return Story(outcome="not run", troubles=[f"it could not be run: {error}"])
+
+
+def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> str:
+    made = {id(one.fault) for one in story.made}
+    faults = "; ".join(f"{fault}{'' if id(fault) in made else ' NOT MADE'}" for fault in schedule.faults)
+    verdict = "FAILED" if found else "ok"
+    return f"{schedule.index:4} {verdict:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
+
+
+def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -> None:
+    """Say what was amiss, and what led to it."""
+    for what in found:
+        print(f"       - {what}")
+    kept = [event["step"] for event in story.of_kind("kept")]
+    print(f"       kept: {kept[-20:]}; again: --seed {schedule.seed} --only {schedule.index}")
+    times = [event["at"] for event in story.events] + [made.at for made in story.made]
+    began_at = min(times, default=0.0)
+    for event in story.of_kind("placed", "restarting", "noted", "ended"):
+        rest = {key: value for key, value in event.items() if key not in ("kind", "at")}
+        print(f"       {float(event['at']) - began_at:6.2f} s {event['kind']} {str(rest)[:300]}")
+    for made in story.made:
+        print(f"       {made.at - began_at:6.2f} s made {made.fault}, ranks {made.ranks}, workers {made.workers}")
+    log = read(folder / "driver" / "log").splitlines()
+    print(*(f"       | {line[:200]}" for line in log[-15:]), sep="\n", flush=True)
+
+
+def _table(counts: Counter[tuple[str, str]]) -> Iterator[str]:
+    """How often each fault was made, by moment."""
+    yield f"| fault | {' | '.join(MOMENTS)} | all |"
+    yield f"|---{'|---' * (len(MOMENTS) + 1)}|"
+    for name in sorted({name for name, _ in counts}, key=lambda name: name.partition(" ")[::-1]):
+        row = [counts[name, moment] for moment in MOMENTS]
+        yield f"| {name} | {' | '.join(str(count or '') for count in row)} | {sum(row)} |"
+    columns = [sum(counts[key] for key in counts if key[1] == moment) for moment in MOMENTS]
+    yield f"| all | {' | '.join(map(str, columns))} | {sum(columns)} |"
+
+
+def _summary(seed: int, num_run: int, failed: dict[int, list[str]], seconds: float) -> Iterator[str]:
+    yield f"- {num_run - len(failed)} of {num_run} schedules as they must be; {seconds:.0f} s"
+    for index, found in failed.items():
+        yield f"- failed, again with --seed {seed} --only {index}: {found[0][:200]}"

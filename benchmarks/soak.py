@@ -1,0 +1,318 @@
+"""Run a thousand gangs in one driver, and check that nothing piles up: descriptors, threads, memory, processes.
+
+    python benchmarks/soak.py                             # 1,000 gangs
+    python benchmarks/soak.py --quick                     # 60: does it still run?
+    python benchmarks/soak.py --gangs 3000 --seed 7
+
+One driver, and two Dask workers with their nannies. Most gangs run one after the other, some two at once. A seed
+decides what becomes of each:
+
+    runs      through to its results
+    early     is cancelled while it starts, at a moment of the first 60 ms
+    late      is cancelled while it trains
+    raises    in one of its ranks
+    killed    a rank is killed (SIGKILL), and it starts again
+    left      nobody waits for it or keeps it; it ends by itself
+    worker    a worker is killed (SIGKILL), and it starts again on that which the nanny brings; 2 % of the
+              gangs of the first half, so that whatever comes then has time to grow
+
+Driver, workers and fork servers are counted after a tenth of the gangs (the hundredth of a thousand), and at the end;
+each time once all gangs have ended and the counts stand still. Descriptors, by kind, and the driver's threads, by name,
+must be the same. Of workers' threads four more are let pass, which Dask's pools start when they have use for them.
+Memory may grow by 5 % or 24 MiB, whichever is more. A worker that was replaced in between is held against the one that
+it has replaced. No rank may be left, and no folder.
+
+This process imports nothing but the standard library; it ends all that it has started, also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch import machine
+from running import ROOT, Cluster, Program, nothing_left, read, started_here, worker_below, worker_of
+from schedules import census_of, is_rank, is_server
+
+MEMORY_SHARE = 0.05
+MEMORY_SLACK = 24 << 20
+WORKER_THREADS = 4
+"""Those that Dask's pools may start late."""
+STILL = 3
+"""Counts in a row that must be equal, half a second apart."""
+
+DRIVER = """
+import collections, gc, json, os, random, signal, sys, threading, time
+from concurrent.futures import CancelledError
+from distributed import Client
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+
+class SpoiltError(Exception):
+    pass
+
+def work(what, seconds, folder):
+    import torch
+    from torch import distributed
+
+    rank = current_rank()
+    state = rank.checkpoint.load()
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    if state is None and what in ("killed", "worker", "late"):
+        rank.checkpoint.save({"begun": True}, 1)
+        with open(os.path.join(folder, f"pid-{rank.rank}"), "w") as file:
+            file.write(f"{os.getpid()}\\n")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            time.sleep(0.005)
+    if what == "raises" and rank.rank == 1:
+        raise SpoiltError("the batch is spoilt")
+    time.sleep(seconds)
+    return int(total)
+
+class Quiet(dispatch.Echo):
+    def __init__(self):
+        self.has_kept = threading.Event()
+
+    def kept(self, step):
+        self.has_kept.set()
+
+    def noted(self, text):
+        pass
+
+    def wrote(self, rank, lines):
+        pass
+
+KINDS = {"runs": 48, "early": 16, "late": 10, "raises": 10, "killed": 10, "left": 4, "worker": 2}
+
+def census():
+    gc.collect()
+    files = collections.Counter()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{entry}")
+            files["file" if link.startswith("/") else link.partition("[")[0].rstrip(":")] += 1
+        except OSError:
+            continue
+    threads = collections.Counter(thread.name.rstrip("0123456789-_") for thread in threading.enumerate())
+    return {"files": files, "threads": threads}
+
+def pid_of(folder, rank):
+    path = os.path.join(folder, f"pid-{rank}")
+    while True:
+        try:
+            with open(path) as file:
+                if (text := file.read()).endswith("\\n"):
+                    return int(text)
+        except FileNotFoundError:
+            pass
+        time.sleep(0.002)
+
+class Soak:
+    def __init__(self, settings):
+        self.client = Client(scheduler_file=settings["cluster"])
+        self.folder = settings["folder"]
+        self.rng = random.Random(settings["seed"])
+        self.num_gangs = settings["gangs"]
+        self.counts = collections.Counter()
+        self.left = []
+
+    def gang(self, what, number, moment, rank):
+        folder = os.path.join(self.folder, str(number))
+        os.mkdir(folder)
+        quiet = Quiet()
+        dispatch.Echo = lambda: quiet
+        gang = dispatch.run(self.client, work, what, moment / 4, folder, gang=Gang(max_restarts=3, start_timeout=60))
+        if what == "left":
+            self.left.append(gang[0])
+            return lambda: None
+        def end():
+            expected = [2, 2]
+            if what == "early":
+                time.sleep(moment)
+                gang.cancel()
+            elif what == "late":
+                pid_of(folder, 0)
+                pid_of(folder, 1)
+                gang.cancel()
+            elif what in ("killed", "worker"):
+                pids = [pid_of(folder, 0), pid_of(folder, 1)]
+                quiet.has_kept.wait(60)
+                if what == "killed":
+                    os.kill(pids[rank], signal.SIGKILL)
+                else:
+                    print("@kill", pids[rank], flush=True)
+            try:
+                results = gang.result(120)
+            except CancelledError:
+                return what in ("early", "late")
+            except SpoiltError:
+                return what == "raises"
+            return results == expected and what not in ("raises", "late")
+        return end
+
+    def run(self, first, last):
+        number = first
+        while number < last:
+            several = 2 if self.rng.random() < 0.15 and number + 1 < last else 1
+            ends = []
+            for _ in range(several):
+                what = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
+                if what == "worker" and (several == 2 or number > self.num_gangs / 2):
+                    what = "killed"
+                self.counts[what] += 1
+                moment, rank = self.rng.random() * 0.06, self.rng.randrange(2)
+                ends.append((what, number, self.gang(what, number, moment, rank)))
+                number += 1
+            for what, which, end in ends:
+                if end() is False:
+                    print("@amiss", f"gang {which} ({what}) ended otherwise", flush=True)
+            if what == "worker":
+                self.client.wait_for_workers(2, timeout=60)
+                while len(self.client.scheduler_info()["workers"]) != 2:
+                    time.sleep(0.05)
+            print("@number", number, flush=True)
+        for future in self.left:
+            future.result(60)
+        self.left.clear()
+
+soak = Soak(json.loads(sys.argv[1]))
+print("@ready", flush=True)
+for line in sys.stdin:
+    match line.split():
+        case ["run", first, last]:
+            soak.run(int(first), int(last))
+            print("@ran", json.dumps(soak.counts), flush=True)
+        case ["census"]:
+            print("@census", json.dumps(census()), flush=True)
+"""
+
+Census = dict[str, dict[str, int]]
+"""Process -> what there is of it -> how much."""
+
+
+def count(driver: Program, cluster: Cluster) -> Census:
+    """Count everything, once it stands still."""
+    deadline = time.monotonic() + 30.0
+    seen: list[Census] = []
+    while True:
+        seen = [*seen, _count_now(driver, cluster)][-STILL:]
+        is_settled = seen[-1]["all"]["fork servers"] == len(cluster.nannies)  # else one has yet to be relieved
+        steady = [{who: {k: v for k, v in what.items() if k != "memory"} for who, what in one.items()} for one in seen]
+        is_still = is_settled and len(steady) == STILL and all(one == steady[0] for one in steady)
+        if is_still or time.monotonic() > deadline:
+            return seen[-1]
+        time.sleep(0.5)
+
+
+def _count_now(driver: Program, cluster: Cluster) -> Census:
+    driver.tell("census")
+    own = json.loads(driver.hear("census"))
+    threads = {f"thread {name}": number for name, number in own["threads"].items()}
+    found = {"driver": {**own["files"], **threads, "memory": census_of(driver.pid)["memory"]}}
+    for number, nanny in enumerate(cluster.nannies, 1):
+        found[f"worker {number}"] = census_of(worker_below(nanny))
+    servers = [pid for pid in started_here() if is_server(pid) and _imports_torch(pid)]
+    for number, pid in enumerate(sorted(servers), 1):
+        found[f"fork server {number}"] = census_of(pid)
+    found["all"] = {"fork servers": len(servers), "ranks": sum(map(is_rank, started_here()))}
+    found["all"]["folders"] = len(list(Path(os.environ["TMPDIR"]).glob("daskpytorch-*")))
+    return found
+
+
+def _imports_torch(pid: int) -> bool:
+    """Not what a fork server has become that only waits for its successor."""
+    return "libtorch" in read(f"/proc/{pid}/maps")
+
+
+def compare(before: Census, after: Census) -> Iterator[str]:
+    """What there is more of than before."""
+    for who, what in after.items():
+        for kind, number in what.items():
+            old = before.get(who, {}).get(kind, 0)
+            allowed = max(MEMORY_SHARE * old, MEMORY_SLACK) if kind == "memory" else 0
+            allowed = WORKER_THREADS if kind == "threads" and who.startswith("worker") else allowed
+            if number > old + allowed:
+                yield f"{who}: {kind} {old} -> {number}"
+    for kind in ("ranks", "folders"):
+        if after["all"][kind]:
+            yield f"{kind} are left: {after['all'][kind]}"
+
+
+def table(censuses: dict[int, Census]) -> Iterator[str]:
+    """All counts, side by side."""
+    yield f"| | {' | '.join(f'after {number:,} gangs' for number in censuses)} |"
+    yield f"|---{'|---' * len(censuses)}|"
+    rows = dict.fromkeys((who, kind) for census in censuses.values() for who in census for kind in census[who])
+    for who, kind in rows:
+        cells = [census.get(who, {}).get(kind, 0) for census in censuses.values()]
+        told = [f"{cell / (1 << 20):.0f} MiB" if kind == "memory" else str(cell) for cell in cells]
+        yield f"| {who}: {kind} | {' | '.join(told)} |"
+
+
+def serve(driver: Program, last: int, began_at: float) -> tuple[dict[str, int], list[str]]:
+    """See the driver through a stretch: kill the workers that it asks for; how many gangs of each kind there were."""
+    amiss: list[str] = []
+    told_at = time.monotonic()
+    while True:
+        word, _, rest = driver.hear_any().partition(" ")
+        match word:
+            case "@kill":
+                os.kill(worker_of(int(rest)), signal.SIGKILL)
+            case "@amiss":
+                amiss.append(rest)
+                print(f"{time.monotonic() - began_at:6.1f} s  {rest}", flush=True)
+            case "@number" if time.monotonic() - told_at > 20:
+                told_at = time.monotonic()
+                print(f"{told_at - began_at:6.1f} s  {rest} of {last} gangs", flush=True)
+            case "@ran":
+                return json.loads(rest), amiss
+
+
+def main() -> None:
+    """Run the gangs, count, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gangs", type=int, default=1000, metavar="N", help="how many gangs (default: 1,000)")
+    parser.add_argument("--quick", action="store_true", help="60 gangs: does it still run?")
+    parser.add_argument("--seed", type=int, default=0, help="decides what becomes of each (default: 0)")
+    arguments = parser.parse_args()
+    num_gangs = 60 if arguments.quick else arguments.gangs
+    if num_gangs < 20:
+        parser.error("--gangs must be 20 or more")
+    print(machine(), f"seed {arguments.seed}", sep="\n", flush=True)
+    first = max(10, num_gangs // 10)
+    with nothing_left("soak") as folder:
+        for name in ("tmp", "gangs"):
+            (folder / name).mkdir()
+        os.environ["TMPDIR"] = str(folder / "tmp")
+        cluster = Cluster(folder / "cluster", 2)
+        settings = {"cluster": cluster.contact, "folder": str(folder / "gangs"), "seed": arguments.seed}
+        settings["gangs"] = num_gangs
+        driver = Program.of(DRIVER, folder / "driver", json.dumps(settings), environment={"PYTHONPATH": str(ROOT)})
+        driver.hear("ready")
+        began_at = time.monotonic()
+        censuses: dict[int, Census] = {}
+        amiss: list[str] = []
+        for start, end in ((0, first), (first, num_gangs)):
+            driver.tell(f"run {start} {end}")
+            counts, wrong = serve(driver, num_gangs, began_at)
+            amiss += wrong
+            censuses[end] = count(driver, cluster)
+        took = time.monotonic() - began_at
+        grown = list(compare(*censuses.values()))
+        print("", *table(censuses), "", sep="\n")
+        told = ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))
+        print(f"- {num_gangs} gangs in {took:.0f} s: {told}; ended otherwise: {len(amiss)}")
+        print(*(f"- MORE: {what}" for what in grown), sep="\n", flush=True)
+        print(f"- {'something has piled up' if grown else 'nothing has piled up'}", flush=True)
+    sys.exit(int(bool(grown or amiss)))
+
+
+if __name__ == "__main__":
+    main()
