@@ -377,8 +377,9 @@ class _Agent:
         except (EOFError, OSError):  # also where its exit was noted a moment ago
             rank.channel.close()
             return
-        for reports in gathered if rank.place is not None else ():
-            self._say(Reported(rank.place.rank, reports))
+        if rank.place is not None:
+            for reports in gathered:
+                self._say(Reported(rank.place.rank, reports))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
