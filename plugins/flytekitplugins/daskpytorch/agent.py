@@ -154,8 +154,13 @@ class _Agent:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Kill what is left of the ranks."""
+        """Kill what is left of the ranks, of which nobody hears any more."""
         self._server.close()
+        for rank in self._ranks.values():
+            rank.channel.close()
+            if rank.output is not None:
+                os.close(rank.output)
+                rank.output = None
 
     def fork_ahead(self, count: int) -> None:
         """Have the first ranks forked while all agents meet; they wait for their orders."""

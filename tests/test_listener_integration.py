@@ -1,0 +1,42 @@
+"""Gangs of real agents and ranks that are cancelled while they start: driver and agents are one process here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.dispatch import GangFutures, request_for
+from flytekitplugins.daskpytorch.gang import Supervisor
+from flytekitplugins.daskpytorch.spawn import OwnNode
+from processes import num_open_files, until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def start() -> GangFutures:
+    request = request_for(os.getpid, (), {}, Gang(ranks_per_worker=2, max_restarts=0))
+    return GangFutures(Supervisor(request, OwnNode()), 2)
+
+
+def test_cancels_in_the_start_up_leave_no_agent_no_thread_and_no_file() -> None:
+    assert len(start().result(120)) == 2  # the fork server stays
+    until(lambda: not ours(), "the first gang's threads to end")
+    files = num_open_files()
+    for moment in range(8):
+        futures = start()
+        time.sleep(0.008 * moment)
+        futures.cancel()
+        if futures.exception(60) is not None:
+            with pytest.raises(CancelledError):
+                futures.result()
+    until(lambda: not ours(), "the threads to end", 20)
+    until(lambda: num_open_files() <= files, "the files to be closed", 20)
+
+
+def ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("daskpytorch-")]
