@@ -156,6 +156,12 @@ def _close_group_and_raise() -> None:
     raise SpoiltError("the batch is spoilt")
 
 
+def _shout_and_raise() -> None:
+    for _ in range(500):
+        sys.stdout.write("\u2026" * 10_000)
+    raise SpoiltError("the batch is " + "very " * 1_000_000 + "spoilt")
+
+
 def _raise_unpicklable() -> None:
     error = SpoiltError("code 7")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -216,6 +222,7 @@ class _Stuck:
 FAULTS: dict[str, Callable[[], Any]] = {
     "raise": _raise(SpoiltError("the batch is spoilt")),
     "demanding": _raise(DemandingError("code", 7)),
+    "shout": _shout_and_raise,
     "unpicklable": _raise_unpicklable,
     "close and raise": _close_group_and_raise,
     "sys.exit": lambda: sys.exit(0),

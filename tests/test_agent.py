@@ -16,12 +16,15 @@ import psutil
 import pytest
 
 from flytekitplugins.daskpytorch import agent, messages, relay, ship
+from flytekitplugins.daskpytorch.agent import MAX_LINE, _Lines
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.listener import Listener
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import Job
 from processes import until
+
+pytestmark = pytest.mark.timeout(300)
 
 
 def meet() -> str:
@@ -154,3 +157,36 @@ def test_only_checkpoints_older_than_the_one_sent_are_dropped(tmp_path: Path) ->
         assert kept == [4, 5, 6, 7, 8, 9]
     finally:
         made.close()
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(*pieces: bytes) -> list[list[str]]:
+    lines = _Lines()
+    return [lines.feed(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ((b"one\ntwo\n",), [["one", "two"]]),
+        ((b"on", b"e\ntw", b"o\n"), [[], ["one"], ["two"]]),
+        ((b"10%\r20%\r", b"\n30%\r\n"), [["10%", "20%"], ["30%"]]),
+        ((b"\n\n  \nx\n",), [["x"]]),
+        ((b"the end", b""), [[], ["the end"]]),
+        ((b"one\n", b""), [["one"], []]),
+        ((b"caf\xc3", b"\xa9\n"), [[], ["caf\u00e9"]]),
+        ((b"bad \xff\n", b"\xc3", b""), [["bad \ufffd"], [], ["\ufffd"]]),
+    ],
+)
+def test_lines_of_a_stream(pieces: tuple[bytes, ...], lines: list[list[str]]) -> None:
+    assert lines_of(*pieces) == lines
+
+
+def test_a_line_without_an_end_goes_on_in_pieces_and_nothing_more_of_it_is_held() -> None:
+    lines = _Lines()
+    passed_on = [line for _ in range(100) for line in lines.feed(b"x" * 50_000)]
+    assert 5_000_000 - MAX_LINE < sum(map(len, passed_on)) <= 5_000_000
+    assert max(map(len, passed_on)) <= MAX_LINE
+    assert "".join([*passed_on, *lines.feed(b"y\n")]) == "x" * 5_000_000 + "y"

@@ -13,7 +13,15 @@ import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.blame import Failure, RankExit, describe, find_culprit, verdict
+from flytekitplugins.daskpytorch.blame import (
+    MAX_PICKLED,
+    MAX_TEXT,
+    Failure,
+    RankExit,
+    describe,
+    find_culprit,
+    verdict,
+)
 
 CODE = "/scratch/0123456789abcdef"
 
@@ -306,6 +314,22 @@ def test_pickle_that_does_not_open_here_falls_back_to_the_builtin_of_that_name()
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
 def test_exceptions_that_would_end_the_driver_are_not_rebuilt(error: BaseException) -> None:
     assert failure(error).rebuilt() is None
+
+
+def test_of_an_endless_message_both_ends_are_kept() -> None:
+    record = failure(ValueError("it began " + "x" * 10 * MAX_TEXT + " so it ended"))
+    for text in (record.message, record.traceback.rstrip()):
+        assert len(text) < MAX_TEXT + 100
+        assert "it began" in text
+        assert "characters left out" in text
+        assert text.endswith("so it ended")
+
+
+def test_an_exception_that_holds_too_much_goes_as_text() -> None:
+    error = PlainError("bad batch")
+    error.batch = b"x" * MAX_PICKLED  # type: ignore[attr-defined]
+    assert failure(error).pickled is None
+    assert failure(error).message == "bad batch"
 
 
 # ---- The verdict ----------------------------------------------------------------------------------------------------

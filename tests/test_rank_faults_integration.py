@@ -18,6 +18,8 @@ from distributed import Client
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, forkserver
+from flytekitplugins.daskpytorch.agent import TAIL_SIZE
+from flytekitplugins.daskpytorch.blame import MAX_TEXT
 from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
@@ -106,6 +108,16 @@ def test_a_rank_that_hangs_is_found(
     assert why in blamed
     with pytest.raises(ProcessLookupError):  # also a suspended rank is gone, and can write nothing any more
         os.kill(watched.broken_pid(), 0)
+
+
+def test_what_a_rank_has_to_say_is_cut_short(where: Client | int, launch: ft.Launch) -> None:
+    watched = launch(where, "shout", gang=Gang(max_restarts=0))
+    with pytest.raises(GangError) as caught:
+        watched.futures.result(60)
+    assert len(caught.value.log_tail) == TAIL_SIZE
+    assert "SpoiltError: the batch is very very" in caught.value.cause
+    assert caught.value.cause.endswith("very spoilt")
+    assert len(str(caught.value)) < 3 * MAX_TEXT + TAIL_SIZE
 
 
 @both

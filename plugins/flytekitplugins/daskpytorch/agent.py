@@ -6,6 +6,7 @@ says what its node has, and then relays: orders to the ranks; their reports, out
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import os
@@ -69,7 +70,13 @@ DUMP_TIME = 0.3
 NUM_FILES_KEPT = 3
 """How many checkpoints stay on this node, so that a restart here need not fetch them."""
 TAIL_LINES = 40
-"""How much of a rank's log goes into an error."""
+"""How much of a rank's log goes into an error ..."""
+TAIL_SIZE = 16 << 10
+"""... and how many characters at most."""
+MAX_LINE = 64 << 10
+"""Characters; what a rank writes without an end of the line goes on in pieces of this size."""
+MAX_STACKS = 64 << 10
+"""Characters of a rank's stacks."""
 DIAL_TIMEOUT = 30.0
 DIAL_WAITS = (0.5, 1.0, 2.0)
 """Seconds between attempts to reach the driver with a checkpoint."""
@@ -110,6 +117,38 @@ def run(
             raise
 
 
+class _Lines:
+    """Makes lines of a stream, in a time that grows with its length alone, and with a bound on what it holds."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished: list[str] = []
+        """The pieces of a line without its end."""
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that end in these bytes, of which those that are not blank count; no bytes are the stream's end."""
+        # A carriage return ends a line too: each state of a progress bar is one.
+        first, *others = self._decoder.decode(data, final=not data).replace("\r", "\n").split("\n")
+        lines = []
+        self._add(first)
+        for start in others:
+            lines.append(self._finish())
+            self._add(start)
+        if not data or self._size >= MAX_LINE:
+            lines.append(self._finish())
+        return [line[at : at + MAX_LINE] for line in lines if line.strip() for at in range(0, len(line), MAX_LINE)]
+
+    def _add(self, piece: str) -> None:
+        self._unfinished.append(piece)
+        self._size += len(piece)
+
+    def _finish(self) -> str:
+        line = "".join(self._unfinished)
+        self._unfinished, self._size = [], 0
+        return line
+
+
 @dataclass
 class _Rank:
     key: int
@@ -119,11 +158,15 @@ class _Rank:
     """Read end of its standard output and error; None once it has closed them."""
     place: Place | None = None
     """None while it waits for its orders."""
+    lines: _Lines = field(default_factory=_Lines)
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    unfinished: bytes = b""
-    """A line without its end."""
     kill_at: float | None = None
     """It was told to stop; on the monotonic clock."""
+
+    @property
+    def log_tail(self) -> str:
+        """The end of what it has written."""
+        return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def close(self) -> None:
         """Hear no more of it."""
@@ -311,7 +354,7 @@ class _Agent:
 
     def _stacks_of(self, place: Place) -> str:
         try:
-            return stacks_path(self._scratch, place).read_text(errors="replace")
+            return stacks_path(self._scratch, place).read_text(errors="replace")[:MAX_STACKS]
         except OSError:
             return ""
 
@@ -396,14 +439,10 @@ class _Agent:
         if not data:
             os.close(rank.output)
             rank.output = None
-        # A carriage return ends a line too: each state of a progress bar is one.
-        *whole, rank.unfinished = (rank.unfinished + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        if not data and rank.unfinished:
-            whole, rank.unfinished = [rank.unfinished], b""
-        self._note_lines(rank, [line.decode(errors="replace") for line in whole if line.strip()])
+        self._note_lines(rank, rank.lines.feed(data))
 
     def _note_lines(self, rank: _Rank, lines: list[str]) -> None:
-        rank.tail.extend(lines)
+        rank.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         if lines and rank.place is not None:
             self._say(Lines(rank.place.rank, lines))
 
@@ -423,7 +462,7 @@ class _Agent:
                 exitcode=exitcode,
                 stopped=rank.kill_at is not None and exitcode in (STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
-                log_tail="\n".join(rank.tail),
+                log_tail=rank.log_tail,
                 time=time.time(),
             )
         )

@@ -31,6 +31,10 @@ __all__ = [
     "verdict",
 ]
 
+MAX_TEXT = 32 << 10
+"""Characters of an exception's message, and of its traceback."""
+MAX_PICKLED = 1 << 20
+"""Bytes of an exception that travels as it is; of a larger one, which may hold a batch, the text does."""
 CONSEQUENCES = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
     r"|remote process|store->|tcpstore|timed out (after|waiting)",
@@ -152,14 +156,14 @@ class Failure:
     ) -> Failure:
         """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
         name = type(error).__name__
-        text = _text_of(error)
+        text = _shortened(_text_of(error))
         # The first frame is the rank's own call of the function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
-        lines = traceback.format_exception(type(error), error, trace)
+        shown = "".join(traceback.format_exception(type(error), error, trace))
         return cls(
             type_name=name,
             message=text,
-            traceback="".join(lines).replace(f"{sources}/", "") if sources else "".join(lines),
+            traceback=_shortened(shown.replace(f"{sources}/", "") if sources else shown),
             pickled=_pickled(error),
             time=time,
             is_consequence=isinstance(error, ConnectionError)
@@ -330,6 +334,14 @@ def verdict(culprit: RankExit, world_size: int, refusal: str = "", history: Sequ
     return original
 
 
+def _shortened(text: str) -> str:
+    """At most `MAX_TEXT` characters of it, from both ends, and a word about the rest."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
@@ -345,4 +357,4 @@ def _pickled(error: BaseException) -> bytes | None:
             return None
     except Exception:
         return None
-    return bytes(data)
+    return bytes(data) if len(data) <= MAX_PICKLED else None
