@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from mashumaro.codecs.json import JSONDecoder
 from mashumaro.dialect import Dialect
@@ -96,7 +96,7 @@ class _Exact(Dialect):
     """Mashumaro's own calls `int(value)` and the like."""
 
     # Flyte's console and older backends have whole numbers as 3.0.
-    serialization_strategy: ClassVar[Any] = {
+    serialization_strategy = {  # noqa: RUF012 - as its base has it
         bool: _exactly(bool),
         int: _exactly(int, float),
         float: _exactly(float, int),
