@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from flytekitplugins.daskpytorch import progress
@@ -13,6 +23,7 @@ from flytekitplugins.daskpytorch.observer import Shape
 from flytekitplugins.daskpytorch.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.progress import ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.report import Recorder
+from flytekitplugins.daskpytorch.scoreboard import Scoreboard
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
@@ -110,3 +121,111 @@ def test_the_report_names_restarts_with_their_reasons() -> None:
     html = recorder.html()
     assert "started again: rank 1: &lt;lost&gt;" in html
     assert html.count("workers ready") == 2
+
+
+# ---- What cannot be written, and odd records -------------------------------------------------------------------------
+
+
+def full_disk() -> TextIO:
+    return Path("/dev/full").open("w", buffering=1)
+
+
+def broken_pipe() -> TextIO:
+    read, write = os.pipe()
+    os.close(read)
+    return os.fdopen(write, "w", buffering=1)
+
+
+def closed() -> TextIO:
+    with Path(os.devnull).open("w") as file:
+        return file
+
+
+@pytest.mark.parametrize("broken", [full_disk, broken_pipe, closed, lambda: None])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_nothing_is_raised_where_nothing_can_be_written(
+    broken: Callable[[], TextIO | None],
+    *,
+    is_terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(progress.Screen, "isatty", lambda _: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", file := broken())
+    display, board = ProgressDisplay(), Scoreboard(1)
+    assert display._console.is_terminal == board._console.is_terminal == is_terminal
+    for observer in (display, board.line(0, {"lr": 0.1})):
+        observer.placed(SHAPE)
+        observer.formed(0.5)
+        observer.wrote(1, ["a line"])
+        observer.logged(record(3, loss=0.25))
+        observer.noted("note")
+        observer.restarting("lost", 3)
+        observer.formed(0.5)
+        observer.logged(record(3, loss=0.25))
+        observer.ended(ValueError("no good"))
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.close()
+    assert raised == []
+    assert capfd.readouterr() == ("", "")  # standard output, too, is still the user's own
+
+
+def test_what_is_written_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    display = ProgressDisplay()
+    display.placed(SHAPE)
+    assert capfd.readouterr().err.startswith("train: starting 2 ranks")
+
+
+ODD_NAMES = ["", "[bold]", "\\", "\x1b[2J", "a\nb", "x" * 10_000, "\ud800"]
+ODD_NUMBERS = [math.nan, 10**400, -(10**400), 1e308, 5e-324, math.inf, -math.inf, True, -1]
+NUMBERS = st.floats() | st.integers() | st.sampled_from(ODD_NUMBERS)
+NAMES = st.sampled_from(["loss", "epoch", "samples_per_second", "held_out_loss", *ODD_NAMES]) | st.text()
+STEPS = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-3, 10)
+RECORDS = st.builds(
+    LogRecord,
+    rank=st.integers(0, 1),
+    step=STEPS,
+    num_steps=st.none() | STEPS,
+    time=st.floats(),
+    metrics=st.dictionaries(NAMES, NUMBERS | st.text() | st.just("x" * 100_000), max_size=4),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(records=st.lists(RECORDS, max_size=5))
+@example(records=[record(0, epoch=number, loss=number) for number in ODD_NUMBERS])
+@example(records=[record(step, num_steps=num_steps) for step in (-5, 0, 2**62) for num_steps in (-5, 0, 3, 2**62)])
+@example(records=[record(0, **dict.fromkeys([*ODD_NAMES, "loss"], 1.0)), record(0, loss=1.0, note="x" * 100_000)])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200, highlight=False, color_system=None)
+    display, board = ProgressDisplay(console), Scoreboard(1, console)
+    for observer in (display, board.line(0, None)):
+        observer.placed(SHAPE)
+        observer.formed(0.5)
+        try:
+            for each in records:
+                observer.logged(each)
+                console.print(display._bar if observer is display else board._bars)  # as its thread does
+        finally:
+            observer.ended(None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(RECORDS)
+@example(record(0, **dict.fromkeys(ODD_NAMES, 1.0)))
+@example(record(0, **{str(number): 1.0 for number in range(10_000)}))
+@example(record(0, samples_per_second=1e300, loss=1e300, other=-1e300))
+def test_a_record_is_one_line_without_control_characters(entry: LogRecord) -> None:
+    text = describe_record(entry)
+    assert text.isprintable()
+    assert len(text) <= progress.MAX_LINE
+    assert all(len(word) <= progress.MAX_NAME or not set(word) - set("x…") for word in text.split())
+
+
+def test_an_epoch_that_is_no_number_is_no_news_each_time() -> None:
+    lines = shown(*[record(step, epoch=math.nan, loss=1.0) for step in range(50)]).splitlines()
+    assert len([line for line in lines if "step" in line]) == 1
