@@ -237,6 +237,19 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     del taken
 
 
+def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> None:
+    files, events = num_open_files(), queue.SimpleQueue[Event]()
+    ear = Listener("127.0.0.1", TOKEN, events)
+    with dial_only(ear) as connection:
+        connection.send(Beat())
+        until(events.qsize, "its word")
+    ear.close()
+    ear._thread.join(20)
+    ear.end()
+    assert num_open_files() == files
+    assert [events.get()[0], events.get()[0]] == ["message", "gone"]  # which had its connection until now
+
+
 def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is let in, and everything has been hung up on, when its first word is opened."""
     files, is_opening, has_ended = num_open_files(), threading.Event(), threading.Event()
