@@ -45,7 +45,7 @@ from test_task import make, serialised
 pytestmark = pytest.mark.timeout(300)
 
 thoroughly = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 MAX_MESSAGE = 500

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from flytekit.core.context_manager import FlyteContextManager
+from flytekit.bin.entrypoint import setup_execution
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface, transform_function_to_interface
 from flytekit.models.literals import LiteralMap
 
@@ -73,3 +76,21 @@ print([name for name, kind in kinds.items() if kind is importlib.util._LazyModul
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
+    def found() -> tuple[str | None, object]:
+        with ThreadPoolExecutor(1) as thread:
+            paths = thread.submit(flyte.checkpoint_paths, "gang").result()
+            return paths.own if paths else None, thread.submit(flyte.current_task).result()
+
+    with setup_execution(
+        raw_output_data_prefix=str(tmp_path), checkpoint_path=str(tmp_path / "own"), prev_checkpoint=None
+    ) as ctx:
+        state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+        with FlyteContextManager.with_context(ctx.with_execution_state(state)):
+            assert found() == (None, None)
+            with flyte.known_to_threads():
+                assert found() == (str(tmp_path / "own" / "daskpytorch" / "gang"), state)
+                assert flyte.current_task() is state
+    assert found() == (None, None)

@@ -35,6 +35,7 @@ __all__ = [
     "decks",
     "entered",
     "execution_name",
+    "known_to_threads",
     "literals",
 ]
 
@@ -80,20 +81,40 @@ def capture(task_name: str, interface: Interface, inputs: LiteralMap, results: s
     )
 
 
+@contextlib.contextmanager
+def known_to_threads() -> Iterator[None]:
+    """Have threads that the task's function starts find the task, too: flytekit's context is not theirs."""
+    _contexts.append(FlyteContextManager.current_context())
+    try:
+        yield
+    finally:
+        _contexts.pop()
+
+
+def _context() -> FlyteContext:
+    here = FlyteContextManager.current_context()
+    return _contexts[-1] if _contexts and not _is_in_task(here) else here
+
+
+def _is_in_task(ctx: FlyteContext) -> bool:
+    modes = (ExecutionState.Mode.TASK_EXECUTION, ExecutionState.Mode.LOCAL_TASK_EXECUTION)
+    return ctx.execution_state is not None and ctx.execution_state.mode in modes
+
+
+_contexts: list[FlyteContext] = []
+"""Those of the tasks that run here and have threads, the newest last."""
+
+
 def execution_name() -> str | None:
     """The current execution's name; `local` in local runs."""
-    params = FlyteContextManager.current_context().user_space_params
+    params = _context().user_space_params
     return params.execution_id.name if params and params.execution_id else None
 
 
 def current_task() -> object:
     """Something that is the same for as long as the current task runs, here or on a backend; None outside one."""
-    state = FlyteContextManager.current_context().execution_state
-    is_in_task = state is not None and state.mode in (
-        ExecutionState.Mode.TASK_EXECUTION,
-        ExecutionState.Mode.LOCAL_TASK_EXECUTION,
-    )
-    return state if is_in_task else None
+    ctx = _context()
+    return ctx.execution_state if _is_in_task(ctx) else None
 
 
 def checkpoint_paths(name: str) -> MirrorPaths | None:
@@ -101,7 +122,7 @@ def checkpoint_paths(name: str) -> MirrorPaths | None:
 
     None in local runs, which have no attempts.
     """
-    ctx = FlyteContextManager.current_context()
+    ctx = _context()
     if ctx.execution_state is None or ctx.execution_state.mode != ExecutionState.Mode.TASK_EXECUTION:
         return None
     checkpoint = getattr(ctx.user_space_params, "_checkpoint", None)

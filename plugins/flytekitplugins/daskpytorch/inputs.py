@@ -81,7 +81,7 @@ def _repeated_where_typed(given: object) -> list[str]:
     return []
 
 
-def _exactly(kind: type, *others: type) -> dict[str, Callable[[Any], Any]]:
+def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
     """How a value becomes one of this kind: it must be one, or be worth the same as one."""
 
     def convert(value: Any) -> Any:

@@ -61,7 +61,8 @@ class Gang:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The process group's backend; `auto` is nccl where every rank has a GPU of its own, else gloo."""
     ranks_per_worker: int | Literal["auto"] = "auto"
-    """Ranks on each Dask worker; `auto` is the number of GPUs in the worker's limits, else 1."""
+    """Ranks on each Dask worker; `auto` is the number of GPUs in the limits of a `DaskDDP` task's workers, or of those
+    that the workers of `dispatch.run` and `dispatch.map` see (workers of one host share them), else 1."""
     min_workers: int | None = None
     """Start, and go on after losses, with at least this many workers; None waits for all of them."""
     max_restarts: int = 3

@@ -247,10 +247,13 @@ class DaskClusterTask(_Resumable, _OnDask):
 
     def execute(self, **kwargs: Any) -> Any:
         """Open the cluster and call the function."""
-        from flytekitplugins.daskpytorch import cluster
+        from flytekitplugins.daskpytorch import cluster, flyte
 
         config: DaskCluster = self.task_config
-        with cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True):
+        with (
+            flyte.known_to_threads(),
+            cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True),
+        ):
             return super().execute(**kwargs)
 
 
