@@ -339,8 +339,9 @@ class _Agent:
         except (EOFError, OSError):  # also where its exit was noted a moment ago
             rank.channel.close()
             return
-        for reports in gathered if rank.place is not None else ():
-            self._driver.send(Reported(rank.place.rank, reports))
+        for reports in gathered:
+            if rank.place is not None:
+                self._driver.send(Reported(rank.place.rank, reports))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
