@@ -153,6 +153,10 @@ def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
     assert f"Only the first {MAX_CURVES} metrics" in recorder.html()
 
 
+def test_what_no_chart_can_show_is_left_out() -> None:
+    assert fed([1.0, math.nan, math.inf, 10**400, 1.7e308, -1.7e308, 2.0]) == [(0.0, 1.0), (6.0, 2.0)]
+
+
 # ---- What is drawn --------------------------------------------------------------------------------------------------
 
 

@@ -401,6 +401,20 @@ def test_value_that_cannot_be_shown_costs_one_notice_and_neither_its_row_nor_the
     assert capsys.readouterr().err.count("not JSON serializable") == 1
 
 
+@pytest.mark.timeout(90)
+def test_name_that_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    for step in range(4):
+        tracker.log(record(step, **{"\ud800" if step in (1, 2) else "loss": 1.0}))
+    tracker.finish(0)
+    run = run_in(tmp_path)
+    assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 1.0), (3, 1.0)]
+    assert run["exit_code"] == 0
+    assert capsys.readouterr().err.count("surrogates not allowed") == 1
+
+
 @pytest.mark.timeout(60)
 def test_run_that_the_server_does_not_take_is_recorded_offline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

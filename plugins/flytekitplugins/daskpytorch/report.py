@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import operator
 import time
 from collections import defaultdict
@@ -71,7 +70,7 @@ class _Curve:
         return [(x, y) for bucket in self._buckets for _, x, y in bucket]
 
     def _halve(self) -> None:
-        pairs = itertools.zip_longest(self._buckets[::2], self._buckets[1::2], fillvalue=[])
+        pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
         self._buckets = [_extremes([*first, *second]) for first, second in pairs]
         self._size *= 2
 

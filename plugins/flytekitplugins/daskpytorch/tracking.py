@@ -318,7 +318,8 @@ class Tracker:
             if not self._has_refused:
                 print(f"Weights & Biases: {error}. Of such records only the numbers are kept.", file=Screen())
             self._has_refused = True
-            run.log({"step": record.step, **record.numbers})
+            with contextlib.suppress(Exception):  # it may be a name
+                run.log({"step": record.step, **record.numbers})
 
     def _open(self) -> Any:
         import wandb
