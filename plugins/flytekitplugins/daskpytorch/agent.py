@@ -110,7 +110,8 @@ def run(
         except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
             return
         except Exception:
-            connection.send(Broken(traceback.format_exc()))
+            with contextlib.suppress(OSError):  # the driver has gone, too
+                connection.send(Broken(traceback.format_exc()))
             raise
 
 
@@ -355,15 +356,18 @@ class _Agent:
                 connection.send(Download(file))
                 take_file(connection, file, self._scratch)
         except Exception as error:
-            failure_path(path).write_text(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(FileNotFoundError):  # the gang has ended, and the folder with it
+                failure_path(path).write_text(f"{type(error).__name__}: {error}")
 
     def _upload(self, file: CheckpointFile) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(dial(self._order)) as connection:  # the driver notices
+        # The driver notices.
+        with contextlib.suppress(OSError, EOFError), contextlib.closing(dial(self._order)) as connection:
             connection.send(Upload(file))
             send_file(connection, self._scratch / file.name)
-        kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
-        for old in kept[:-NUM_FILES_KEPT]:
-            old.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the gang has ended, or another has sent a file meanwhile
+            kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
+            for old in kept[:-NUM_FILES_KEPT]:
+                old.unlink(missing_ok=True)
 
     @staticmethod
     def _in_background(work: Callable[[CheckpointFile], None], file: CheckpointFile) -> None:
