@@ -133,6 +133,21 @@ def test_failure_while_the_gang_stops_to_grow_is_a_failure(world_of: MakeWorld, 
     assert ("OwnError: bad batch" in world.witness.reasons[-1]) is (moment == "before")
 
 
+def test_gang_that_ends_smaller_than_it_was_to_be_says_so(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.deliver(shrunk(world))
+    world.finish()
+    assert world.results == [0]
+    assert world.witness.notes[-1] == "train: ended with 1 of 2 workers, as min_workers allows"
+
+
+def test_whole_gang_has_nothing_to_say_at_its_end(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.finish()
+    assert world.results == [0, 1]
+    assert world.witness.notes == []
+
+
 # ---- Being told to end ----------------------------------------------------------------------------------------------
 
 

@@ -23,14 +23,13 @@ class Ended:
         self.run = outcome
 
 
-def futures_of(values: list[Any], world_size: int, notes: list[str] | None = None) -> GangFutures:
+def futures_of(values: list[Any], world_size: int) -> GangFutures:
     supervisor: Any = Ended(lambda: [pickle.dumps(value) for value in values])
-    return GangFutures(supervisor, world_size, notes.append if notes is not None else None)
+    return GangFutures(supervisor, world_size)
 
 
 def test_a_gang_that_ended_smaller_has_the_results_of_the_ranks_there_were(tmp_path: Any) -> None:
-    notes: list[str] = []
-    futures = futures_of([10, 11], 4, notes)
+    futures = futures_of([10, 11], 4)
     assert futures.result(10) == [10, 11]
     assert futures.exception(10) is None
     assert len(futures) == 4
@@ -38,15 +37,7 @@ def test_a_gang_that_ended_smaller_has_the_results_of_the_ranks_there_were(tmp_p
     for rank in (2, 3):
         with pytest.raises(GangStartError, match=f"2 of 4 ranks, as its min_workers allows; there was no rank {rank}"):
             futures[rank].result(10)
-    [note] = notes
-    assert note.startswith("the gang ended with 2 of 4 ranks")
     DaskResultsHandler().process_results(tmp_path, futures)  # which raises the errors of gangs that failed
-
-
-def test_a_whole_gang_has_nothing_to_note() -> None:
-    notes: list[str] = []
-    assert futures_of([1, 2], 2, notes).result(10) == [1, 2]
-    assert not notes
 
 
 def test_a_failed_gang_fails_whole() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch import streams
 from flytekitplugins.daskpytorch.blame import (
     GangError,
     GangHungError,
@@ -19,6 +20,8 @@ from flytekitplugins.daskpytorch.blame import (
 )
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
+
+streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
 
 if TYPE_CHECKING:
     from distributed import Client

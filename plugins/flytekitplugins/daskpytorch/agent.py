@@ -113,7 +113,8 @@ def run(
         except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
             return
         except Exception:
-            connection.send(Broken(traceback.format_exc()))
+            with contextlib.suppress(OSError):  # the driver has gone, too
+                connection.send(Broken(traceback.format_exc()))
             raise
 
 
@@ -379,7 +380,8 @@ class _Agent:
                 connection.send(Download(file))
                 take_file(connection, file, self._scratch)
         except Exception as error:
-            failure_path(path).write_text(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(FileNotFoundError):  # the gang has ended, and the folder with it
+                failure_path(path).write_text(f"{type(error).__name__}: {error}")
 
     def _upload(self, file: CheckpointFile) -> None:
         """Send a checkpoint, or say that it cannot be sent: the driver asks for no other until then."""
@@ -388,7 +390,7 @@ class _Agent:
             with contextlib.closing(self._dial_patiently()) as connection:
                 connection.send(Upload(file))
                 send_file(connection, path)
-        except OSError as error:
+        except (OSError, EOFError) as error:
             with contextlib.suppress(OSError):  # the driver has gone
                 self._say(NotSent(file, f"{type(error).__name__}: {error}"))
         self._drop_older_than(path)

@@ -482,6 +482,8 @@ class Brain:
         generation = self._gang
         if generation.has_delivered and not generation.stopped_early and not self._is_cancelled:
             self._results = [generation.results[rank] for rank in range(generation.world_size)]
+            if (num_workers := len(generation.ranks_of)) < self._num_wanted:
+                self._note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
         self._ended_at = self._now()
         return self._settle
 

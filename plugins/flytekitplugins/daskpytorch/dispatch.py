@@ -103,9 +103,7 @@ def run(
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
     request = named(request, *keys.take(pytorch_function, settings.key))
-    echo, short = Echo(), request.name.rpartition(".")[2]
-    supervisor, world_size = Supervisor(request, agents, [echo]), len(agents.workers) * request.ranks_per_worker
-    return GangFutures(supervisor, world_size, lambda text: echo.noted(f"{short}: {text}"))
+    return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -221,13 +219,12 @@ class GangFutures(Sequence["Future[Any]"]):
     """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends.
 
     Of a gang that has ended with fewer workers than it was to have, as its `min_workers` allows, the futures of the
-    ranks that there were not raise a `GangStartError`; `result` has the results of the others, and `note` is called.
+    ranks that there were not raise a `GangStartError`; `result` has the results of the others.
     """
 
-    def __init__(self, supervisor: Supervisor, world_size: int, note: Callable[[str], None] | None = None) -> None:
+    def __init__(self, supervisor: Supervisor, world_size: int) -> None:
         self._supervisor = supervisor
         self._num_ranks = world_size
-        self._note = note
         self._futures: list[GangFuture] = [GangFuture(supervisor.inbox) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
@@ -299,8 +296,6 @@ class GangFutures(Sequence["Future[Any]"]):
 
     def _settle_missing(self) -> None:
         how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"
-        if self._note is not None:
-            self._note(f"{how}; there are no results of the others, whose workers did not come or were lost")
         for rank, future in enumerate(self._futures[self._num_ranks :], self._num_ranks):
             text = f"{how}; there was no rank {rank}, since too few workers came, or were left"
             future.is_missing = True

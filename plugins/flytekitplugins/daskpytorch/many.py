@@ -261,7 +261,7 @@ class ModelFutures(Sequence[ModelFuture]):
             observers.append(self._halving.judge(model.index, model.line.noted))
         supervisor = Supervisor(model.request, share, observers, inbox=model.future.inbox)
         model.future.set_running_or_notify_cancel()
-        model.gang = GangFutures(supervisor, world_size, model.line.noted)
+        model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))
 
     def _look(self) -> None:

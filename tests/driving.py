@@ -1,0 +1,61 @@
+"""A user's script: a gang on a Dask cluster of its own, whose workers are `threads` or `processes`, or a `task`'s.
+
+    driving.py HOW FOLDER MOMENT
+
+The ranks' sum is left in the folder; with the moment "stop" they train until the driver has them stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed import Client, LocalCluster
+from flytekit import task
+
+from flytekitplugins.daskpytorch import Gang, SpawnDDP, current_rank, dispatch
+
+
+def train(folder: str, *, stops: bool) -> float:
+    """One all-reduce, or as many as there is time for."""
+    print("by print")
+    os.write(2, b"by C code\n")
+    rank, step = current_rank(), 0
+    while True:
+        step += 1
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        Path(folder, f"trains-{rank.rank}").touch()
+        if not stops:
+            return total.item()
+        if rank.should_stop():
+            rank.checkpoint.save(step, step)
+            return 0.0
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)))
+def spawned(folder: str, stops: bool) -> float:
+    """The same on this machine."""
+    return train(folder, stops=stops)
+
+
+def main(how: str, folder: str, moment: str) -> None:
+    """Train, and say what came of it."""
+    stops = moment == "stop"
+    if how == "task":
+        results = [spawned(folder=folder, stops=stops)]
+    else:
+        processes = how == "processes"
+        with (
+            LocalCluster(n_workers=2, threads_per_worker=1, processes=processes, dashboard_address=None) as cluster,
+            Client(cluster) as client,
+        ):
+            results = dispatch.run(client, train, folder, stops=stops).result()
+    Path(folder, "results").write_text(f"{results}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
