@@ -355,7 +355,7 @@ def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: 
         futures[1].result()
     results.DaskResultsHandler().process_results(tmp_path / "results", futures)
     assert (tmp_path / "results" / "ended.txt").read_text() == "ended"
-    assert "lose_a_worker: the gang ended with 1 of 2 ranks, as its min_workers allows" in capfd.readouterr().err
+    assert "lose_a_worker: ended with 1 of 2 workers, as min_workers allows" in capfd.readouterr().err
 
 
 PRETEND = """
