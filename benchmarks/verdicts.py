@@ -316,27 +316,28 @@ def judge(schedule: Schedule, story: Story) -> list[str]:
 
 
 def _judge_outcome(schedule: Schedule, story: Story) -> Iterator[str]:
-    allowed = _allowed(schedule.setting, story)
+    allowed = _allowed(schedule, story)
     if not any(name == story.outcome and pattern in story.message for name, pattern in allowed):
         said = f": {story.message.splitlines()[0][:300]}" if story.message else ""
         names = sorted({f"{name} ({pattern})" if pattern else name for name, pattern in allowed})
         yield f"ended as {story.outcome}{said}; allowed: {', '.join(names)}"
 
 
-def _allowed(setting: Setting, story: Story) -> set[tuple[str, str]]:
+def _allowed(schedule: Schedule, story: Story) -> set[tuple[str, str]]:
     """How it may end: an outcome, and what must be in the message."""
+    setting, may_be_late = schedule.setting, _may_be_late(schedule)
     certain: set[tuple[str, str]] = set()
     possible: set[tuple[str, str]] = set()
     for made in story.made:
         endings, may_go_on = _endings(made.fault, setting)
         possible |= endings
-        if endings and not may_go_on and not _may_be_late(made.fault, story):
+        if endings and not may_go_on and not may_be_late:
             certain |= endings
     num_gone = sum(made.fault.loses_pod and made.fault.comes_back is None for made in story.made)
     if num_gone > setting.num_workers - (setting.min_workers or setting.num_workers):
         too_few = {("WorkerLostError", "are needed"), ("GangStartError", "")}
         possible |= too_few
-        certain |= set() if any(_may_be_late(made.fault, story) for made in story.made) else possible
+        certain |= set() if may_be_late else possible
     budget, is_spent = _spent(setting, story)
     possible |= budget
     if certain:  # two at once: either may be first, and none goes on
@@ -362,9 +363,9 @@ def _endings(fault: Fault, setting: Setting) -> tuple[set[tuple[str, str]], bool
     return ending, goes_on
 
 
-def _may_be_late(fault: Fault, story: Story) -> bool:
-    """The gang may have had its results by then."""
-    return any(made.fault.moment == "end" for made in story.made) or fault.moment == "end"
+def _may_be_late(schedule: Schedule) -> bool:
+    """The gang may have had its results by then, also where a fault came too late to be made at all."""
+    return any(fault.moment == "end" for fault in schedule.faults)
 
 
 def _is_own(fault: Fault) -> bool:
