@@ -354,7 +354,12 @@ def _farewell(worker: Worker) -> Iterator[int]:
     finally:
         farewell.close()
         with contextlib.suppress(RuntimeError):  # the worker's loop has ended
-            _run_on(worker, worker.plugin_remove, name)
+            _run_on(worker, _remove_plugin, worker, name)
+
+
+async def _remove_plugin(worker: Worker, name: str) -> None:
+    if name in worker.plugins:  # else the worker is closing, and has removed it
+        await worker.plugin_remove(name)
 
 
 async def _end_in_order(worker: Worker) -> None:
