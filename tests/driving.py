@@ -1,22 +1,22 @@
 """A user's script: a gang on a Dask cluster of its own, whose workers are `threads` or `processes`, or a `task`'s.
 
-    driving.py HOW FOLDER MOMENT
+    driving.py HOW FOLDER UNTIL
 
-The ranks' sum is left in the folder; with the moment "stop" they train until the driver has them stopped.
+The ranks' sum is left in the folder. They train "once", or "stopped" by the driver, which is "preempted" by a signal.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from distributed import Client, LocalCluster
-from flytekit import task
 
-from flytekitplugins.daskpytorch import Gang, SpawnDDP, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, gang
 
 
 def train(folder: str, *, stops: bool) -> float:
@@ -33,20 +33,18 @@ def train(folder: str, *, stops: bool) -> float:
             return total.item()
         if rank.should_stop():
             rank.checkpoint.save(step, step)
+            Path(folder, f"stopped-{rank.rank}").write_text(str(step))
             return 0.0
 
 
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)))
-def spawned(folder: str, stops: bool) -> float:
-    """The same on this machine."""
-    return train(folder, stops=stops)
-
-
-def main(how: str, folder: str, moment: str) -> None:
+def main(how: str, folder: str, until: str) -> None:
     """Train, and say what came of it."""
-    stops = moment == "stop"
+    stops = until != "once"
+    if until == "preempted":
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *_: gang.preempt_all("the script was told to end"))
     if how == "task":
-        results = [spawned(folder=folder, stops=stops)]
+        results = [spawned(folder=folder, stops=stops)]  # type: ignore[name-defined]
     else:
         processes = how == "processes"
         with (
@@ -55,6 +53,17 @@ def main(how: str, folder: str, moment: str) -> None:
         ):
             results = dispatch.run(client, train, folder, stops=stops).result()
     Path(folder, "results").write_text(f"{results}")
+
+
+if sys.argv[1:2] == ["task"]:  # flytekit handles Ctrl-C in its own way
+    from flytekit import task
+
+    from flytekitplugins.daskpytorch import SpawnDDP
+
+    @task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)))
+    def spawned(folder: str, stops: bool) -> float:
+        """The same on this machine."""
+        return train(folder, stops=stops)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +190,32 @@ def test_a_line_without_an_end_goes_on_in_pieces_and_nothing_more_of_it_is_held(
     assert 5_000_000 - MAX_LINE < sum(map(len, passed_on)) <= 5_000_000
     assert max(map(len, passed_on)) <= MAX_LINE
     assert "".join([*passed_on, *lines.feed(b"y\n")]) == "x" * 5_000_000 + "y"
+
+
+# ---- When the gang has ended -----------------------------------------------------------------------------------------
+
+
+def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "DIAL_WAITS", ())
+    order = AgentOrder(worker="w", num_ranks=0, driver=("127.0.0.1", 1), token=b"")  # nobody is there
+    file = CheckpointFile(generation=0, step=1, size=1, digest="0" * 64)
+    made = agent._Agent(order, tmp_path / "gone", None, None, "forkserver")
+    made._driver, theirs = Pipe()
+    theirs.close()  # as its socket is
+    try:
+        made._bring(file)
+        made._upload(file)
+    finally:
+        made.close()
+
+
+def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path) -> None:
+    order = AgentOrder(worker="w", num_ranks=0, driver=("127.0.0.1", 1), token=b"")
+    (tmp_path / "step-1.pt").symlink_to(tmp_path / "gone")  # found, and not there to be asked for its time
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    try:
+        made._drop_older_than(tmp_path / "step-1.pt")
+    finally:
+        made.close()

@@ -1,14 +1,20 @@
-"""Users' scripts without standard streams, and at Ctrl-C."""
+"""Users' scripts without standard streams, at Ctrl-C, and at signals to all their processes."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from processes import nothing_left_behind
+from processes import MAX_SECONDS, end, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,3 +33,56 @@ def test_closed_standard_streams_are_nothing_to_a_gang(how: str, closed: str, tm
     assert (tmp_path / "results").read_text() == ("[2.0]" if how == "task" else "[2.0, 2.0]")
     assert "Traceback" not in done.stdout + done.stderr
     assert ("by C code" in done.stderr) == ("2>" not in closed)
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """As a terminal does at Ctrl-C."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def terminate_all(process: subprocess.Popen[str]) -> None:
+    """SIGTERM to every process there is."""
+    driver = psutil.Process(process.pid)
+    for one in [*driver.children(recursive=True), driver]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.terminate()
+
+
+def driven(how: str, folder: Path, until_when: str, *acts: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
+    """What becomes of the script where these are done to it while it trains: its exit code, and all it has said."""
+    trains, said = [folder / f"trains-{rank}" for rank in range(2)], folder / "said"
+    with nothing_left_behind():
+        with said.open("w") as output:
+            command = [sys.executable, str(SCRIPT), how, str(folder), until_when]
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=output, stderr=output, text=True, start_new_session=True
+            )
+        try:
+            until(lambda: all(path.exists() for path in trains) or process.poll() is not None, "the training")
+            for act in acts:
+                act(process)
+            process.wait(2 * MAX_SECONDS)
+        finally:
+            end(process)
+    return process.returncode, said.read_text()
+
+
+@pytest.mark.parametrize(("how", "times"), [("threads", 2), ("processes", 1), ("processes", 2), ("task", 2)])
+def test_at_ctrl_c_nobody_but_the_script_has_a_traceback(how: str, times: int, tmp_path: Path) -> None:
+    code, said = driven(how, tmp_path, "stopped", *[interrupt] * times)
+    assert code == (1 if how == "task" else -signal.SIGINT), said  # flytekit has a handler of its own
+    assert len(re.findall(r"Traceback", said)) == len(re.findall(r"driving.py.*, in main\n", said)), said
+    assert "Exception in thread" not in said
+    assert "Exception ignored" not in said
+
+
+@pytest.mark.parametrize(
+    ("how", "act"), [("processes", interrupt), ("processes", terminate_all), ("threads", terminate_all)]
+)
+def test_48_the_last_step_is_saved_at_a_signal_to_all_processes(
+    how: str, act: Callable[[subprocess.Popen[str]], None], tmp_path: Path
+) -> None:
+    _, said = driven(how, tmp_path, "preempted", act)
+    [step] = {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)}
+    assert "PreemptedError: " in said
+    assert f"the newest checkpoint was that of step {step}" in said

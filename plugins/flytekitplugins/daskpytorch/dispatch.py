@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch.observer import Observer
 from flytekitplugins.daskpytorch.placement import worker_order
 from flytekitplugins.daskpytorch.request import Request
 from flytekitplugins.daskpytorch.roster import OnFailure
+from flytekitplugins.daskpytorch.screen import Screen
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
 
 if TYPE_CHECKING:
@@ -431,7 +432,12 @@ def _farewell(worker: Worker) -> Iterator[int]:
     finally:
         farewell.close()
         with contextlib.suppress(RuntimeError):  # the worker's loop has ended
-            _run_on(worker, worker.plugin_remove, name)
+            _run_on(worker, _remove_plugin, worker, name)
+
+
+async def _remove_plugin(worker: Worker, name: str) -> None:
+    if name in worker.plugins:  # else the worker is closing, and has removed it
+        await worker.plugin_remove(name)
 
 
 async def _end_in_order(worker: Worker) -> None:
@@ -492,8 +498,8 @@ class Echo(Observer):
 
     def noted(self, text: str) -> None:
         """Say it."""
-        sys.stderr.write(f"{text}\n")
+        Screen().write(f"{text}\n")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Pass it on."""
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+        Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))

@@ -190,7 +190,10 @@ def shutdown() -> None:
         _owned = None
 
 
-atexit.register(shutdown)
+@atexit.register
+def _shutdown_at_exit() -> None:
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # at a second Ctrl-C it ends without being waited for
+        shutdown()
 
 
 def _running(*, is_for_tasks: bool = False) -> _Owned:
