@@ -20,7 +20,7 @@ __all__ = ["shield", "work"]
 PRELOADED = f"{__package__}.loaders_preload"
 
 _work = worker._worker_loop  # noqa: SLF001
-_set_signal_handlers = signal_handling._set_worker_signal_handlers  # noqa: SLF001
+_set_signal_handlers = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def shield() -> None:
@@ -37,12 +37,12 @@ def shield() -> None:
             process._popen.terminate = process._popen.kill  # noqa: SLF001 - it would not heed the other
 
     iterator.__init__ = start_held_back  # type: ignore[method-assign]
-    worker._worker_loop = work  # noqa: SLF001
+    worker._worker_loop = work  # type: ignore[assignment] # noqa: SLF001
 
 
 def work(*args: Any) -> None:
     """Be a worker: what it is to torch, less the death by SIGTERM."""
-    signal_handling._set_worker_signal_handlers = _set_handlers  # noqa: SLF001
+    signal_handling._set_worker_signal_handlers = _set_handlers  # type: ignore[attr-defined] # noqa: SLF001
     _work(*args)
 
 
