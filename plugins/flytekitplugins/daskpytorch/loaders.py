@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import weakref
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -34,7 +35,9 @@ def shield() -> None:
         with sigterm.held_back():
             start(self, loader)
         for process in self._workers:
-            process._popen.terminate = process._popen.kill  # noqa: SLF001 - it would not heed the other
+            popen = process._popen  # noqa: SLF001
+            # It would not heed the other. No reference to itself: its descriptors would wait for a garbage collection.
+            popen.terminate = functools.partial(type(popen).kill, weakref.proxy(popen))
 
     iterator.__init__ = start_held_back  # type: ignore[method-assign]
     worker._worker_loop = work  # type: ignore[assignment] # noqa: SLF001
