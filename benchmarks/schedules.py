@@ -516,7 +516,7 @@ def make(gang: Watched, fault: Fault, is_certain: bool) -> Made | None:
         gang.chores.append((time.monotonic() + fault.seconds, lambda: [_kill(pid, signal.SIGCONT) for pid in hit]))
     if fault.loses_pod:
         _replace_pod(gang, fault, found.pids[0])
-    is_known = settled or fault.moment == "end"
+    is_known = (settled or fault.moment == "end") and found.workers != set()  # a nanny's worker may just be starting
     return Made(
         fault=fault,
         at=at,

@@ -471,11 +471,26 @@ def _judge_blame(schedule: Schedule, story: Story) -> Iterator[str]:
             unused.remove(explaining[0])
         else:
             yield f"rank {rank} on {worker} was blamed, {how!r}: no fault that was made explains it"
-    missed = [made for made in unused if made.is_certain and _must_defeat(made.fault)]
+    missed = [
+        made
+        for made in unused
+        if made.is_certain and _must_defeat(made.fault) and not _is_covered(made, schedule, story)
+    ]
     yield from (f"{made.fault}: no rank was blamed for it" for made in missed)
     for event in story.of_kind("ended"):
         if "same error came at the same step twice" in str(event["text"]) and sum(_is_own(m.fault) for m in unused) > 1:
             yield "an error counted as the same as another, though there were none"
+
+
+def _is_covered(made: Made, schedule: Schedule, story: Story) -> bool:
+    """What another fault is blamed for had this one, too, for its cause.
+
+    As where a worker is killed that was suspended; or the suspended one did not answer when the gang ended for another
+    reason, and was given up with that.
+    """
+    later = [defeat for defeat in _defeats(story) if defeat[0] >= made.at]
+    is_suspension = made.fault.signum == Signals.SIGSTOP
+    return any(is_suspension or _explains(made, schedule.setting, *defeat) for defeat in later)
 
 
 def _explains(made: Made, setting: Setting, at: float, rank: int, worker: str, how: str) -> bool:

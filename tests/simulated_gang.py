@@ -156,6 +156,7 @@ class World:
         self.folder = folder
         self.vault = Vault(folder, None)
         self.witness = Witness()
+        self.inbox = Inbox()
         self.events: deque[Any] = deque()
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
@@ -185,7 +186,7 @@ class World:
             self.vault,
             self,
             Audience([self.witness]),
-            Inbox(),
+            self.inbox,
             code=Code(archive=b"", digest="d"),
             asked_at=self.clock(),
             clock=self.clock,

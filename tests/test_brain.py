@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flytekitplugins.daskpytorch import brain, messages
+from flytekitplugins.daskpytorch import brain, messages, submission
 from flytekitplugins.daskpytorch.blame import (
     GangError,
     GangHungError,
@@ -343,6 +343,19 @@ def test_agent_that_dials_in_again_has_lost_its_ranks(world_of: MakeWorld) -> No
     assert "its worker was lost" in world.witness.reasons[0]
     world.finish()
     assert world.results == [0, 1]
+
+
+def test_what_a_worker_without_a_part_in_the_generation_submits_does_not_count(world_of: MakeWorld) -> None:
+    """Such as one that was given up, and still has a rank of an older generation."""
+    world = world_of()
+    world.form()
+    stranger = world.join(world.new_worker())
+    (report,) = submission.pack("", "a", b"of an older generation")
+    part = world.inbox.keep(messages.Reported(0, report))
+    world.say(stranger, part)
+    assert not world.inbox.claim(lambda _: True)
+    world.say(world.agent(W1), part)
+    assert len(world.inbox.claim(lambda _: True)) == 1
 
 
 def test_failure_of_an_agent_is_no_error_of_the_function(world_of: MakeWorld) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -39,12 +40,15 @@ def gates(tmp_path: Path, *steps: int) -> None:
         (tmp_path / "traces" / f"gate-{step}").touch()
 
 
-def test_a_killed_worker_is_waited_for_at_its_new_address(cluster: Cluster, client: Client, launch: ft.Launch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_is_waited_for_at_its_new_address(
+    cluster: Cluster, client: Client, launch: ft.Launch, signum: signal.Signals
+) -> None:
     """20 and 24: the nanny brings a new worker, which has another port."""
     before = set(client.scheduler_info()["workers"])
     watched = launch(client, "wait")
     watched.wait_for("broken")
-    cluster.kill_worker_process(1)
+    cluster.worker_process(1).send_signal(signum)
     assert watched.futures.result(60) == [ft.expected()] * 2
     assert watched.starts(0) == watched.starts(1) == [0, ft.SAVED_AT]
     assert set(client.scheduler_info()["workers"]) != before

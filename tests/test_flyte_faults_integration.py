@@ -27,7 +27,7 @@ import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.mirror import MANIFEST, Mirror, MirrorPaths
-from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until, wait_for_workers
+from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -245,15 +245,6 @@ def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: P
         attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
         for worker in cluster.workers:
             worker.wait(MAX_SECONDS)
-    check_stopped(execution, attempt, "was told to end")
-
-
-def test_41_sigterm_to_a_worker_process_alone(wandb_folder: Path, tmp_path: Path) -> None:
-    with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
-        execution = _execution(cluster, wandb_folder, tmp_path)
-        meddle = signal_after(execution, 3, lambda _: cluster.worker_process(1))
-        attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
-        wait_for_workers(cluster.address, 2)  # its nanny brings another
     check_stopped(execution, attempt, "was told to end")
 
 

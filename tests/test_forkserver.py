@@ -202,9 +202,10 @@ def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -
     with contextlib.closing(forkserver.connect()) as other:
         Rank(other, 0, Doing(os._exit, 0))
         assert next_exit(other) == (0, 0)
-        [others] = sockets_of(fork_server().pid) - before
+        others = sockets_of(fork_server().pid) - before  # on a busy machine that of a successor, too
         [pid, _] = pids_of(Rank.running(client, 1, FAMILY))
-        assert others not in sockets_of(pid)
+        assert others
+        assert not others & sockets_of(pid)
 
 
 def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
@@ -252,17 +253,11 @@ def test_closing_a_client_kills_its_spawned_ranks_and_their_children() -> None:
 # ---- Nothing is left ------------------------------------------------------------------------------------------------
 
 
-def test_closing_a_client_kills_its_ranks_and_their_children_and_removes_its_folders(tmp_path: Path) -> None:
-    folder = tmp_path / "scratch"
-    (folder / "inside").mkdir(parents=True)
-    (folder / "inside" / "file").touch()
+def test_closing_a_client_kills_its_ranks_and_their_children() -> None:
     client = forkserver.connect()
-    client.own(str(folder))
     pids = [pid for key in (0, 1) for pid in pids_of(Rank.running(client, key, FAMILY))]
-    assert folder.exists()
     client.close()
     assert are_gone(pids)
-    assert eventually(lambda: not folder.exists())
 
 
 def test_closing_a_client_leaves_the_ranks_of_others_alone(client: ForkServerClient) -> None:
@@ -362,7 +357,6 @@ OWNER = """
     from flytekitplugins.daskpytorch import forkserver
 
     client = forkserver.connect()
-    client.own(sys.argv[1])
     for key in (0, 1):
         mine, theirs = Pipe()
         client.spawn(key, theirs.fileno(), 1)
@@ -373,10 +367,8 @@ OWNER = """
 """
 
 
-def test_killing_the_owner_leaves_no_rank_no_server_and_no_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER), str(folder)], stdout=subprocess.PIPE)
+def test_killing_the_owner_leaves_no_rank_and_no_server() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER)], stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None
         server = psutil.Process(json.loads(owner.stdout.readline())["server"])
@@ -388,7 +380,6 @@ def test_killing_the_owner_leaves_no_rank_no_server_and_no_folder(tmp_path: Path
         owner.wait()
         owner.stdout.close()
     assert are_gone([server.pid, *(rank.pid for rank in ranks)])
-    assert eventually(lambda: not folder.exists())
 
 
 def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(client: ForkServerClient) -> None:

@@ -54,3 +54,39 @@ def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) 
         assert rank.line() == "1000"
         assert rank.line() == "-9 True"  # by the rank's own word, which is never without effect
         assert next_exit(client) == (0, 0)
+
+
+STARTING = """
+    import gc, os
+    from torch.utils.data import DataLoader, Dataset
+    from flytekitplugins.daskpytorch import loaders
+
+    class Decoded(Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            import subprocess
+
+            decoder = subprocess.Popen(["sleep", "600"])
+            decoder.terminate()
+            return decoder.wait()
+
+    loaders.shield()
+    gc.disable()
+    loader = DataLoader(Decoded(), num_workers=1, multiprocessing_context="fork")
+    print([int(code) for code in loader])
+    before = len(os.listdir("/proc/self/fd"))
+    list(loader), list(loader)
+    print(len(os.listdir("/proc/self/fd")) - before)
+    os._exit(0)
+"""
+
+
+def test_programs_that_a_worker_starts_end_by_sigterm_and_no_descriptor_of_a_worker_stays() -> None:
+    with nothing_left_behind(), contextlib.ExitStack() as stack:
+        stack.callback(forkserver.shutdown)
+        client = stack.enter_context(contextlib.closing(forkserver.connect()))
+        rank = Rank.running(client, 0, STARTING)
+        assert rank.line(60) == "[-15]"
+        assert rank.line(60) == "0"

@@ -5,27 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from flytekitplugins.daskpytorch import context, results, spool
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.gang import Request, Supervisor
-from flytekitplugins.daskpytorch.generation import Generation
 from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
 from flytekitplugins.daskpytorch.messages import Reported
-from flytekitplugins.daskpytorch.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
-from flytekitplugins.daskpytorch.roster import Peer
-from flytekitplugins.daskpytorch.settings import Gang
-from flytekitplugins.daskpytorch.spawn import OwnNode
 from flytekitplugins.daskpytorch.spool import Spool
 from flytekitplugins.daskpytorch.submission import PIECE_SIZE, is_piece, pack, unpack
 
@@ -117,27 +109,6 @@ def test_a_full_disk_sends_things_to_memory(monkeypatch: pytest.MonkeyPatch, tmp
         submit(inbox, "a", b"x" * (2 * spool.MAX_IN_MEMORY))
     DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
     assert len(files(tmp_path)["a"]) == 2 * spool.MAX_IN_MEMORY
-
-
-def test_a_worker_without_a_part_in_the_generation_has_no_say() -> None:
-    """Such as one that was given up, and still has a rank of an older generation."""
-    nodes = [
-        Node(worker=name, host=name, num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
-        for name in ("here", "given up")
-    ]
-    supervisor = Supervisor(Request(name="f", call=b"", ranks_per_worker=1, settings=Gang()), OwnNode())
-    (place,), _ = place_ranks(nodes, 1)
-    generation = Generation(number=1, places={0: (place, nodes[0])})
-    (report,) = pack("", "a", b"of an older generation")
-    part = supervisor.inbox.keep(Reported(0, report))
-    near, far = socket.socketpair()
-    with near, far:
-        connection = Connection(near.detach())
-        supervisor._hear_of_rank(Peer(nodes[1], connection, 0.0), part, generation)
-        assert not supervisor.inbox.claim(lambda _: True)
-        supervisor._hear_of_rank(Peer(nodes[0], connection, 0.0), part, generation)
-        assert len(supervisor.inbox.claim(lambda _: True)) == 1
-        connection.close()
 
 
 # ---- From the inbox to files

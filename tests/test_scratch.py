@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +61,23 @@ def test_folder_is_there_for_its_time_alone(temporary: Path) -> None:
         assert one.name.startswith("some-")
         assert one.stat().st_mode & 0o777 == 0o700
         (one / "file").touch()
+    assert not list(temporary.iterdir())
+
+
+def test_folder_that_is_written_into_while_it_is_removed_goes_at_last(temporary: Path) -> None:
+    stop = threading.Event()
+
+    def write(folder: Path) -> None:  # as a rank that is being killed
+        numbers = itertools.count()
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                (folder / str(next(numbers))).touch()
+
+    with scratch_folder("some-") as folder:
+        writing = threading.Thread(target=write, args=(folder,))
+        writing.start()
+        threading.Timer(0.1, stop.set).start()
+    writing.join()
     assert not list(temporary.iterdir())
 
 

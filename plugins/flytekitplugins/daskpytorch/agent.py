@@ -12,7 +12,6 @@ import functools
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 import traceback
@@ -50,6 +49,7 @@ from flytekitplugins.daskpytorch.messages import (
 from flytekitplugins.daskpytorch.node import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.placement import Place
 from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
+from flytekitplugins.daskpytorch.scratch import scratch_folder
 from flytekitplugins.daskpytorch.transfer import send_file, take_file
 from flytekitplugins.daskpytorch.worker_data import WorkerData
 
@@ -102,8 +102,8 @@ def run(
     """
     with (
         contextlib.ExitStack() as at_last,
-        tempfile.TemporaryDirectory(prefix="daskpytorch-", ignore_cleanup_errors=True) as scratch,
-        contextlib.closing(_Agent(order, Path(scratch), leaving, data, start_method)) as agent,
+        scratch_folder("daskpytorch-") as scratch,
+        contextlib.closing(_Agent(order, scratch, leaving, data, start_method)) as agent,
     ):
         agent.fork_ahead(order.num_ranks)
         connection = dial(order)
@@ -186,7 +186,6 @@ class _Agent:
         self._scratch = scratch
         self._start_method = start_method
         self._server = forkserver.connect(start_method)
-        self._server.own(str(scratch))  # should this process be killed
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
         self._job: Job | None = None
@@ -272,8 +271,6 @@ class _Agent:
     def _change_server(self) -> None:
         """Start the next generation from the fork server as it is now: it may have imported more than at first."""
         old, self._server = self._server, forkserver.connect(self._start_method)
-        self._server.own(str(self._scratch))
-        old.disown()
         old.close()
 
     def _fork(self, key: int) -> _Rank:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 from distributed import Client, Worker, WorkerPlugin, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
+from distributed.core import Status
 from distributed.utils import get_ip
 
 from flytekitplugins.daskpytorch import agent, cluster, forkserver, keys, node, placement, resident, ship, worker_data
@@ -50,6 +51,8 @@ LOOK_TIMEOUT = 2.0
 """Seconds for the scheduler to say which workers it has, to a gang that has other things to do and asks again."""
 FIRST_LOOK_TIMEOUT = 30.0
 """The same for one that cannot begin without: a busy scheduler is none that is lost. Dask's own for connecting."""
+NANNYS_TIME = 2.0
+"""Seconds for a nanny to tell its worker to close, when both have SIGTERM."""
 GPUS_TIMEOUT = 30.0
 """Seconds for a worker to say which GPUs it has; where it has some, it starts a process with torch to know."""
 
@@ -413,7 +416,7 @@ def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     if here.nanny is not None:
         forkserver.bequeath(here.nanny)
-        _run_on(here, _end_in_order, here)
+        _run_on(here, _end_as_the_nanny_says, here)
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving, worker_data.served(here) as data:
         (resident.stay if stay else agent.run)(order, leaving, data)
@@ -440,18 +443,22 @@ async def _remove_plugin(worker: Worker, name: str) -> None:
         await worker.plugin_remove(name)
 
 
-async def _end_in_order(worker: Worker) -> None:
-    """Have SIGTERM close a worker below a nanny as its nanny would, and leave Ctrl-C to the nanny.
+async def _end_as_the_nanny_says(worker: Worker) -> None:
+    """Have a worker below a nanny wait for the nanny's word on SIGTERM, and leave Ctrl-C to it.
 
-    Dask has neither: where both have the signal at once, the ranks would go before they could save.
+    Where both have the signal at once the nanny closes the worker in good order, and the ranks can save; by the signal
+    itself they would go before. A worker that has it alone, as when Dask finds that it takes too much memory, ends by
+    it after all, and the nanny brings another.
     """
+    loop = asyncio.get_running_loop()
 
-    def close() -> None:
-        closing.append(asyncio.ensure_future(worker.close(nanny=False, reason="SIGTERM")))
+    def end() -> None:
+        if worker.status not in (Status.closing, Status.closing_gracefully, Status.closed):
+            loop.remove_signal_handler(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    closing: list[asyncio.Future[Any]] = []  # the loop itself holds no reference
     with contextlib.suppress(RuntimeError, ValueError):  # its loop is not the main thread's, which hears of signals
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
+        loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(NANNYS_TIME, end))
         signal.signal(signal.SIGINT, lambda *_: None)  # ignored, it would be so by what is started here
 
 

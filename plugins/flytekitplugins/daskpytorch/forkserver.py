@@ -26,7 +26,6 @@ import hashlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -78,14 +77,6 @@ class ForkServerClient:
     def fileno(self) -> int:
         """For `multiprocessing.connection.wait`."""
         return self._socket.fileno()
-
-    def own(self, folder: str) -> None:
-        """Have this folder removed with the client's last rank, however the client ends."""
-        self._socket.send(json.dumps({"op": "own", "folder": folder}).encode())
-
-    def disown(self) -> None:
-        """Leave the folders alone: another client owns them now."""
-        self._socket.send(json.dumps({"op": "disown"}).encode())
 
     def spawn(self, key: int, channel: int, output: int) -> None:
         """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
@@ -271,7 +262,6 @@ class _Client:
     """Its ranks are fresh interpreters."""
     ranks: dict[int, int] = field(default_factory=dict)
     """key -> pid"""
-    folders: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -464,10 +454,6 @@ class _Server:
                 self._succeed_at = time.monotonic() + SUCCESSION_DELAY
             for descriptor in descriptors:
                 os.close(descriptor)
-        elif request["op"] == "own":
-            client.folders.append(request["folder"])
-        elif request["op"] == "disown":
-            client.folders.clear()
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # it has ended
         elif request["op"] == "signal":
@@ -482,8 +468,6 @@ class _Server:
         for pid in client.ranks.values():
             _kill_session(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for folder in client.folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _reap(self) -> None:
         os.read(self._wakeup, 1024)

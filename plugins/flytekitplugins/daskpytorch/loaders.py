@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import weakref
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -20,7 +21,7 @@ __all__ = ["shield", "work"]
 PRELOADED = f"{__package__}.loaders_preload"
 
 _work = worker._worker_loop  # noqa: SLF001
-_set_signal_handlers = signal_handling._set_worker_signal_handlers  # noqa: SLF001
+_set_signal_handlers = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def shield() -> None:
@@ -34,15 +35,17 @@ def shield() -> None:
         with sigterm.held_back():
             start(self, loader)
         for process in self._workers:
-            process._popen.terminate = process._popen.kill  # noqa: SLF001 - it would not heed the other
+            popen = process._popen  # noqa: SLF001
+            # It would not heed the other. No reference to itself: its descriptors would wait for a garbage collection.
+            popen.terminate = functools.partial(type(popen).kill, weakref.proxy(popen))
 
     iterator.__init__ = start_held_back  # type: ignore[method-assign]
-    worker._worker_loop = work  # noqa: SLF001
+    worker._worker_loop = work  # type: ignore[assignment] # noqa: SLF001
 
 
 def work(*args: Any) -> None:
     """Be a worker: what it is to torch, less the death by SIGTERM."""
-    signal_handling._set_worker_signal_handlers = _set_handlers  # noqa: SLF001
+    signal_handling._set_worker_signal_handlers = _set_handlers  # type: ignore[attr-defined] # noqa: SLF001
     _work(*args)
 
 

@@ -1,4 +1,4 @@
-"""Folders that go with this process, however it ends: a shell outlives it, and clears up. Runs in the driver."""
+"""Folders that go with this process, however it ends: a shell outlives it, and clears up. Runs in driver and agents."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["scratch_folder"]
 
+RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
+"""Seconds before a folder is removed again that was written into meanwhile."""
 CLEAR_UP = """
 trap '' HUP INT QUIT TERM
 while IFS= read -r folder; do set -- "$@" "$folder"; done
-for folder do [ ! -d "$folder" ] || rm -rf -- "$folder"; done
+for try in 1 2 3 4 5 6 7 8 9 10; do
+    rm -rf -- "$@" && exit
+    sleep 0.3
+done
 """
-"""Reads the names of folders; at the end of its input, which is that of the process that writes it, removes them."""
+"""Reads the names of folders; at the end of its input, which is that of the process that writes it, removes them.
+
+More than once where others write into them: an agent's ranks end in the same moment.
+"""
 
 
 @contextlib.contextmanager
@@ -31,7 +40,16 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # a thread that was given up may still be at work in there
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder in which ranks that are being killed, or a thread that was given up, may still be at work."""
+    for wait_for in (*RETRY_AFTER, 0.0):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(wait_for)
 
 
 class _Watcher:
