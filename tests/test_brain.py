@@ -42,11 +42,12 @@ def world_of(tmp_path: Path) -> MakeWorld:
     return make
 
 
-def shrunk(world: World) -> Agent:
-    """A gang of two that has lost its second worker and trains on with the first, whose agent it returns."""
+def shrunk(world: World, *lost: str) -> Agent:
+    """A gang that has lost all workers but the first, and trains on with that, whose agent it returns."""
     world.form()
     world.train()
-    world.kill_worker(W2)
+    for worker in lost or (W2,):
+        world.kill_worker(worker)
     world.obey_all()
     world.wait(1.0)
     world.form()
@@ -79,13 +80,7 @@ def test_gang_grows_with_one_interruption_and_stops_none_of_the_newcomers_ranks(
 
 def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld) -> None:
     world = world_of(3, min_workers=1)
-    world.form()
-    world.train()
-    for worker in (W2, W3):
-        world.kill_worker(worker)
-    world.obey_all()
-    world.wait(1.0)
-    world.form()
+    shrunk(world, W2, W3)
     world.join(world.new_worker())
     world.train()  # another may follow
     assert len(world.starts) == 2
@@ -100,13 +95,7 @@ def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld
 
 def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld) -> None:
     world = world_of(3, min_workers=1)
-    world.form()
-    world.train()
-    for worker in (W2, W3):
-        world.kill_worker(worker)
-    world.obey_all()
-    world.wait(1.0)
-    world.form()
+    shrunk(world, W2, W3)
     world.join(world.new_worker())
     world.wait(brain.GROWTH_SETTLE_TIME + 0.5)
     world.train()
