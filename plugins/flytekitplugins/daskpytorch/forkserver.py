@@ -391,6 +391,8 @@ class _Server:
             if packet:
                 control = socket.socket(fileno=descriptors[0]) if descriptors else None
                 _Server(control, self._legacy, predecessor=theirs, is_for_tasks=self._is_for_tasks).serve()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
 
