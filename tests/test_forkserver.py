@@ -303,10 +303,12 @@ def test_no_sigterm_ends_a_rank_but_what_it_started_and_it_dies_with_its_client(
 
 
 def ranks_of(server: psutil.Process) -> list[psutil.Process]:
-    """Not what torch starts while it is imported."""
-    with contextlib.suppress(ProcessLookupError):
-        return [child for child in server.children() if os.getsid(child.pid) == child.pid]
-    return []
+    """Not what torch starts while it is imported, and what may end any moment."""
+    ranks = []
+    for child in server.children():
+        with contextlib.suppress(ProcessLookupError):
+            ranks += [child] if os.getsid(child.pid) == child.pid else []
+    return ranks
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
@@ -402,7 +404,8 @@ def test_the_server_gives_its_memory_back_once_its_successor_has_taken_over() ->
     forkserver.shutdown()
     forkserver.start_ahead()
     server = fork_server()
-    assert eventually(lambda: server.memory_info().rss < 40 << 20 and server.children())
+    assert eventually(lambda: "recv(1)" in " ".join(server.cmdline()))  # not the start, when it is small, too
+    assert server.memory_info().rss < 40 << 20
     [successor] = server.children()
     with contextlib.closing(forkserver.connect()) as client:
         pids = pids_of(Rank.running(client, 0, FAMILY))
