@@ -343,6 +343,14 @@ def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
             futures.result(30)
 
 
+def test_a_client_that_has_closed_itself_is_a_lost_scheduler(cluster: Cluster) -> None:
+    with Client(cluster.address) as client:
+        agents = dispatch.DaskAgents(client)
+        assert len(agents.present()) == 2
+    with pytest.raises(ConnectionError, match="the Dask client has closed itself"):
+        agents.present()
+
+
 def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
         futures = dispatch.run(client, lose_a_worker, str(tmp_path), gang=Gang(min_workers=1))

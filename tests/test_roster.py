@@ -286,6 +286,25 @@ def test_failure_of_an_earlier_launch_does_not_refuse_a_worker_that_was_asked_ag
     assert roster.refused.keys() == {W1}
 
 
+def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the client is closed")
+
+    monkeypatch.setattr(cluster, "launch", refuse)
+    failures: list[tuple[str, Exception, int]] = []
+    roster = make(cluster)
+    roster.on_failure = lambda *failure: failures.append(failure)
+    roster.launch([W1])
+    [(worker, error, number)] = failures
+    assert (worker, str(error)) == (W1, "its agent could not be started: the client is closed")
+    roster.refuse(worker, error, number)
+    assert roster.expected == set()
+    assert roster.refused == {}
+    assert roster.lost.keys() == {W1}
+
+
 def test_worker_whose_agent_fails_again_and_again_is_not_asked_any_more(roster: Roster, cluster: Cluster) -> None:
     roster.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
     assert roster.refused == {}

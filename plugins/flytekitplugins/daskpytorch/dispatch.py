@@ -367,8 +367,15 @@ class DaskAgents:
         return self._addresses
 
     def present(self) -> list[str]:
-        """All the workers that the scheduler knows now."""
-        found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
+        """All the workers that the scheduler knows now.
+
+        Raises:
+            OSError: It does not answer, or the client has given it up.
+        """
+        try:
+            found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
+        except (RuntimeError, AttributeError) as error:  # of a client that has closed itself, for want of a scheduler
+            raise ConnectionError(f"the Dask client has closed itself: {error}") from error
         self._addresses |= (here := _addresses(found))
         return list(here)
 

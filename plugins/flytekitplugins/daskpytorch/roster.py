@@ -136,7 +136,12 @@ class Roster:
                 AgentOrder(worker=worker, driver=self.address, num_ranks=self.num_ranks, token=self.token)
                 for worker in several
             ]
-            self.launcher.launch(orders, functools.partial(self._note_launch_failure, number))
+            on_failure = functools.partial(self._note_launch_failure, number)
+            try:
+                self.launcher.launch(orders, on_failure)
+            except Exception as error:  # whatever a client says without its scheduler, whose loss is noticed by itself
+                for worker in several:
+                    on_failure(worker, WorkerLostError(f"its agent could not be started: {error}", worker=worker))
 
     def _note_launch_failure(self, launch: int, worker: str, error: Exception) -> None:
         self.on_failure(worker, error, launch)
