@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import pytest
 
 from flytekitplugins.daskpytorch import spool
-from flytekitplugins.daskpytorch.inbox import Inbox
+from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
 from flytekitplugins.daskpytorch.messages import Reported
 from flytekitplugins.daskpytorch.submission import PIECE_SIZE, Writer, pack
 
@@ -77,3 +79,27 @@ def test_what_an_older_generation_returned_does_not_count() -> None:
     inbox.drop(submitted)
     inbox.drop_returned()
     assert num_kept(inbox) == (0, 0)
+
+
+def test_signal_that_another_thread_was_given_is_heard_by_who_waits() -> None:
+    future = GangFuture(Inbox())
+    before = signal.signal(signal.SIGUSR1, lambda *_: future.set_result("heard"))
+    other = threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    try:
+        other.start()
+        assert future.result() == "heard"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        other.join()
+
+
+def test_waiting_has_the_limits_that_are_asked_for() -> None:
+    future = GangFuture(Inbox())
+    for wait in (future.result, future.exception):
+        with pytest.raises(TimeoutError):
+            wait(0.01)
+    error = TimeoutError("the gang's own")
+    future.set_exception(error)
+    assert future.exception() is error
+    with pytest.raises(TimeoutError, match="the gang's own"):
+        future.result(10)

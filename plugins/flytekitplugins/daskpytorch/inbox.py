@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -120,6 +123,10 @@ class Inbox:
             yield data
 
 
+TURN = 1.0
+"""Seconds from one look at what a waiting thread may have missed to the next."""
+
+
 class GangFuture(Future[Any]):
     """Settled when its gang ends; leads to what the gang's ranks submit until then."""
 
@@ -128,3 +135,23 @@ class GangFuture(Future[Any]):
         self.inbox = inbox
         self.is_missing = False
         """The gang has ended well with fewer ranks, as its `min_workers` allows, and this one was not among them."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As of any future."""
+        self._wait(timeout)
+        return super().result(None if timeout is None else 0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any future."""
+        self._wait(timeout)
+        return super().exception(None if timeout is None else 0)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait in turns, since a signal may reach another thread, and its handler is called when the main one wakes.
+
+        So it is with one that comes while the process is suspended: the task would not hear that it is to end.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                super().exception(min(left, TURN))
