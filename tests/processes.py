@@ -163,11 +163,11 @@ def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def until(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str | Callable[[], str], timeout: float = 60.0) -> None:
     """Wait for a condition; fails with what was waited for."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
 
 

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.listener import Listener
 from flytekitplugins.daskpytorch.messages import AgentOrder
 from flytekitplugins.daskpytorch.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import Job
-from processes import until
+from processes import fork_server, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,8 +108,7 @@ def driver() -> Iterator[Driver]:
 
 def idle_ranks() -> list[psutil.Process]:
     """The ranks below this process's fork server, or its successor: each leads a session of its own."""
-    [server] = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
-    return [child for child in server.children(recursive=True) if os.getsid(child.pid) == child.pid]
+    return [child for child in fork_server().children(recursive=True) if os.getsid(child.pid) == child.pid]
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:

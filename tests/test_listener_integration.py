@@ -24,8 +24,9 @@ def start() -> GangFutures:
 
 
 def test_cancels_in_the_start_up_leave_no_agent_no_thread_and_no_file() -> None:
+    others = ours()
     assert len(start().result(120)) == 2  # the fork server stays
-    until(lambda: not ours(), "the first gang's threads to end")
+    until(lambda: ours() <= others, lambda: f"the first gang's threads to end: {ours() - others}")
     files = num_open_files()
     for moment in range(8):
         futures = start()
@@ -34,9 +35,9 @@ def test_cancels_in_the_start_up_leave_no_agent_no_thread_and_no_file() -> None:
         if futures.exception(60) is not None:
             with pytest.raises(CancelledError):
                 futures.result()
-    until(lambda: not ours(), "the threads to end", 20)
+    until(lambda: ours() <= others, lambda: f"the threads to end: {ours() - others}", 20)
     until(lambda: num_open_files() <= files, "the files to be closed", 20)
 
 
-def ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("daskpytorch-")]
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("daskpytorch-")}
