@@ -200,7 +200,7 @@ if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
 """
 
-SERVER = "daskpytorch.forkserver"
+SERVER = "daskpytorch.node.fork_server"
 """What is in the command line of a fork server, and of the ranks that it has forked."""
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, gang
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch.driver import running
 
 
 def train(folder: str, *, stops: bool) -> float:
@@ -42,7 +43,7 @@ def main(how: str, folder: str, until: str) -> None:
     stops = until != "once"
     if until == "preempted":
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, lambda *_: gang.preempt_all("the script was told to end"))
+            signal.signal(signum, lambda *_: running.preempt_all("the script was told to end"))
     if how == "task":
         results = [spawned(folder=folder, stops=stops)]  # type: ignore[name-defined]
     else:

@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, ship
-from flytekitplugins.daskpytorch.rank import DUMP_SIGNAL
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch.display import terminal
+from flytekitplugins.daskpytorch.driver import futures as gang_futures
+from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL
 from processes import until
 
 STEPS = 10
@@ -253,7 +256,7 @@ class Watched:
     """One gang under test, and the traces it leaves."""
 
     folder: Path
-    futures: dispatch.GangFutures
+    futures: gang_futures.GangFutures
     notes: list[str] = field(default_factory=list)
     restarted_at: list[float] = field(default_factory=list)
     formed_at: list[float] = field(default_factory=list)
@@ -294,20 +297,20 @@ Launch = Callable[..., Watched]
 
 def run_on(
     where: Any, function: Callable[..., Any], *args: Any, gang: Gang | None = None, **kwargs: Any
-) -> dispatch.GangFutures:
+) -> gang_futures.GangFutures:
     """Run a gang as `DaskDDP` does, on the workers of a client, or as `SpawnDDP` does: so many ranks on this node."""
     if not isinstance(where, int):
         return dispatch.run(where, function, *args, gang=gang, **kwargs)
-    from flytekitplugins.daskpytorch.gang import Request, Supervisor
-    from flytekitplugins.daskpytorch.spawn import OwnNode
+    from flytekitplugins.daskpytorch.driver.supervisor import Request, Supervisor
+    from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
     request = Request(
         name=function.__qualname__,
-        call=ship.pack_call(function, args, kwargs),
+        call=code.pack_call(function, args, kwargs),
         ranks_per_worker=where,
         settings=gang or Gang(),
     )
-    return dispatch.GangFutures(Supervisor(request, OwnNode(), [dispatch.Echo()]), where)
+    return gang_futures.GangFutures(Supervisor(request, OwnNode(), [terminal.Echo()]), where)
 
 
 @contextlib.contextmanager
@@ -315,7 +318,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class Witness(dispatch.Echo):
+    class Witness(terminal.Echo):
         watched: Watched
 
         def kept(self, step: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from flytekitplugins.daskpytorch.task import GANG_SETTINGS
+from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS
 
 SCRIPTS = Path(sys.executable).parent
 """Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
@@ -192,7 +192,7 @@ def fork_server() -> psutil.Process:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "daskpytorch.forkserver" in " ".join(child.cmdline()):
+            if "daskpytorch.node.fork_server" in " ".join(child.cmdline()):
                 found.append(child)
     [server] = found
     return server

@@ -10,21 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch import messages, relay
-from flytekitplugins.daskpytorch.blame import Failure, GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.brain import Brain
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.inbox import Inbox
-from flytekitplugins.daskpytorch.messages import AgentOrder, Upload
-from flytekitplugins.daskpytorch.node import local_versions
-from flytekitplugins.daskpytorch.observer import Audience, Observer
-from flytekitplugins.daskpytorch.placement import Node
-from flytekitplugins.daskpytorch.request import Request
-from flytekitplugins.daskpytorch.roster import AgentLauncher, OnFailure, Roster
+from flytekitplugins.daskpytorch.driver.agents import Roster
+from flytekitplugins.daskpytorch.driver.audience import Audience
+from flytekitplugins.daskpytorch.driver.brain import Brain
+from flytekitplugins.daskpytorch.driver.checkpoints import Vault
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.node.hardware import local_versions
+from flytekitplugins.daskpytorch.protocol import messages, relay
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher, OnFailure
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Upload
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.settings import Gang
-from flytekitplugins.daskpytorch.ship import Code
-from flytekitplugins.daskpytorch.vault import Vault
 
 STOPPED = 143
 

@@ -15,13 +15,14 @@ import cloudpickle
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch import agent, messages, relay, ship
-from flytekitplugins.daskpytorch.agent import MAX_LINE, _Lines
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
-from flytekitplugins.daskpytorch.listener import Listener
-from flytekitplugins.daskpytorch.messages import AgentOrder
-from flytekitplugins.daskpytorch.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import Job
+from flytekitplugins.daskpytorch.driver.listener import Listener
+from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.node.agent import MAX_LINE, _Lines
+from flytekitplugins.daskpytorch.protocol import code, messages, relay
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from processes import fork_server, until
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,14 +70,14 @@ class Driver:
         """Have the only rank started."""
         assert self.node is not None
         [[place]] = place_ranks([self.node], 1)
-        self.send(messages.Start(job(), ship.pack_code(), [place]))
+        self.send(messages.Start(job(), code.pack_code(), [place]))
 
 
 def job() -> Job:
     return Job(
         gang="g",
         generation=0,
-        call=ship.pack_call(meet, (), {}),
+        call=code.pack_call(meet, (), {}),
         pass_local_rank=False,
         backend="gloo",
         store=None,

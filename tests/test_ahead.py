@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.ahead import is_worthwhile
+from flytekitplugins.daskpytorch.flyte.early_start import is_worthwhile
 from processes import SCRIPTS, nothing_left_behind
 
 TRAINING = "from flytekit import task\nfrom flytekitplugins.daskpytorch import DaskDDP\n"
@@ -76,4 +76,4 @@ def test_it_runs_before_the_file_is_imported_and_is_ended_unused(names_it: bool)
         done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "42" in done.stdout
-    assert ("daskpytorch.forkserver" in done.stdout) == names_it
+    assert ("daskpytorch.node.fork_server" in done.stdout) == names_it

@@ -13,15 +13,8 @@ import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.blame import (
-    MAX_PICKLED,
-    MAX_TEXT,
-    Failure,
-    RankExit,
-    describe,
-    find_culprit,
-    verdict,
-)
+from flytekitplugins.daskpytorch.driver.blame import describe, find_culprit, verdict
+from flytekitplugins.daskpytorch.protocol.failure import MAX_PICKLED, MAX_TEXT, Failure, RankExit
 
 CODE = "/scratch/0123456789abcdef"
 

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flytekitplugins.daskpytorch import brain, messages, submission
-from flytekitplugins.daskpytorch.blame import (
+from flytekitplugins.daskpytorch.driver import brain
+from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
     GangStartError,
@@ -23,8 +25,7 @@ from flytekitplugins.daskpytorch.blame import (
     StoppedEarlyError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.brain import GangCancelledError
-from flytekitplugins.daskpytorch.roster import MAX_SILENCE
+from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from simulated_gang import Agent, OwnError, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -339,7 +340,7 @@ def test_what_a_worker_without_a_part_in_the_generation_submits_does_not_count(w
     world = world_of()
     world.form()
     stranger = world.join(world.new_worker())
-    (report,) = submission.pack("", "a", b"of an older generation")
+    (report,) = result_frames.pack("", "a", b"of an older generation")
     part = world.inbox.keep(messages.Reported(0, report))
     world.say(stranger, part)
     assert not world.inbox.claim(lambda _: True)

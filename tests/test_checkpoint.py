@@ -24,9 +24,10 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flytekitplugins.daskpytorch import checkpoint as checkpoint_module
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, RankCheckpoint, digest_of, failure_path
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, failure_path
+from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
+from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 
 @dataclasses.dataclass

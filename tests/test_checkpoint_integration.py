@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import current_rank, forkserver
+from flytekitplugins.daskpytorch import current_rank
+from flytekitplugins.daskpytorch.node import fork_client
 from processes import nothing_left_behind
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -70,7 +71,7 @@ def test_state_of_fsdp2_is_refused_by_all_ranks_and_comes_back_when_it_is_gather
     with nothing_left_behind():
         watched = launch(2)
         results = watched.futures.result(90)
-        forkserver.shutdown()
+        fork_client.shutdown()
     refusals = [(watched.folder / f"refused-{rank}").read_text() for rank in range(2)]
     assert "is sharded: state['model']['0.weight'] is a DTensor of shape (4, 3)" in refusals[0]
     assert refusals[0] == refusals[1]

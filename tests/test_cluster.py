@@ -10,8 +10,8 @@ import dask
 import pytest
 from distributed import Worker
 
-from flytekitplugins.daskpytorch import cluster
-from flytekitplugins.daskpytorch.blame import GangStartError
+from flytekitplugins.daskpytorch.dask import cluster
+from flytekitplugins.daskpytorch.errors import GangStartError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from distributed import Client
 from distributed.security import Security
 
-from flytekitplugins.daskpytorch import cluster as clusters
 from flytekitplugins.daskpytorch import current_rank, dispatch
-from flytekitplugins.daskpytorch.blame import GangStartError
+from flytekitplugins.daskpytorch.dask import cluster as clusters
+from flytekitplugins.daskpytorch.errors import GangStartError
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)

@@ -293,7 +293,7 @@ def test_import_loads_what_it_needs(statement: str, allowed: set[str]) -> None:
     assert loaded & SLOW == allowed
 
 
-@pytest.mark.parametrize("module", ["flytekitplugins.daskpytorch", "flytekitplugins.daskpytorch.config"])
+@pytest.mark.parametrize("module", ["flytekitplugins.daskpytorch", "flytekitplugins.daskpytorch.flyte.config"])
 @pytest.mark.parametrize("name", ["DaskCluster", "DaskDDP", "SpawnDDP"])
 @pytest.mark.timeout(30)
 def test_a_task_is_of_its_type_wherever_its_config_comes_from(name: str, module: str, tmp_path: Path) -> None:

@@ -28,17 +28,18 @@ from flytekitplugins.daskpytorch import (
     WorkerGroup,
     current_rank,
     dispatch,
-    forkserver,
-    keys,
-    tracking,
 )
-from flytekitplugins.daskpytorch.gang import Supervisor
-from flytekitplugins.daskpytorch.halving import Halving
-from flytekitplugins.daskpytorch.placement import Node, choose_backend, place_ranks
-from flytekitplugins.daskpytorch.rank import Job, environment
-from flytekitplugins.daskpytorch.restarts import Restarts
-from flytekitplugins.daskpytorch.sampling import RankBatches, split_by_class
-from flytekitplugins.daskpytorch.spawn import OwnNode
+from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
+from flytekitplugins.daskpytorch.driver import call as calls
+from flytekitplugins.daskpytorch.driver import futures, keys
+from flytekitplugins.daskpytorch.driver.failure_policy import Restarts
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.orders import Job, environment
+from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
+from flytekitplugins.daskpytorch.rank import wandb as wandb_run
+from flytekitplugins.daskpytorch.sweep.halving import Halving
 from processes import nothing_left_behind
 from test_task import make, serialised
 
@@ -199,10 +200,10 @@ def test_wandb(values: dict[str, Any]) -> None:
     wandb = built(Wandb, values)
     if wandb is None:
         return
-    link = tracking.console_link(wandb)
+    link = wandb_run.console_link(wandb)
     assert all(isinstance(value, str) and value.encode() for value in link.values())
     if wandb.mode is not None:
-        run = tracking.settings(wandb, task="flows.train", execution="f3a", config={})
+        run = wandb_run.settings(wandb, task="flows.train", execution="f3a", config={})
         assert re.fullmatch(r"[^/\\#?%:]{1,128}", run.id)
 
 
@@ -354,14 +355,14 @@ def test_gangs_of_valid_configurations_run() -> None:
     @settings(thoroughly, max_examples=25)
     @given(sensible, st.lists(JSON, max_size=2), st.dictionaries(st.from_regex(r"\A[a-z]\Z"), JSON, max_size=2))
     def run(gang: Gang, args: list[Any], kwargs: dict[str, Any]) -> None:
-        request = dispatch.request_for(echo, args, kwargs, gang)
+        request = calls.request_for(echo, args, kwargs, gang)
         size = request.ranks_per_worker
-        found = dispatch.GangFutures(Supervisor(request, OwnNode()), size).result(120)
+        found = futures.GangFutures(Supervisor(request, OwnNode()), size).result(120)
         assert found == [(rank, int("1" * size), tuple(args), kwargs) for rank in range(size)]
 
     with nothing_left_behind():
         try:
             run()
         finally:
-            forkserver.shutdown()
+            fork_client.shutdown()
     assert not [thread.name for thread in threading.enumerate() if thread.name == "daskpytorch-gang"]

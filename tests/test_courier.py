@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
-from flytekitplugins.daskpytorch.courier import Courier
-from flytekitplugins.daskpytorch.placement import Node
-from flytekitplugins.daskpytorch.roster import Peer
+from flytekitplugins.daskpytorch.driver.agents import Peer
+from flytekitplugins.daskpytorch.driver.fetch import Courier
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
 def checkpoint(step: int) -> CheckpointFile:

@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster, Security
 from flytekit import task
 
 from flytekitplugins.daskpytorch import DaskCluster, Gang, WorkerGroup, current_client, current_rank, data, dispatch
-from flytekitplugins.daskpytorch.placement import worker_order
+from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from processes import Cluster, dask_cluster, until
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,7 +15,8 @@ import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch, roster
+from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch
+from flytekitplugins.daskpytorch.driver import agents
 from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, start_worker, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -346,14 +347,14 @@ def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, laun
         subprocess.run(["ip", "link", "set", f"{name}a", "down"], check=True)
         cut_at = time.time()
         assert watched.futures[0].result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
-        assert watched.formed_at[-1] - cut_at < roster.MAX_SILENCE + MAX_SECONDS
+        assert watched.formed_at[-1] - cut_at < agents.MAX_SILENCE + MAX_SECONDS
         until(lambda: not is_alive(watched.broken_pid()), "the rank beyond the partition to end", timeout=30)
 
 
 def test_a_suspended_worker_is_given_up_and_may_not_write(
     cluster: Cluster, client: Client, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 16, 35
-    monkeypatch.setattr(roster, "MAX_SILENCE", 4.0)
+    monkeypatch.setattr(agents, "MAX_SILENCE", 4.0)
     watched = launch(client, "wait", at_rank=0, gang=SMALLER)
     watched.wait_for("broken")
     suspended = cluster.worker_process(0)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.bucket import Listed
-from flytekitplugins.daskpytorch.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
 NOWHERE: dict[str, Any] = {
     "endpoint_url": "http://127.0.0.1:1",

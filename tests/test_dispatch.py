@@ -10,8 +10,8 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, dispatch
-from flytekitplugins.daskpytorch.dispatch import GangFutures
-from flytekitplugins.daskpytorch.inbox import Inbox
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.received import Inbox
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 

@@ -28,11 +28,12 @@ from flytekitplugins.daskpytorch import (
     GangError,
     GangStartError,
     WorkerLostError,
-    brain,
     current_rank,
     dispatch,
     results,
 )
+from flytekitplugins.daskpytorch.dask import agents as dask_agents
+from flytekitplugins.daskpytorch.driver import brain
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -345,7 +346,7 @@ def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
 
 def test_a_client_that_has_closed_itself_is_a_lost_scheduler(cluster: Cluster) -> None:
     with Client(cluster.address) as client:
-        agents = dispatch.DaskAgents(client)
+        agents = dask_agents.DaskAgents(client)
         assert len(agents.present()) == 2
     with pytest.raises(ConnectionError, match="the Dask client has closed itself"):
         agents.present()
@@ -456,7 +457,7 @@ def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest
 
 def test_a_scheduler_that_is_busy_for_a_while_is_not_lost(cluster: Cluster, client: Client) -> None:
     cluster.scheduler.send_signal(signal.SIGSTOP)
-    wake = threading.Timer(2 * dispatch.LOOK_TIMEOUT, cluster.scheduler.send_signal, [signal.SIGCONT])
+    wake = threading.Timer(2 * dask_agents.LOOK_TIMEOUT, cluster.scheduler.send_signal, [signal.SIGCONT])
     wake.start()
     try:
         assert dispatch.run(client, weighted_sum, 1).result(60) == [(0, 11), (1, 11)]
@@ -548,7 +549,7 @@ def test_a_busy_worker_is_named_when_the_start_time_out_ends(tmp_path: Path) -> 
 
 
 def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
-    from flytekitplugins.daskpytorch import cluster as clusters
+    from flytekitplugins.daskpytorch.dask import cluster as clusters
 
     with nothing_left_behind() as mark, clusters.opened(num_workers=2, start_timeout=60) as client:
         assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
@@ -560,7 +561,7 @@ def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local:
         worker = local.workers[0]
         worker.loop.add_callback(free.wait, 60)
-        with dispatch._farewell(worker):
+        with dask_agents._farewell(worker):
             pass
         assert not free.is_set()
         free.set()
@@ -579,7 +580,7 @@ def num_inherited_folders() -> int:
 
 @pytest.mark.slow
 def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
-    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload"}
+    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.node.preload"}
     with (
         nothing_left_behind(),
         dask_cluster(tmp_path, worker_environments={0: preload, 1: preload}) as cluster,
@@ -607,7 +608,7 @@ def test_ranks_do_not_inherit_the_nannys_settings_of_the_allocator(client: Clien
 
 @pytest.mark.slow
 def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Path) -> None:
-    from flytekitplugins.daskpytorch import cluster as clusters
+    from flytekitplugins.daskpytorch.dask import cluster as clusters
 
     with nothing_left_behind(), clusters.opened(num_workers=2, start_timeout=60) as client:
         (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result(60)

@@ -14,7 +14,7 @@ from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface, transform_function_to_interface
 from flytekit.models.literals import LiteralMap
 
-from flytekitplugins.daskpytorch import flyte
+from flytekitplugins.daskpytorch.flyte import context, rank
 
 
 class Named(NamedTuple):
@@ -40,8 +40,8 @@ def nothing() -> None:
 def outputs(function: object, returned: object) -> dict[str, object]:
     interface: Interface = transform_function_to_interface(function)
     ctx = FlyteContextManager.current_context()
-    settings = flyte.capture("flows.train", interface, LiteralMap(literals={}), results="")
-    literals = flyte.literals(settings, returned, ctx).literals
+    settings = context.capture("flows.train", interface, LiteralMap(literals={}), results="")
+    literals = rank.literals(settings, returned, ctx).literals
     return {name: literal.scalar.primitive.value for name, literal in literals.items()}
 
 
@@ -81,8 +81,8 @@ print([name for name, kind in kinds.items() if kind is importlib.util._LazyModul
 def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
     def found() -> tuple[str | None, object]:
         with ThreadPoolExecutor(1) as thread:
-            paths = thread.submit(flyte.checkpoint_paths, "gang").result()
-            return paths.own if paths else None, thread.submit(flyte.current_task).result()
+            paths = thread.submit(context.checkpoint_paths, "gang").result()
+            return paths.own if paths else None, thread.submit(context.current_task).result()
 
     with setup_execution(
         raw_output_data_prefix=str(tmp_path), checkpoint_path=str(tmp_path / "own"), prev_checkpoint=None
@@ -90,7 +90,7 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
         state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(ctx.with_execution_state(state)):
             assert found() == (None, None)
-            with flyte.known_to_threads():
+            with context.known_to_threads():
                 assert found() == (str(tmp_path / "own" / "daskpytorch" / "gang"), state)
-                assert flyte.current_task() is state
+                assert context.current_task() is state
     assert found() == (None, None)

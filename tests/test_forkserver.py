@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch import forkserver
-from flytekitplugins.daskpytorch.forkserver import ForkServerClient
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server, nothing_left_behind
 
 pytestmark = pytest.mark.timeout(60)
@@ -76,12 +76,12 @@ FAMILY = """
 @pytest.fixture(scope="module", autouse=True)
 def _no_server_is_left() -> Iterator[None]:
     yield
-    forkserver.shutdown()
+    fork_client.shutdown()
 
 
 @pytest.fixture
 def client() -> Iterator[ForkServerClient]:
-    with contextlib.closing(forkserver.connect()) as client:
+    with contextlib.closing(fork_client.connect()) as client:
         yield client
 
 
@@ -199,7 +199,7 @@ def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -
     Rank(client, 0, Doing(os._exit, 0))
     assert next_exit(client) == (0, 0)
     before = sockets_of(fork_server().pid)
-    with contextlib.closing(forkserver.connect()) as other:
+    with contextlib.closing(fork_client.connect()) as other:
         Rank(other, 0, Doing(os._exit, 0))
         assert next_exit(other) == (0, 0)
         others = sockets_of(fork_server().pid) - before  # on a busy machine that of a successor, too
@@ -222,8 +222,8 @@ def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
 
 
 def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None:
-    forkserver.shutdown()
-    with contextlib.closing(forkserver.connect("spawn")) as client:
+    fork_client.shutdown()
+    with contextlib.closing(fork_client.connect("spawn")) as client:
         Rank(client, 0, Doing(os._exit, 7))
         source = """
             import os, sys, time
@@ -245,7 +245,7 @@ def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None
 
 
 def test_closing_a_client_kills_its_spawned_ranks_and_their_children() -> None:
-    with contextlib.closing(forkserver.connect("spawn")) as client:
+    with contextlib.closing(fork_client.connect("spawn")) as client:
         pids = pids_of(Rank.running(client, 0, FAMILY))
     assert are_gone(pids)
 
@@ -254,7 +254,7 @@ def test_closing_a_client_kills_its_spawned_ranks_and_their_children() -> None:
 
 
 def test_closing_a_client_kills_its_ranks_and_their_children() -> None:
-    client = forkserver.connect()
+    client = fork_client.connect()
     pids = [pid for key in (0, 1) for pid in pids_of(Rank.running(client, key, FAMILY))]
     client.close()
     assert are_gone(pids)
@@ -263,7 +263,7 @@ def test_closing_a_client_kills_its_ranks_and_their_children() -> None:
 def test_closing_a_client_leaves_the_ranks_of_others_alone(client: ForkServerClient) -> None:
     rank = Rank.running(client, 0, FAMILY)
     pids = pids_of(rank)
-    other = forkserver.connect()
+    other = fork_client.connect()
     others = pids_of(Rank.running(other, 0, FAMILY))
     other.close()
     assert are_gone(others)
@@ -272,7 +272,7 @@ def test_closing_a_client_leaves_the_ranks_of_others_alone(client: ForkServerCli
 
 def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: ForkServerClient) -> None:
     pids = pids_of(Rank.running(client, 0, FAMILY))
-    deaf = forkserver.connect()
+    deaf = fork_client.connect()
     others = pids_of(Rank.running(deaf, 0, FAMILY))
     deaf.kill(0, signal.SIGKILL)
     assert wait([deaf], PATIENCE)
@@ -284,7 +284,7 @@ def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: Fork
 
 
 def test_stopped_rank_dies_with_its_client() -> None:
-    client = forkserver.connect()
+    client = fork_client.connect()
     pids = pids_of(Rank.running(client, 0, FAMILY))
     client.kill(0, signal.SIGSTOP)
     assert eventually(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
@@ -293,7 +293,7 @@ def test_stopped_rank_dies_with_its_client() -> None:
 
 
 def test_no_sigterm_ends_a_rank_but_what_it_started_and_it_dies_with_its_client() -> None:
-    client = forkserver.connect()
+    client = fork_client.connect()
     [pid, child] = pids_of(Rank.running(client, 0, FAMILY))
     client.kill(0, signal.SIGTERM)
     assert are_gone([child])
@@ -313,8 +313,8 @@ def ranks_of(server: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant(start_method: str) -> None:
-    forkserver.shutdown()
-    with contextlib.closing(forkserver.connect(start_method)) as client:
+    fork_client.shutdown()
+    with contextlib.closing(fork_client.connect(start_method)) as client:
         server = fork_server()
         server.terminate()  # it has hardly begun
         rank = Rank(client, 0)
@@ -390,27 +390,27 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
     first = fork_server()
     first.kill()
     assert wait([client], PATIENCE)
-    with pytest.raises(forkserver.ForkServerLostError):
+    with pytest.raises(fork_client.ForkServerLostError):
         client.next_exit()
     assert are_gone(pids)
     first.wait()
-    with contextlib.closing(forkserver.connect()) as again:
+    with contextlib.closing(fork_client.connect()) as again:
         assert fork_server().pid != first.pid
         Rank(again, 0, Doing(os._exit, 5))
         assert next_exit(again) == (0, 5)
 
 
 def test_the_server_gives_its_memory_back_once_its_successor_has_taken_over() -> None:
-    forkserver.shutdown()
-    forkserver.start_ahead()
+    fork_client.shutdown()
+    fork_client.start_ahead()
     server = fork_server()
     assert eventually(lambda: "recv(1)" in " ".join(server.cmdline()))  # not the start, when it is small, too
     assert server.memory_info().rss < 40 << 20
     [successor] = server.children()
-    with contextlib.closing(forkserver.connect()) as client:
+    with contextlib.closing(fork_client.connect()) as client:
         pids = pids_of(Rank.running(client, 0, FAMILY))
         assert psutil.Process(pids[0]).ppid() == successor.pid
-        forkserver.shutdown()
+        fork_client.shutdown()
         assert not is_running(server.pid)
         assert are_gone([successor.pid, *pids])
 
@@ -418,7 +418,7 @@ def test_the_server_gives_its_memory_back_once_its_successor_has_taken_over() ->
 def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:
     pids = pids_of(Rank.running(client, 0, FAMILY))
     server = fork_server()
-    forkserver.shutdown()
+    fork_client.shutdown()
     assert not is_running(server.pid)
     assert are_gone(pids)
 

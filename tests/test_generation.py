@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch import relay
-from flytekitplugins.daskpytorch.blame import Failure, WorkerLostError, describe, verdict
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.generation import Generation
-from flytekitplugins.daskpytorch.messages import Exited
-from flytekitplugins.daskpytorch.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.driver.attempt import Generation
+from flytekitplugins.daskpytorch.driver.blame import describe, verdict
+from flytekitplugins.daskpytorch.errors import WorkerLostError
+from flytekitplugins.daskpytorch.protocol import relay
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.messages import Exited
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError, dispatch, halving
+from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.halving import Halving
-from flytekitplugins.daskpytorch.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.sweep import halving
+from flytekitplugins.daskpytorch.sweep.halving import Halving
 
 LOSS = EarlyStopping(metric="loss", reduction_factor=2)
 
@@ -315,7 +316,7 @@ def test_without_optuna_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(60)
 def test_optuna_is_imported_only_when_it_is_asked_for() -> None:
-    script = "import sys, flytekitplugins.daskpytorch.many; print('optuna' in sys.modules)"
+    script = "import sys, flytekitplugins.daskpytorch.sweep.models; print('optuna' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
     )

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch import agent, handshake
-from flytekitplugins.daskpytorch import listener as ear
-from flytekitplugins.daskpytorch.handshake import introduce
-from flytekitplugins.daskpytorch.listener import Event, Listener
-from flytekitplugins.daskpytorch.messages import AgentOrder, Beat, Lines
+from flytekitplugins.daskpytorch.driver import listener as ear
+from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.protocol import handshake
+from flytekitplugins.daskpytorch.protocol.handshake import introduce
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Beat, Lines
 from processes import num_open_files
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch import hugepages
+from flytekitplugins.daskpytorch.node import hugepages
 
 MAPS = """\
 55d0c0000000-55d0c0001000 r--p 00000000 fe:00 123 /usr/bin/python3

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.bucket import Listed
-from flytekitplugins.daskpytorch.image_cache import ImageCache
+from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 
 BODY = b"picture" * 100
 

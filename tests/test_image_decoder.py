@@ -15,7 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
-from flytekitplugins.daskpytorch.image_decoder import MAX_PIXELS, BrokenImageError, Decoder, ImageTooLargeError, decode
+from flytekitplugins.daskpytorch.data.image_decoder import (
+    MAX_PIXELS,
+    BrokenImageError,
+    Decoder,
+    ImageTooLargeError,
+    decode,
+)
 
 WIDTH, HEIGHT = 70, 50
 rng = np.random.default_rng(0)

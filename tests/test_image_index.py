@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.bucket import Listed
-from flytekitplugins.daskpytorch.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
 
 def index(*keys: str, prefix: str = "p", nested: bool = False) -> ImageIndex:

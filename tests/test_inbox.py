@@ -8,10 +8,11 @@ import threading
 
 import pytest
 
-from flytekitplugins.daskpytorch import spool
-from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
-from flytekitplugins.daskpytorch.messages import Reported
-from flytekitplugins.daskpytorch.submission import PIECE_SIZE, Writer, pack
+from flytekitplugins.daskpytorch.driver import spool
+from flytekitplugins.daskpytorch.driver.futures import GangFuture
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.protocol.messages import Reported
+from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, Writer, pack
 
 BIG = 3 * PIECE_SIZE
 

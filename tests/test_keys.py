@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch import keys
+from flytekitplugins.daskpytorch.driver import keys
 
 SCRIPT = """
 import torch

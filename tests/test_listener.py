@@ -18,16 +18,17 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch import agent, listener
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
-from flytekitplugins.daskpytorch.dispatch import request_for
-from flytekitplugins.daskpytorch.gang import GangCancelledError, Supervisor
-from flytekitplugins.daskpytorch.listener import Event, Listener
-from flytekitplugins.daskpytorch.messages import AgentOrder, Beat, Hello, Lines, Upload
-from flytekitplugins.daskpytorch.node import describe_node
-from flytekitplugins.daskpytorch.roster import OnFailure
+from flytekitplugins.daskpytorch.driver import listener
+from flytekitplugins.daskpytorch.driver.call import request_for
+from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
+from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.node.hardware import describe_node
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Beat, Hello, Lines, Upload
 from flytekitplugins.daskpytorch.settings import Gang
-from flytekitplugins.daskpytorch.spawn import OwnNode
 from processes import num_open_files, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,9 +10,10 @@ from concurrent.futures import CancelledError
 import pytest
 
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.dispatch import GangFutures, request_for
-from flytekitplugins.daskpytorch.gang import Supervisor
-from flytekitplugins.daskpytorch.spawn import OwnNode
+from flytekitplugins.daskpytorch.driver.call import request_for
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from processes import num_open_files, until
 
 pytestmark = pytest.mark.timeout(180)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch import forkserver
+from flytekitplugins.daskpytorch.node import fork_client
 from processes import fork_server, nothing_left_behind
 from test_forkserver import Rank, next_exit
 
@@ -42,8 +42,8 @@ LOADING = """
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) -> None:
     with nothing_left_behind(), contextlib.ExitStack() as stack:
-        stack.callback(forkserver.shutdown)
-        client = stack.enter_context(contextlib.closing(forkserver.connect()))
+        stack.callback(fork_client.shutdown)
+        client = stack.enter_context(contextlib.closing(fork_client.connect()))
         rank = Rank.running(client, 0, LOADING.format(method=method, folder=str(tmp_path)))
         assert rank.line(60) == "ready"  # each may have to import torch
         family = psutil.Process(fork_server().pid).children(recursive=True)
@@ -86,8 +86,8 @@ STARTING = """
 
 def test_programs_that_a_worker_starts_end_by_sigterm_and_nothing_of_a_worker_stays() -> None:
     with nothing_left_behind(), contextlib.ExitStack() as stack:
-        stack.callback(forkserver.shutdown)
-        client = stack.enter_context(contextlib.closing(forkserver.connect()))
+        stack.callback(fork_client.shutdown)
+        client = stack.enter_context(contextlib.closing(fork_client.connect()))
         rank = Rank.running(client, 0, STARTING)
         assert rank.line(60) == "[-15]"
         assert rank.line(60) == "None"

@@ -18,9 +18,9 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from s3fs import S3FileSystem
 
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile
-from flytekitplugins.daskpytorch.mirror import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, Mirror, MirrorPaths
-from flytekitplugins.daskpytorch.vault import Vault
+from flytekitplugins.daskpytorch.driver.checkpoints import Vault
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, Mirror, MirrorPaths
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from seaweed import WRITER, Weed
 
 PATIENCE = 10.0

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from flytekitplugins.daskpytorch.blame import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.observer import Audience, Observer
+from flytekitplugins.daskpytorch.driver.audience import Audience
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 RECORD = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
 

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from flytekitplugins.daskpytorch.placement import Node, Place, choose_backend, one_per_gpu, place_ranks, worker_order
+from flytekitplugins.daskpytorch.protocol.placement import (
+    Node,
+    Place,
+    choose_backend,
+    one_per_gpu,
+    place_ranks,
+    worker_order,
+)
 
 
 def node(worker: str, *, host: str | None = None, cores: int = 8, gpus: tuple[str, ...] = ()) -> Node:

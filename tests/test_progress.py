@@ -17,13 +17,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import progress
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.observer import Shape
-from flytekitplugins.daskpytorch.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.progress import ProgressDisplay, describe_record
+from flytekitplugins.daskpytorch.display import terminal as terminal_display
+from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay, describe_record
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.report import Recorder
-from flytekitplugins.daskpytorch.scoreboard import Scoreboard
+from flytekitplugins.daskpytorch.sweep.display import Scoreboard
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
@@ -66,7 +66,7 @@ def test_plain_lines_show_every_epoch_but_not_every_step() -> None:
 
 
 def test_plain_lines_come_now_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_INTERVAL", 0.0)
+    monkeypatch.setattr(terminal_display, "PLAIN_INTERVAL", 0.0)
     assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step") == 4
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_raised_where_nothing_can_be_written(
 ) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    monkeypatch.setattr(progress.Screen, "isatty", lambda _: is_terminal, raising=False)
+    monkeypatch.setattr(terminal_display.Screen, "isatty", lambda _: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", file := broken())
     display, board = ProgressDisplay(), Scoreboard(1)
     assert display._console.is_terminal == board._console.is_terminal == is_terminal
@@ -222,8 +222,8 @@ def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> N
 def test_a_record_is_one_line_without_control_characters(entry: LogRecord) -> None:
     text = describe_record(entry)
     assert text.isprintable()
-    assert len(text) <= progress.MAX_LINE
-    assert all(len(word) <= progress.MAX_NAME or not set(word) - set("x…") for word in text.split())
+    assert len(text) <= terminal_display.MAX_LINE
+    assert all(len(word) <= terminal_display.MAX_NAME or not set(word) - set("x…") for word in text.split())
 
 
 def test_an_epoch_that_is_no_number_is_no_news_each_time() -> None:

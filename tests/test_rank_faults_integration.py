@@ -17,9 +17,10 @@ import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError, forkserver
-from flytekitplugins.daskpytorch.agent import TAIL_SIZE
-from flytekitplugins.daskpytorch.blame import MAX_TEXT
+from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.agent import TAIL_SIZE
+from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
 from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(90)
@@ -35,7 +36,7 @@ def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with nothing_left_behind():
         if request.param == "SpawnDDP":
             yield 2
-            forkserver.shutdown()
+            fork_client.shutdown()
             return
         with (
             dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as cluster,
@@ -235,4 +236,4 @@ def test_the_fork_server_of_a_node_is_killed(launch: ft.Launch) -> None:
         assert watched.futures.result(60) == [ft.expected()] * 2
         assert watched.starts(0) == [0, ft.SAVED_AT]
         assert any("its worker was lost" in note for note in watched.notes)
-        forkserver.shutdown()
+        fork_client.shutdown()

@@ -195,8 +195,11 @@ def test_the_two_commands_install_and_start_what_they_say() -> None:
 
 def test_the_file_tree_is_complete() -> None:
     tree = blocks("text")[-1]
-    named = set(re.findall(r"(?<=── )[\w.]+\.py", tree))
-    folders = ("plugins/flytekitplugins/daskpytorch", "tasks", "workflows", "benchmarks")
-    there = {path.name for folder in folders for path in (REPOSITORY / folder).glob("*.py")}
-    there -= {"__init__.py"}
-    assert named - {"__init__.py"} == there
+    plugin = REPOSITORY / "plugins/flytekitplugins/daskpytorch"
+    there = {
+        path.name for folder in ("tasks", "workflows", "benchmarks") for path in (REPOSITORY / folder).glob("*.py")
+    }
+    there |= {path.name for path in plugin.glob("*.py")}
+    assert set(re.findall(r"(?<=[─,] )\w+\.py", tree)) - {"__init__.py"} == there - {"__init__.py"}
+    folders = {path.parent.name for path in plugin.glob("*/__init__.py")}
+    assert folders <= set(re.findall(r"── (\w+)/", tree))

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch import relay, submission
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.rank import _bare
-from flytekitplugins.daskpytorch.submission import is_piece
+from flytekitplugins.daskpytorch.protocol import relay, result_frames
+from flytekitplugins.daskpytorch.protocol.result_frames import is_piece
+from flytekitplugins.daskpytorch.rank.main import _bare
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,7 +81,7 @@ def test_what_a_rank_reported_before_it_was_killed_arrives(channel: tuple[Connec
 
 def test_pieces_of_results_and_what_is_large_stay_alone_and_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
-    [piece], log = submission.pack("key", "path", b"data"), relay.pack("log", record(0))
+    [piece], log = result_frames.pack("key", "path", b"data"), relay.pack("log", record(0))
     large = relay.pack("result", b"x" * relay.MAX_TOGETHER)
     sent = [log, log, piece, piece, log, large, log, large, piece, log]
     for report in sent:

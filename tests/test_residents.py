@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from flytekitplugins.daskpytorch import agent, resident
-from flytekitplugins.daskpytorch.blame import WorkerLostError
-from flytekitplugins.daskpytorch.messages import AgentOrder
-from flytekitplugins.daskpytorch.residents import Residents
+from flytekitplugins.daskpytorch.dask import resident
+from flytekitplugins.daskpytorch.dask.residents import Residents
+from flytekitplugins.daskpytorch.errors import WorkerLostError
+from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from processes import num_open_files, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flytekitplugins.daskpytorch.restarts import Defeat, Restarts
+from flytekitplugins.daskpytorch.driver.failure_policy import Defeat, Restarts
 
 
 def error(cause: str = "ValueError: bad batch", position: tuple[int | None, int | None] = (3, 1)) -> Defeat:

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch import context, results, spool
+from flytekitplugins.daskpytorch import context, results
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.inbox import GangFuture, Inbox
-from flytekitplugins.daskpytorch.messages import Reported
-from flytekitplugins.daskpytorch.result_folder import ResultFolder, ResultPathError
+from flytekitplugins.daskpytorch.driver import spool
+from flytekitplugins.daskpytorch.driver.futures import GangFuture
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.spool import Spool
+from flytekitplugins.daskpytorch.protocol.messages import Reported
+from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, is_piece, pack, unpack
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
-from flytekitplugins.daskpytorch.spool import Spool
-from flytekitplugins.daskpytorch.submission import PIECE_SIZE, is_piece, pack, unpack
+from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 
 
 def submit(inbox: Inbox, path: str, data: bytes, *, rank: int = 0, key: str = "", pieces: slice = slice(None)) -> None:

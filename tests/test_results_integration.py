@@ -30,8 +30,8 @@ from flytekitplugins.daskpytorch import (
     current_client,
     current_rank,
     dispatch,
-    forkserver,
 )
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
 from processes import Cluster, dask_cluster, fork_server, nothing_left_behind, until
 
@@ -233,11 +233,11 @@ def train_share(per_rank: int, lr: float, epochs: int) -> float:
 @pytest.fixture
 def warm_server() -> Iterator[None]:
     """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
-    forkserver.start_ahead()
+    fork_client.start_ahead()
     server = fork_server()
     until(lambda: server.children() and server.memory_info().rss < 40 * MIB, "its successor to take over")
     yield
-    forkserver.shutdown()
+    fork_client.shutdown()
 
 
 @pytest.mark.timeout(300)

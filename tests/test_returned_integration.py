@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank
-from flytekitplugins.daskpytorch.dispatch import GangFutures, request_for
-from flytekitplugins.daskpytorch.gang import Supervisor
-from flytekitplugins.daskpytorch.spawn import OwnNode
-from flytekitplugins.daskpytorch.submission import PIECE_SIZE
+from flytekitplugins.daskpytorch.driver.call import request_for
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE
 from processes import nothing_left_behind
 
 pytestmark = pytest.mark.timeout(180)

@@ -8,10 +8,12 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
-from flytekitplugins.daskpytorch import roster as roster_module
-from flytekitplugins.daskpytorch.messages import AgentOrder, Beat, Hello
-from flytekitplugins.daskpytorch.placement import Node
-from flytekitplugins.daskpytorch.roster import MAX_SILENCE, SILENCE_INTERVAL, AgentLauncher, Peer, Roster, hang_up
+from flytekitplugins.daskpytorch.driver import agents as roster_module
+from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Peer, Roster
+from flytekitplugins.daskpytorch.protocol.handshake import hang_up
+from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Beat, Hello
+from flytekitplugins.daskpytorch.protocol.placement import Node
 
 W1, W2, W3, W10 = (f"tcp://10.0.0.{number}:4000" for number in (1, 2, 3, 10))
 

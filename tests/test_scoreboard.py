@@ -7,9 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import StoppedEarlyError, scoreboard
+from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.scoreboard import Scoreboard
+from flytekitplugins.daskpytorch.sweep import display
+from flytekitplugins.daskpytorch.sweep.display import Scoreboard
 
 
 def record(step: int, rank: int = 0, **metrics: float) -> LogRecord:
@@ -46,7 +47,7 @@ def test_plain_lines() -> None:
 
 
 def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoreboard, "COUNT_INTERVAL", 0.0)
+    monkeypatch.setattr(display, "COUNT_INTERVAL", 0.0)
     lines = shown().splitlines()
     assert [line for line in lines if "ended" in line] == [
         "1 of 3 models have ended",
@@ -55,7 +56,7 @@ def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_was_stopped_early_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoreboard, "COUNT_INTERVAL", 0.0)
+    monkeypatch.setattr(display, "COUNT_INTERVAL", 0.0)
     text = io.StringIO()
     board = Scoreboard(4, Console(file=text, width=160, highlight=False))
     stopped = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)

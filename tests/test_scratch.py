@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch import scratch
-from flytekitplugins.daskpytorch.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process import scratch
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from processes import end, is_alive, nothing_left_behind, until
 
 HERE = Path(__file__).parent

@@ -15,10 +15,10 @@ from rich.console import Console
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
-from flytekitplugins.daskpytorch.messages import AgentOrder
-from flytekitplugins.daskpytorch.observer import Shape
-from flytekitplugins.daskpytorch.scoreboard import Scoreboard
-from flytekitplugins.daskpytorch.tracking import RunSettings, run_config
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.rank.wandb import RunSettings, run_config
+from flytekitplugins.daskpytorch.sweep.display import Scoreboard
 from processes import SCRIPTS, nothing_left_behind
 
 pytestmark = pytest.mark.timeout(180)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from flytekit import task
 
-from flytekitplugins.daskpytorch import ship
+from flytekitplugins.daskpytorch.protocol import code as code_module
 
 PROJECT = {
     "ship_entry.py": """
@@ -74,7 +74,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in PROJECT.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(textwrap.dedent(text))
-    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (ship.MAX_RESOURCE_BYTES + 1))
+    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (code_module.MAX_RESOURCE_BYTES + 1))
     before = set(sys.modules)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(root)
@@ -89,7 +89,7 @@ def training() -> Any:
     return sys.modules["ship_project.training"]
 
 
-def names_in(code: ship.Code) -> set[str]:
+def names_in(code: code_module.Code) -> set[str]:
     with tarfile.open(fileobj=io.BytesIO(code.archive)) as archive:
         return set(archive.getnames())
 
@@ -99,7 +99,7 @@ def names_in(code: ship.Code) -> set[str]:
 
 def test_packages_travel_whole_with_modules_that_are_not_imported_yet(project: Path) -> None:
     assert "ship_project.later" not in sys.modules
-    names = names_in(ship.pack_code())
+    names = names_in(code_module.pack_code())
     assert {
         "ship_project/__init__.py",
         "ship_project/training.py",
@@ -110,48 +110,48 @@ def test_packages_travel_whole_with_modules_that_are_not_imported_yet(project: P
 
 
 def test_top_level_modules_travel_with_their_neighbours(project: Path) -> None:
-    assert {"ship_entry.py", "ship_neighbour.py"} <= names_in(ship.pack_code())
+    assert {"ship_entry.py", "ship_neighbour.py"} <= names_in(code_module.pack_code())
 
 
 def test_small_resources_of_packages_travel_and_large_ones_do_not(project: Path) -> None:
-    names = names_in(ship.pack_code())
+    names = names_in(code_module.pack_code())
     assert "ship_project/data/words.txt" in names
     assert "ship_project/data/weights.bin" not in names
 
 
 def test_large_code_travels(project: Path) -> None:
-    (project / "ship_project/tables.py").write_text("#" * (ship.MAX_RESOURCE_BYTES + 1))
-    assert "ship_project/tables.py" in names_in(ship.pack_code())
+    (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_RESOURCE_BYTES + 1))
+    assert "ship_project/tables.py" in names_in(code_module.pack_code())
 
 
 def test_caches_hidden_folders_and_what_is_no_part_of_the_project_stay(project: Path) -> None:
-    names = names_in(ship.pack_code())
+    names = names_in(code_module.pack_code())
     assert not [name for name in names if "__pycache__" in name or ".hidden" in name]
     assert "notes.txt" not in names
     assert "unrelated_package/__init__.py" not in names
 
 
 def test_no_installed_package_and_no_part_of_this_plugin_travels(project: Path) -> None:
-    tops = {name.partition("/")[0].removesuffix(".py") for name in names_in(ship.pack_code())}
+    tops = {name.partition("/")[0].removesuffix(".py") for name in names_in(code_module.pack_code())}
     assert tops.isdisjoint({"flytekitplugins", "flytekit", "pytest", "_pytest", "cloudpickle", "json", "tarfile"})
 
 
 def test_digest_is_the_same_twice_and_whenever_the_files_were_written(project: Path) -> None:
-    first = ship.pack_code()
+    first = code_module.pack_code()
     os.utime(project / "ship_project/training.py", (1, 1))
-    assert ship.pack_code() == first
+    assert code_module.pack_code() == first
 
 
 def test_digest_differs_when_the_sources_do(project: Path) -> None:
-    first = ship.pack_code()
+    first = code_module.pack_code()
     (project / "ship_project/later.py").write_text("def double(x): return x + x")
-    assert ship.pack_code().digest != first.digest
+    assert code_module.pack_code().digest != first.digest
 
 
 def test_linked_file_travels_as_a_file(project: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text("WHERE = 'elsewhere'")
     (project / "ship_project/linked.py").symlink_to(tmp_path / "elsewhere.py")
-    unpacked = ship.unpack_code(ship.pack_code(), tmp_path)
+    unpacked = code_module.unpack_code(code_module.pack_code(), tmp_path)
     assert not (unpacked / "ship_project/linked.py").is_symlink()
     assert (unpacked / "ship_project/linked.py").read_text() == "WHERE = 'elsewhere'"
 
@@ -166,28 +166,28 @@ def test_packing_does_not_load_lazily_imported_modules(project: Path, monkeypatc
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "ship_lazy", module)
-    assert "ship_lazy.py" in names_in(ship.pack_code())
+    assert "ship_lazy.py" in names_in(code_module.pack_code())
 
 
 def test_packing_survives_whatever_stands_in_sys_modules(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ship_odd_none", None)
     monkeypatch.setitem(sys.modules, "ship_odd_object", object())
-    assert "ship_entry.py" in names_in(ship.pack_code())
+    assert "ship_entry.py" in names_in(code_module.pack_code())
 
 
 def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
-    code = ship.pack_code()
-    first = ship.unpack_code(code, tmp_path)
+    code = code_module.pack_code()
+    first = code_module.unpack_code(code, tmp_path)
     (first / "mark").touch()
-    assert ship.unpack_code(code, tmp_path) == first
+    assert code_module.unpack_code(code, tmp_path) == first
     assert (first / "mark").exists()
 
 
 @pytest.mark.timeout(60)
 def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path, tmp_path: Path) -> None:
     call = tmp_path / "call"
-    call.write_bytes(ship.pack_call(training().train, (21,), {"scale": 10}))
-    sources = ship.unpack_code(ship.pack_code(), tmp_path)
+    call.write_bytes(code_module.pack_call(training().train, (21,), {"scale": 10}))
+    sources = code_module.unpack_code(code_module.pack_code(), tmp_path)
     project.rename(tmp_path / "moved away")
     script = """
         import sys
@@ -210,29 +210,29 @@ def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path
 # ---- Calls ----------------------------------------------------------------------------------------------------------
 
 
-def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ship.Call:
-    return ship.unpack_call(ship.pack_call(function, args, kwargs))
+def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> code_module.Call:
+    return code_module.unpack_call(code_module.pack_call(function, args, kwargs))
 
 
 def test_function_of_a_module_travels_by_name(project: Path) -> None:
-    data = ship.pack_call(training().train, (3,), {"scale": 2})
+    data = code_module.pack_call(training().train, (3,), {"scale": 2})
     assert b"words.txt" not in data  # none of its code
-    call = ship.unpack_call(data)
+    call = code_module.unpack_call(data)
     assert call.function is training().train
     assert (call.args, call.kwargs) == ((3,), {"scale": 2})
 
 
 def test_function_of_a_flyte_task_is_found_through_the_task(project: Path) -> None:
     function = training().train_task.task_function
-    data = ship.pack_call(function, (), {})
+    data = code_module.pack_call(function, (), {})
     assert len(data) < 400
-    assert ship.unpack_call(data).function is function
+    assert code_module.unpack_call(data).function is function
 
 
 def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) -> None:
-    data = ship.pack_call(training().train, (3,), {})
+    data = code_module.pack_call(training().train, (3,), {})
     training().train = replaced = lambda _: "the newer one"
-    assert ship.unpack_call(data).function is replaced
+    assert code_module.unpack_call(data).function is replaced
 
 
 def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) -> None:
@@ -290,14 +290,14 @@ class Scaler:
 
 def test_arguments_are_copies_of_what_they_were_when_packed() -> None:
     names = ["a"]
-    data = ship.pack_call(len, (names,), {})
+    data = code_module.pack_call(len, (names,), {})
     names.append("b")
-    assert ship.unpack_call(data).args == (["a"],)
+    assert code_module.unpack_call(data).args == (["a"],)
 
 
 def test_argument_that_cannot_be_pickled_is_named(project: Path) -> None:
     with pytest.raises(TypeError) as caught:
-        ship.pack_call(training().train, (1, threading.Lock()), {"scale": 2, "lock": threading.Lock()})
+        code_module.pack_call(training().train, (1, threading.Lock()), {"scale": 2, "lock": threading.Lock()})
     text = str(caught.value)
     assert text.startswith("train cannot be sent to the ranks, because argument 1, lock cannot be pickled")
     assert "argument 0" not in text
@@ -312,4 +312,4 @@ def test_function_that_cannot_be_pickled_is_named() -> None:
         lock.acquire()
 
     with pytest.raises(TypeError, match="locked cannot be sent to the ranks, because the function itself cannot be"):
-        ship.pack_call(locked, (1,), {})
+        code_module.pack_call(locked, (1,), {})

@@ -12,7 +12,8 @@ from flytekit.extras.accelerators import A100
 from flytekit.tools.translator import get_serializable
 from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1PodSpec, V1Toleration, V1Volume, V1VolumeMount
 
-from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, spawn
+from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb
+from flytekitplugins.daskpytorch.node import own_node
 
 
 def template(config: object | None, **options: Any) -> Any:
@@ -85,7 +86,7 @@ def test_it_cannot_be_a_dynamic_workflow() -> None:
 @pytest.fixture
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node with that many GPUs."""
-    monkeypatch.setattr(spawn, "gpus_here", lambda: {str(i): "NVIDIA H100" for i in range(request.param)})
+    monkeypatch.setattr(own_node, "gpus_here", lambda: {str(i): "NVIDIA H100" for i in range(request.param)})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 @pytest.mark.usefixtures("gpus")
 def test_ranks_on_a_node(nproc: int | str, backend: str, ranks: int) -> None:
-    assert spawn.num_ranks_here(nproc, backend) == ranks
+    assert own_node.num_ranks_here(nproc, backend) == ranks
 
 
 @pytest.mark.parametrize(
@@ -118,4 +119,4 @@ def test_ranks_on_a_node(nproc: int | str, backend: str, ranks: int) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_nccl_needs_a_gpu_for_every_rank(nproc: int | str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        spawn.num_ranks_here(nproc, "nccl")
+        own_node.num_ranks_here(nproc, "nccl")

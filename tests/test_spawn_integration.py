@@ -18,7 +18,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 
-from flytekitplugins.daskpytorch.node import gpus_here
+from flytekitplugins.daskpytorch.node.hardware import gpus_here
 from processes import nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,

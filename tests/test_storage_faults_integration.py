@@ -26,9 +26,10 @@ import torch
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch, vault
-from flytekitplugins.daskpytorch import checkpoint as checkpoint_module
-from flytekitplugins.daskpytorch.mirror import MANIFEST
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch.driver import checkpoints
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST
+from flytekitplugins.daskpytorch.protocol import checkpoint_file
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, until
 from tasks import char_lstm
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute, expected, result
@@ -122,7 +123,7 @@ def die_while_writing(folder: str, when: str) -> float:
         if when == "half-way":
             torch.save = half_way
         else:  # the file is whole, but has not yet its name
-            checkpoint_module.digest_of = lambda _: break_down(folder)  # type: ignore[assignment, return-value]
+            checkpoint_file.digest_of = lambda _: break_down(folder)  # type: ignore[assignment, return-value]
         keep(state, step)
         current_rank().checkpoint.flush()
 
@@ -233,8 +234,8 @@ def test_37_a_worker_is_killed_while_it_sends(
                 cluster.kill_worker(0)
             return take_file(connection, wanted, folder)
 
-        take_file = vault.take_file
-        monkeypatch.setattr(vault, "take_file", take)
+        take_file = checkpoints.take_file
+        monkeypatch.setattr(checkpoints, "take_file", take)
         watched = launch(client, outgrow_the_driver, 32 << 20, True, gang=Gang(min_workers=1))
         value = watched.futures[0].result(60)
     assert value == ft.expected({1: 2, ft.SAVED_AT + 1: 1})

@@ -7,7 +7,15 @@ import os
 
 import pytest
 
-from flytekitplugins.daskpytorch.submission import PIECE_SIZE, SMALL_SIZE, Piece, Reader, Writer, is_piece, unpack
+from flytekitplugins.daskpytorch.protocol.result_frames import (
+    PIECE_SIZE,
+    SMALL_SIZE,
+    Piece,
+    Reader,
+    Writer,
+    is_piece,
+    unpack,
+)
 
 
 def written(data: bytes, step: int) -> tuple[bytes | None, list[Piece]]:

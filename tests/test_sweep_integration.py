@@ -14,16 +14,8 @@ from typing import Any
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import (
-    EarlyStopping,
-    Gang,
-    StoppedEarlyError,
-    Wandb,
-    current_rank,
-    dispatch,
-    results,
-)
-from flytekitplugins.daskpytorch.halving import Halving
+from flytekitplugins.daskpytorch import EarlyStopping, Gang, StoppedEarlyError, Wandb, current_rank, dispatch, results
+from flytekitplugins.daskpytorch.sweep.halving import Halving
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 from wandb_file import read_run
 

@@ -12,10 +12,10 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.system import FlyteUploadDataException
 
-from flytekitplugins.daskpytorch import task_results
-from flytekitplugins.daskpytorch.blame import PreemptedError
-from flytekitplugins.daskpytorch.inbox import Inbox
-from flytekitplugins.daskpytorch.task_results import TaskResults
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.flyte import task_results
+from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 from processes import until
 from test_results import files, submit
 

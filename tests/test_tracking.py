@@ -17,11 +17,12 @@ import pytest
 from flytekit import Secret
 from flytekit.types.file import FlyteFile
 
-from flytekitplugins.daskpytorch import Wandb, tracking
+from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.observer import Shape
-from flytekitplugins.daskpytorch.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.tracking import RunSettings, Tracker, run_config
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.rank import wandb as wandb_run
+from flytekitplugins.daskpytorch.rank.wandb import RunSettings, Tracker, run_config
 from wandb_file import read_records, read_run
 
 OURS = ("WANDB_", "FLYTE_", "_FSEC_", "NETRC")
@@ -40,7 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
     given: dict[str, Any] = {"task": "workflows.names.train", "execution": "f3a", "config": {}}
-    return tracking.settings(wandb or Wandb(project="names"), **{**given, **changes})
+    return wandb_run.settings(wandb or Wandb(project="names"), **{**given, **changes})
 
 
 # ---- Which run ------------------------------------------------------------------------------------------------------
@@ -51,14 +52,14 @@ def test_run_id_is_the_pods_name_without_the_attempt(monkeypatch: pytest.MonkeyP
     for attempt in ("0", "1", "11"):
         monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
-        ids.add(tracking.run_id("f3a", "train"))
+        ids.add(wandb_run.run_id("f3a", "train"))
     assert ids == {"f3a-n0"}
 
 
 def test_run_id_is_the_pods_name_also_without_the_operators_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTNAME", "f3a-n1-2")
     monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "2")
-    assert tracking.run_id("f3a", "train") == "f3a-n1"
+    assert wandb_run.run_id("f3a", "train") == "f3a-n1"
 
 
 @pytest.mark.parametrize("hostname", ["my-laptop", "my-laptop-1", "f3a-n0-7-runner", "other-n0-1-runner"])
@@ -67,19 +68,19 @@ def test_run_id_is_execution_and_task_where_the_host_is_not_named_so(
 ) -> None:
     monkeypatch.setenv("HOSTNAME", hostname)
     monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
-    assert tracking.run_id("f3a", "train") == "f3a-train"
+    assert wandb_run.run_id("f3a", "train") == "f3a-train"
 
 
 @pytest.mark.parametrize("execution", [None, "", "local"])
 def test_every_local_run_has_a_new_id(execution: str | None) -> None:
-    ids = {tracking.run_id(execution, "train") for _ in range(5)}
+    ids = {wandb_run.run_id(execution, "train") for _ in range(5)}
     assert len(ids) == 5
     assert all(id_.isalnum() for id_ in ids)
 
 
 def test_run_id_has_only_characters_that_wandb_takes() -> None:
-    assert tracking.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
-    assert len(tracking.run_id("f3a", "x" * 500)) <= 128
+    assert wandb_run.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
+    assert len(wandb_run.run_id("f3a", "x" * 500)) <= 128
 
 
 def test_id_and_name_that_are_given_win() -> None:
@@ -136,9 +137,9 @@ def shape_of_one() -> Shape:
 
 
 def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a") -> list[RunSettings]:
-    shared = tracking.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
+    shared = wandb_run.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
     return [
-        tracking.model_settings(
+        wandb_run.model_settings(
             shared, index=index, key=f"train-0123456789ab-{index + 1}", experiment=experiment, shape=shape_of_one()
         )
         for index, experiment in enumerate(experiments)
@@ -186,9 +187,9 @@ def test_a_group_that_is_given_wins_and_an_id_is_refused() -> None:
 
 
 def test_long_names_leave_ids_short_and_different() -> None:
-    shared = tracking.sweep_settings(Wandb(project="names"), function="f" * 200, execution="e" * 30)
+    shared = wandb_run.sweep_settings(Wandb(project="names"), function="f" * 200, execution="e" * 30)
     ids = {
-        tracking.model_settings(
+        wandb_run.model_settings(
             shared, index=index, key=f"{'f' * 200}-0123456789ab-{index}", experiment=1, shape=shape_of_one()
         ).id
         for index in range(3)
@@ -198,12 +199,12 @@ def test_long_names_leave_ids_short_and_different() -> None:
 
 
 def test_console_link_has_project_host_and_type() -> None:
-    link = tracking.console_link(Wandb(project="names", host="https://wandb.example"))
-    assert link == {"project": "names", "host": "https://wandb.example", "link_type": tracking.LINK_TYPE}
+    link = wandb_run.console_link(Wandb(project="names", host="https://wandb.example"))
+    assert link == {"project": "names", "host": "https://wandb.example", "link_type": wandb_run.LINK_TYPE}
 
 
 def test_console_link_has_entity_and_id_where_they_are_given() -> None:
-    link = tracking.console_link(Wandb(project="names", entity="team", id="mine"))
+    link = wandb_run.console_link(Wandb(project="names", entity="team", id="mine"))
     assert (link["entity"], link["id"]) == ("team", "mine")
 
 
@@ -245,7 +246,7 @@ def test_key_from_netrc(tmp_path: Path) -> None:
     netrc = tmp_path / "home" / ".netrc"
     netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
     netrc.chmod(0o600)
-    assert tracking.api_key(Wandb(project="names")) == "from-netrc"
+    assert wandb_run.api_key(Wandb(project="names")) == "from-netrc"
 
 
 def test_netrc_of_another_server_or_a_broken_one_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +254,9 @@ def test_netrc_of_another_server_or_a_broken_one_is_no_key(tmp_path: Path, monke
     netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
     netrc.chmod(0o600)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
-    assert tracking.api_key(Wandb(project="names")) is None
+    assert wandb_run.api_key(Wandb(project="names")) is None
     netrc.write_text("what is this")
-    assert tracking.api_key(Wandb(project="names")) is None
+    assert wandb_run.api_key(Wandb(project="names")) is None
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -451,7 +452,7 @@ def test_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
 def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "MAX_WAITING", 0)
+    monkeypatch.setattr(wandb_run, "MAX_WAITING", 0)
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="disabled")))
     for step in range(5):
         tracker.log(record(step, loss=0.0))

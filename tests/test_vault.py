@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch import transfer
-from flytekitplugins.daskpytorch.checkpoint import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.messages import Download, Upload
-from flytekitplugins.daskpytorch.transfer import send_file, take_file
-from flytekitplugins.daskpytorch.vault import NUM_KEPT, Vault
+from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Vault
+from flytekitplugins.daskpytorch.protocol import transfer
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
+from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
 
 SIZE = 3 * transfer.CHUNK + 17
 

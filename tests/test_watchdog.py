@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.watchdog import Stillness, Witness, find_hung, is_in_collective
+from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, Witness, find_hung, is_in_collective
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):

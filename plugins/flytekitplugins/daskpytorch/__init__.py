@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch import streams
-from flytekitplugins.daskpytorch.blame import (
+from flytekitplugins.daskpytorch.context import RankContext, current_rank
+from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
     GangStartError,
@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.blame import (
     StoppedEarlyError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.context import RankContext, current_rank
+from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 
 streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from distributed import Client
     from flytekitplugins.dask import Scheduler, WorkerGroup
 
-    from flytekitplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
-    from flytekitplugins.daskpytorch.inputs import StrictInputs
+    from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
+    from flytekitplugins.daskpytorch.flyte.inputs import StrictInputs
 
 __all__ = [
     "DaskCluster",
@@ -58,7 +58,7 @@ def current_client() -> Client:
     Raises:
         RuntimeError: Called outside such a task.
     """
-    from flytekitplugins.daskpytorch import cluster
+    from flytekitplugins.daskpytorch.dask import cluster
 
     return cluster.current_client()
 
@@ -69,11 +69,11 @@ def __getattr__(name: str) -> Any:
         case "data" | "dispatch" | "results":
             return import_module(f"{__name__}.{name}")
         case "DaskCluster" | "DaskDDP" | "SpawnDDP":
-            return getattr(import_module(f"{__name__}.config"), name)
+            return getattr(import_module(f"{__name__}.flyte.config"), name)
         case "Scheduler" | "WorkerGroup":
             return getattr(import_module("flytekitplugins.dask"), name)
         case "StrictInputs":
-            return import_module(f"{__name__}.inputs").StrictInputs
+            return import_module(f"{__name__}.flyte.inputs").StrictInputs
         case "__version__":
             return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from flytekitplugins.daskpytorch.worker_data import WorkerData
+    from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 __all__ = ["Checkpoint", "LogRecord", "Progress", "RankContext", "StopSignal", "current_rank"]
 

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.requirements import Requirement
 
-from flytekitplugins.daskpytorch.blame import GangError
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.observer import Observer, Shape
+from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from flytekitplugins.daskpytorch.roster import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
 
 __all__ = [
     "Finding",
@@ -223,8 +223,8 @@ def judge_gpus(answer: Mapping[str, Any], *, has_driver: bool) -> Finding:
 
 
 def _cores() -> Iterator[Finding]:
-    from flytekitplugins.daskpytorch.node import describe_node
-    from flytekitplugins.daskpytorch.placement import place_ranks
+    from flytekitplugins.daskpytorch.node.hardware import describe_node
+    from flytekitplugins.daskpytorch.protocol.placement import place_ranks
 
     node = describe_node("here", None)
     counts = sorted({1, NUM_RANKS, len(node.gpus) or 1})
@@ -233,20 +233,20 @@ def _cores() -> Iterator[Finding]:
 
 
 def _start() -> Iterator[Finding]:
-    from flytekitplugins.daskpytorch.spawn import OwnNode
+    from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
     yield Finding(what="start method", value="ranks are forked from a process that has torch imported (forkserver)")
     yield meeting_point("meeting point here", OwnNode.host, ())
 
 
 def _gang_here(timeout: float) -> Iterator[Finding]:
-    from flytekitplugins.daskpytorch import forkserver
-    from flytekitplugins.daskpytorch.spawn import OwnNode
+    from flytekitplugins.daskpytorch.node import fork_client
+    from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
     try:
         yield try_gang("ranks on this node", OwnNode(), NUM_RANKS, timeout)
     finally:
-        forkserver.shutdown()
+        fork_client.shutdown()
 
 
 # ---- The cluster
@@ -256,7 +256,7 @@ def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 6
     """Look at the cluster of this scheduler; the arguments are those of `examine`."""
     from distributed import Client
 
-    from flytekitplugins.daskpytorch import cluster
+    from flytekitplugins.daskpytorch.dask import cluster
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -282,7 +282,7 @@ def _because(cause: BaseException | None) -> str:
 def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Finding]:
     from distributed.comm import get_address_host
 
-    from flytekitplugins.daskpytorch.dispatch import DaskAgents
+    from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 
     agents = DaskAgents(client)
     yield Finding(what="scheduler", value=f"{agents.scheduler}, workers: {len(agents.workers)}")
@@ -358,7 +358,7 @@ def _few(names: Sequence[str]) -> str:
 
 def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
     """The address of this process at which ranks meet, and whether those on these hosts can reach it."""
-    from flytekitplugins.daskpytorch.node import interface_of
+    from flytekitplugins.daskpytorch.node.hardware import interface_of
 
     interface = interface_of(host)
     value = f"{host} (interface {interface or 'unknown'})"
@@ -378,8 +378,9 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
     """Have ranks meet and sum something, and take the time."""
-    from flytekitplugins.daskpytorch.dispatch import GangFutures, request_for
-    from flytekitplugins.daskpytorch.gang import Supervisor
+    from flytekitplugins.daskpytorch.driver.call import request_for
+    from flytekitplugins.daskpytorch.driver.futures import GangFutures
+    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
     settings = Gang(ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)
     witness = _Witness()

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.observer import Observer, Shape
-from flytekitplugins.daskpytorch.screen import one_line
+from flytekitplugins.daskpytorch.process.screen import one_line
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
 __all__ = ["Recorder", "line_chart", "table"]
 

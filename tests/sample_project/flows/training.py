@@ -18,7 +18,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flows.arithmetic import shifted
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Wandb, current_client, current_rank, dispatch
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Wandb, current_client, current_rank
+from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 handler = DaskResultsHandler()

@@ -1,0 +1,207 @@
+"""A ready Dask client for one task: to the cluster that the backend made, or to one made here. Runs in the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import dask
+from dask.system import cpu_count
+from distributed import Client, LocalCluster
+from distributed.comm import connect
+from distributed.security import Security
+
+from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
+
+__all__ = ["current_client", "greet", "identity", "opened"]
+
+POLL_INTERVAL = 0.1
+CONNECT_TIMEOUT = 10.0
+"""Seconds for one try to connect to the scheduler."""
+SETTLE_TIME = 30.0
+"""Seconds without a new worker after which a gang that may be smaller starts with those that came."""
+NOTICE_INTERVAL = 10.0
+
+_clients: list[Client] = []
+"""The clients of the tasks that run in this process, the newest last; threads of a task find theirs, too."""
+
+
+def current_client() -> Client:
+    """The client of the cluster that this `DaskCluster` task runs on.
+
+    Raises:
+        RuntimeError: Called outside such a task.
+    """
+    if not _clients:
+        raise RuntimeError(
+            "no Dask client here: current_client() works inside a task with task_config=DaskCluster(...). In a rank "
+            "use current_rank(); elsewhere make a distributed.Client yourself."
+        )
+    return _clients[-1]
+
+
+@contextlib.contextmanager
+def opened(
+    *, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0, dashboard: bool = False
+) -> Iterator[Client]:
+    """A client whose workers are there; closed at the end, together with a cluster made here.
+
+    A local cluster's workers are threads of this process: the ranks are processes of their own anyway, and such a
+    cluster starts in a twentieth of a second.
+
+    Args:
+        num_workers: How many workers to wait for, or to make.
+        min_workers: Go on with at least these when the others do not come.
+        start_timeout: Seconds for all that.
+        dashboard: Give a local cluster a dashboard, where bokeh is installed; that takes a second.
+
+    Raises:
+        GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
+    """
+    deadline = time.monotonic() + start_timeout
+    with contextlib.ExitStack() as stack:
+        if is_local():
+            stack.callback(fork_client.shutdown)  # after the cluster, whose agents use it
+            client = stack.enter_context(_local_client(num_workers, dashboard=dashboard))
+        else:
+            client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
+        scheduler = _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
+        if client.dashboard_link and "dashboard" in scheduler.get("services", {}):
+            print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr)
+        _clients.append(client)
+        stack.callback(_clients.remove, client)
+        yield client
+
+
+def greet(address: str, seconds: float) -> None:
+    """Connect to a scheduler once: a `Client` waits for ever for one that accepts connections and then says nothing.
+
+    Raises:
+        OSError: Nobody is there, or whoever it is says nothing for so many seconds.
+        ValueError: The address is none.
+    """
+
+    async def say_hello() -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                comm = await connect(address, 0.8 * seconds, **Security().get_connection_args("client"))
+        except TimeoutError as error:
+            raise TimeoutError(f"it lets this process connect, but says nothing for {seconds:g} s") from error
+        await comm.close()
+
+    with ThreadPoolExecutor(1) as thread:  # where no event loop runs, which may well be so in the caller's
+        thread.submit(lambda: asyncio.run(say_hello())).result()
+
+
+def identity(client: Client, seconds: float) -> Mapping[str, Any]:
+    """What the scheduler says of itself and its workers.
+
+    Raises:
+        GangStartError: It does not say so within so many seconds.
+    """
+    try:
+        found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
+    except TimeoutError as error:
+        raise GangStartError(
+            f"the Dask scheduler at {client.scheduler.address} is connected, but did not say within {seconds:.1f} s "
+            "which workers it has. Is it busy or suspended? Its log and its pod's CPU limit may tell."
+        ) from error
+    return found
+
+
+@contextlib.contextmanager
+def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
+    # As in the pods, see `task`: what Dask does all the time to know itself takes a tenth of a core from the ranks.
+    quiet = {"distributed.admin.tick.interval": "1s", "distributed.worker.profile.enabled": dashboard}
+    with dask.config.set(_unless_set(quiet)):
+        local = LocalCluster(
+            n_workers=num_workers,
+            threads_per_worker=max(1, cpu_count() // num_workers),
+            processes=False,
+            memory_limit=0,  # the workers are this process: each would count all its memory as its own, and pause
+            dashboard_address=":0" if dashboard and find_spec("bokeh") else None,
+        )
+    with local, Client(local) as client:
+        yield client
+
+
+def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of Dask's settings that nobody but Dask itself has set; one that it does not have any more does no harm."""
+    usual = dask.config.merge(*dask.config.defaults)
+    return {
+        key: value
+        for key, value in settings.items()
+        if dask.config.get(key, None) == dask.config.get(key, None, config=usual)
+    }
+
+
+@contextlib.contextmanager
+def _connected(address: str, deadline: float) -> Iterator[Client]:
+    """Connect, again and again: the scheduler starts at the same time as this, and its name may not resolve yet."""
+    notice = _Notice()
+    while True:
+        left = deadline - time.monotonic()
+        patience = max(0.1, min(left, CONNECT_TIMEOUT))
+        try:
+            greet(address, patience)
+            client = Client(address, timeout=patience)
+            break
+        except (OSError, TimeoutError) as error:
+            if time.monotonic() + 1.0 >= deadline:
+                raise GangStartError(
+                    f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) in time: {error}. "
+                    "Look at the scheduler pod's log; an image without this package or its dask-scheduler command "
+                    "does not start, and one with other TLS settings than here (DASK_DISTRIBUTED__COMM__...) hangs up."
+                ) from error
+            notice.give(f"waiting for the Dask scheduler at {address}")
+            time.sleep(min(1.0, max(0.0, left)))
+    with client:
+        yield client
+
+
+def _wait_for_workers(
+    client: Client, wanted: int, least: int, deadline: float, start_timeout: float
+) -> Mapping[str, Any]:
+    """Returns what the scheduler says of itself once enough workers are there."""
+    notice = _Notice()
+    here, newest_at = -1, time.monotonic()
+    while True:
+        now = time.monotonic()
+        scheduler = identity(client, max(1.0, deadline - now))
+        if (count := len(scheduler["workers"])) != here:
+            here, newest_at = count, now
+        if here >= wanted:
+            return scheduler
+        if here >= least and (now - newest_at >= SETTLE_TIME or now >= deadline):
+            print(f"going on with {here} of {wanted} Dask workers (at least {least} were asked for)", file=sys.stderr)
+            return scheduler
+        if now >= deadline:
+            raise GangStartError(
+                f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s; "
+                f"{least} are needed. Likely causes: the worker pods are still pending (kubectl get pods; GPUs, spot "
+                "capacity, tolerations), their image cannot be pulled, or their image lacks this package, whose "
+                "dask-worker command they start. Raise Gang(start_timeout=...) if they only need longer."
+            )
+        notice.give(f"{here} of {wanted} Dask workers are here, waiting for the others")
+        time.sleep(POLL_INTERVAL)
+
+
+class _Notice:
+    """Says why we wait: soon, then now and again."""
+
+    def __init__(self) -> None:
+        self._due_at = time.monotonic() + 2.0
+
+    def give(self, text: str) -> None:
+        if time.monotonic() >= self._due_at:
+            print(text, file=sys.stderr)
+            self._due_at = time.monotonic() + NOTICE_INTERVAL

@@ -1,0 +1,112 @@
+"""What a Dask worker holds, for the ranks beside it: the worker's end and the ranks' end.
+
+A rank asks its own worker, which knows its cluster: where else a partition is, and how to get it from there, by TLS or
+within one process. What passes between two workers passes through neither the scheduler nor the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData, _Coming, _Get, _Missing, _Refused, _Sizes
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+__all__ = ["served"]
+
+
+# ---- The ranks' end -------------------------------------------------------------------------------------------------
+
+
+# ---- The worker's end -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(worker: Worker) -> Iterator[WorkerData]:
+    """Answer ranks until the end of this context; gives what they need to ask."""
+    way = WorkerData(address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(way.address)
+        server.listen(128)
+        args = (server, worker, way.token)
+        threading.Thread(target=_accept, args=args, name="daskpytorch-data", daemon=True).start()
+        try:
+            yield way
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
+
+
+def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
+    while True:
+        try:
+            sock, _ = server.accept()
+        except OSError:
+            return
+        args = (Connection(sock.detach()), worker, token)
+        threading.Thread(target=_answer, args=args, name="daskpytorch-data", daemon=True).start()
+
+
+def _answer(connection: Connection, worker: Worker, token: bytes) -> None:
+    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):  # the rank has gone
+        # Nothing is unpickled before the token has proved who is there.
+        if not secrets.compare_digest(connection.recv_bytes(len(token)), token):
+            return
+        match connection.recv():
+            case _Sizes(keys):
+                connection.send(_on_loop(worker, _sizes(worker, keys)))
+            case _Get(key):
+                _send(connection, _on_loop(worker, _find(worker, key)))
+
+
+def _send(connection: Connection, found: list[Any] | _Missing | _Refused) -> None:
+    if isinstance(found, list):
+        try:
+            data = cloudpickle.dumps(found.pop(), protocol=5)
+        except Exception as error:  # whatever a user's own class may raise
+            found = _Refused(
+                f"a partition cannot be pickled: {type(error).__name__}: {error}. Let Dask make plain data."
+            )
+        else:
+            connection.send(_Coming())
+            connection.send_bytes(data)
+            return
+    connection.send(found)
+
+
+def _on_loop(worker: Worker, coroutine: Any) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, worker.loop.asyncio_loop).result()
+
+
+async def _sizes(worker: Worker, keys: Sequence[Key]) -> dict[Key, int]:
+    return {key: worker.state.tasks[key].nbytes or 0 for key in keys if key in worker.data}
+
+
+async def _find(worker: Worker, key: Key) -> list[Any] | _Missing | _Refused:
+    """The partition, in a list; it may be anything."""
+    from distributed.utils_comm import gather_from_workers
+
+    if key in worker.data:
+        return [worker.data[key]]
+    try:
+        holders = (await worker.scheduler.who_has(keys=[key]))[key]
+        data, _, failed, _ = await gather_from_workers({key: holders}, worker.rpc, who=worker.address)
+        if key in data:
+            return [data[key]]
+        if failed:
+            return _Refused(
+                f"partition {key!r} cannot be pickled, or unpickled on {worker.address}: see the workers' logs"
+            )
+        return _Missing((await worker.scheduler.get_task_status(keys=[key]))[key])
+    except OSError as error:  # the scheduler has gone, which ends the gang, or comes back
+        return _Missing(f"out of sight: {error}")

@@ -1,0 +1,22 @@
+"""Training data: pictures straight from S3, partitions that Dask workers hold, samples for ranks.
+
+Runs in ranks; `DaskPartitions` is made in the driver. Called by users. May import `protocol` and all below.
+"""
+
+from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransferError
+from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
+from flytekitplugins.daskpytorch.data.image_folder import S3ImageFolder
+from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
+from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
+
+__all__ = [
+    "BrokenImageError",
+    "ChangedError",
+    "DamagedTransferError",
+    "DaskPartitions",
+    "ImageTooLargeError",
+    "RankBatches",
+    "S3ImageFolder",
+    "Share",
+    "split_by_class",
+]

@@ -1,0 +1,127 @@
+"""Which pictures a folder in S3 has, and their classes: `prefix/class/image`. Made from its listing, once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.data.bucket import Listed
+
+__all__ = ["IMAGE_EXTENSIONS", "ImageIndex"]
+
+logger = logging.getLogger(__name__)
+
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+"""Of what counts as a picture, in lower or upper case: torchvision's and .gif."""
+FORMAT = 1
+"""Of index files."""
+ANEW = "Delete it, and it is made anew"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageIndex:
+    """The pictures of a folder in the order of their keys, and its classes in theirs."""
+
+    bucket: str
+    prefix: str
+    """Empty, or ends with a slash."""
+    nested: bool
+    """Whether pictures may lie deeper than in their class's folder."""
+    files: Sequence[Listed]
+    classes: list[str]
+    targets: list[int]
+    """The place in `classes` of each file's class."""
+
+    @classmethod
+    def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
+        """Choose the pictures among all objects.
+
+        Raises:
+            FileNotFoundError: There are none.
+            ValueError: Some lie deeper than in their class's folder, and `nested` is false.
+        """
+        folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        files: list[Listed] = []
+        others: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        for listed in listing:
+            kind = _kind(listed.key, folder)
+            if kind == "picture" or (nested and kind == "deeper picture"):
+                files.append(listed)
+            else:
+                others[kind] += 1
+                examples.setdefault(kind, listed.key)
+        uri = f"s3://{bucket}/{folder}"
+        if others["deeper picture"]:
+            raise ValueError(_too_deep(uri, folder, others["deeper picture"], examples["deeper picture"]))
+        if not files:
+            raise FileNotFoundError(_nothing(uri, others, examples))
+        for kind in others.keys() - {"folder marker"}:
+            logger.warning("%s: left out %d x %s, such as %s", uri, others[kind], kind, examples[kind])
+        names = [listed.key.removeprefix(folder).split("/")[0] for listed in files]
+        classes = sorted(set(names))
+        places = {name: place for place, name in enumerate(classes)}
+        targets = [places[name] for name in names]
+        return cls(bucket=bucket, prefix=folder, nested=nested, files=files, classes=classes, targets=targets)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, whole or not at all."""
+        path = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            try:
+                json.dump({"format": FORMAT, **asdict(self)}, file)
+                file.close()
+                os.replace(file.name, path)  # noqa: PTH105 - both ends are names
+            except BaseException:
+                os.unlink(file.name)  # noqa: PTH108
+                raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
+        """Read what `save` has written.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            version = content.pop("format")
+            index = cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not an index of a folder of pictures ({error}). {ANEW}") from error
+        if version != FORMAT:
+            raise ValueError(f"{path} is an index in format {version}, not {FORMAT}. {ANEW}")
+        return index
+
+
+def _kind(key: str, folder: str) -> str:
+    parts = key.removeprefix(folder).split("/")
+    if not parts[-1]:
+        return "folder marker"
+    if not parts[-1].lower().endswith(IMAGE_EXTENSIONS) or parts[-1].startswith("."):
+        return "file that is no picture by its name"
+    if len(parts) == 1:
+        return "picture in no class's folder"
+    return "picture" if len(parts) == 2 else "deeper picture"
+
+
+def _too_deep(uri: str, folder: str, count: int, example: str) -> str:
+    first = example.removeprefix(folder).split("/")[0]
+    return (
+        f"{uri} has {count} pictures that lie deeper than class/picture, such as {example}. If {first!r} is a part of "
+        f"the data rather than a class, name it: {uri}{first}. If it is a class, say nested=True"
+    )
+
+
+def _nothing(uri: str, others: Counter[str], examples: dict[str, str]) -> str:
+    there = ", ".join(f"{count} x {kind} (such as {examples[kind]})" for kind, count in others.items())
+    return (
+        f"{uri} has no pictures. Looked for {uri}CLASS/PICTURE with the extensions {' '.join(IMAGE_EXTENSIONS)}; "
+        f"there is {there or 'no object at all whose key begins so'}. Check bucket, prefix and endpoint"
+    )

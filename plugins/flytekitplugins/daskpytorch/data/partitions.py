@@ -1,0 +1,162 @@
+"""Training data that lie in Dask: each partition of a collection is one rank's. Runs in drivers and in ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.data.sharing import share_out
+from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+__all__ = ["DaskPartitions", "Share"]
+
+
+class DaskPartitions:
+    """The partitions of a Dask collection, shared by the ranks of a gang on the same cluster.
+
+    Made in the driver and passed to `dispatch.run` or `dispatch.map`; it has the collection computed, waits for that,
+    and keeps the partitions on the workers where they are. Each rank takes its `share`. What travels, travels between
+    workers: nothing passes through the driver or the scheduler.
+    """
+
+    def __init__(self, client: Client, collection: Any) -> None:
+        """Compute a collection where it is to be trained on.
+
+        Args:
+            client: The one that the gang will be run by.
+            collection: A bag, array or data frame; or a list of futures, such as `client.map` gives, or of `Delayed`,
+                each of which is one partition.
+
+        Raises:
+            ValueError: It is no such thing, it has no partitions, or it is of another cluster.
+            Exception: Computing it failed: that exception.
+        """
+        if client.asynchronous:
+            raise TypeError("DaskPartitions needs a synchronous client: Client(..., asynchronous=False)")
+        self._futures: Sequence[Future] = _computed(client, collection)
+        self._keys: tuple[Key, ...] = tuple(future.key for future in self._futures)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The ranks' copies know the partitions only by name; the driver's futures keep these alive."""
+        return {"_keys": self._keys}
+
+    def share(self) -> Share:
+        """This rank's partitions. Every rank must call it, since they agree: each partition is in one share.
+
+        A rank gets what its own Dask worker holds, as far as no rank has far more bytes than the others. After a
+        restart partitions are shared out anew.
+
+        Raises:
+            RuntimeError: This is no rank that `dispatch` started.
+            ValueError: There are fewer partitions than ranks.
+        """
+        rank = current_rank()
+        way = rank.worker_data
+        if way is None:
+            raise RuntimeError(
+                "no Dask worker here: DaskPartitions.share() works in the ranks of dispatch.run and dispatch.map. "
+                "Loader processes get the Share itself."
+            )
+        if len(self) < rank.world_size:
+            raise ValueError(
+                f"{len(self)} partitions cannot be shared by {rank.world_size} ranks. Make more of them, as by "
+                f"repartition(npartitions={2 * rank.world_size}), or have fewer ranks."
+            )
+        sizes = way.sizes(self._keys)
+        held = _from_all_ranks({number: sizes[key] for number, key in enumerate(self._keys) if key in sizes})
+        return Share(self._keys, share_out(len(self), held)[rank.rank], way)
+
+
+class Share(Sequence[Any]):
+    """One rank's partitions. Each is fetched anew when it is asked for, and only that one: keep it, or let it go.
+
+    A worker needs memory for a second, pickled copy of a partition while it hands it out.
+    Pickles, so that loader processes may have it, also as the data set of a `DataLoader(..., batch_size=None)`.
+    """
+
+    def __init__(self, keys: Sequence[Key], indices: Sequence[int], way: WorkerData) -> None:
+        self.indices = tuple(indices)
+        """Which of the collection's partitions these are."""
+        self._keys = keys
+        self._way = way
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Share: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Share(self._keys, self.indices[index], self._way)
+        partition = self._way.fetch(self._keys[self.indices[index]])
+        current_rank().progress.move()
+        return partition
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def _from_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks."""
+    from torch import distributed
+
+    values = [value] * current_rank().world_size
+    if len(values) > 1:
+        distributed.all_gather_object(values, value)
+    return values
+
+
+def _computed(client: Client, collection: Any) -> list[Future]:
+    """The collection's partitions, once all are there."""
+    from distributed import futures_of, wait
+
+    _check_cluster(client, futures_of(collection))
+    futures: list[Future] = client.compute(_parts(collection))
+    with client.as_current():
+        wait(futures)
+    for number, future in enumerate(futures):
+        if future.status == "error":
+            error = future.exception()
+            error.add_note(f"in partition {number} of {len(futures)}, which Dask was to make for the training")
+            raise error
+    return futures
+
+
+def _parts(collection: Any) -> list[Any]:
+    """The collection's partitions, yet to be computed."""
+    from dask.base import is_dask_collection
+    from dask.delayed import Delayed
+    from distributed import Future
+
+    if is_dask_collection(collection) and not isinstance(collection, Delayed):
+        delayed = collection.to_delayed()
+        parts = list(delayed.ravel() if hasattr(delayed, "ravel") else delayed)  # an array's are in an array
+    else:
+        parts = list(collection) if isinstance(collection, (list, tuple)) else [collection]
+    if not parts:
+        raise ValueError("the collection has no partitions: there is nothing to train on")
+    for part in parts:
+        if not isinstance(part, Future) and not is_dask_collection(part):
+            raise ValueError(
+                f"a {type(part).__name__} is no Dask collection and no future. Make it one, as by "
+                "dask.bag.from_sequence(..., npartitions=8), or pass it to the function as it is."
+            )
+    return parts
+
+
+def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
+    here = client.scheduler.address
+    others = {future.client.scheduler.address for future in futures} - {here}
+    if others:
+        raise ValueError(
+            f"the collection lies on the cluster at {', '.join(sorted(others))}, but the gang will run at {here}. Make "
+            "it with the client that the gang is run by, or let it travel through storage."
+        )

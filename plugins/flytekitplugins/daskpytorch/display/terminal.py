@@ -1,0 +1,141 @@
+"""What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import IO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.process.screen import Screen, one_line
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+
+__all__ = ["Echo", "ProgressDisplay", "describe_record", "terminal"]
+
+PLAIN_INTERVAL = 10.0
+"""Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
+LEADING = ("epoch", "loss")
+RATE = "samples_per_second"
+MAX_NAME = 60
+"""Characters of a metric's name that are shown ..."""
+MAX_LINE = 2_000
+"""... and of all that a record says."""
+LARGE = 1e15
+"""From here on numbers are shown by their power of ten."""
+
+
+class ProgressDisplay(Observer):
+    """Shows rank 0's metrics as they come, and every rank's output marked with its rank, on standard error."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or terminal()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._name = ""
+        self._shown_at = 0.0
+        self._epoch = 0
+        self._newest_names: set[str] = set()
+
+    def placed(self, shape: Shape) -> None:
+        """Say what is being started."""
+        self._name = shape.name.rpartition(".")[2]
+        num_hosts = len({node.host for node in shape.nodes})
+        devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
+        self._print(
+            f"{self._name}: starting {_count(shape.world_size, 'rank')} on {_count(len(shape.nodes), 'worker')}, "
+            f"{_count(num_hosts, 'host')} ({', '.join(devices)}, {shape.backend})"
+        )
+
+    def formed(self, seconds: float) -> None:
+        """Say that training begins, and open the live display."""
+        self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
+        if self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.fields[name]}", style="bold", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}", markup=False),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", name=self._name, text="", total=None)
+            self._bar.start()
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass on a rank's output."""
+        for line in lines:
+            self._print(f"[rank {rank}] {line}")
+
+    def logged(self, record: LogRecord) -> None:
+        """Show rank 0's newest values."""
+        if record.rank != 0:
+            return
+        if self._bar is not None and self._task is not None:
+            done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
+            self._bar.update(self._task, completed=done, total=record.num_steps, text=describe_record(record, LEADING))
+        epoch = record.epoch or 0
+        brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
+        is_due = self._bar is None and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        self._epoch, self._newest_names = epoch, set(record.metrics)
+        if brings_news or is_due:
+            self._shown_at = time.monotonic()
+            self._print(f"{self._name}: {describe_record(record)}")
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        self._print(text)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Take the live display away until the ranks have met again."""
+        self.ended(None)
+        self._bar = None
+
+    def ended(self, error: Exception | None) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def terminal() -> Console:
+    """Standard error, as `rich` writes to it."""
+    return Console(file=cast("IO[str]", Screen()), highlight=False)
+
+
+def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
+    """A record in a line: epoch, step, loss, the other values (or only those named), samples/s."""
+    numbers = record.numbers
+    parts = [f"epoch {numbers['epoch']:g}"] if "epoch" in numbers else []
+    parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
+    names = [name for name in ("loss",) if name in numbers]
+    names += [name for name in numbers if name not in (*LEADING, RATE) and (only is None or name in only)]
+    parts += [f"{one_line(name, MAX_NAME)} {_brief(numbers[name])}" for name in names]
+    if RATE in numbers:
+        parts.append(f"{_brief(numbers[RATE], is_whole=True)} samples/s")
+    return one_line("  ".join(parts), MAX_LINE)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _brief(value: float, *, is_whole: bool = False) -> str:
+    return f"{value:,.0f}" if (is_whole or value.is_integer()) and abs(value) < LARGE else f"{value:.4g}"
+
+
+class Echo(Observer):
+    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        Screen().write(f"{text}\n")
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass it on."""
+        Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))

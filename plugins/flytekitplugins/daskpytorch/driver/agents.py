@@ -1,0 +1,271 @@
+"""The agents of one gang: who was asked, who is there, who has gone, who has come since. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.handshake import hang_up
+from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello
+from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
+
+__all__ = ["Peer", "Roster"]
+
+MAX_BROKEN = 2
+"""How often a worker's agent may fail by itself."""
+MAX_SILENCE = 15.0
+"""Seconds without a word from an agent, which speaks every second, after which its worker counts as lost."""
+SILENCE_INTERVAL = 0.5
+"""Seconds between looks at who has fallen silent: at every message of a large gang that would be most of the work."""
+RECRUIT_INTERVAL = 0.5
+"""Seconds between looks at the workers of the cluster."""
+SCHEDULER_PATIENCE = 5.0
+"""Seconds for the scheduler to answer again before it counts as lost; a dropped connection comes back sooner ..."""
+BUSY_SCHEDULER_PATIENCE = 30.0
+"""... and one that is still connected may be short of processor time; Dask's own time-out for connecting."""
+
+
+OnLaunchFailure = Callable[[str, Exception, int], None]
+"""The same, with the number of the launch: the worker may have been asked again since."""
+
+
+@dataclass
+class Peer:
+    """An agent that has said hello."""
+
+    node: Node
+    connection: Connection
+    heard_at: float
+    """When it last said anything; by the roster's clock."""
+    joined_at: float = field(init=False)
+    """When it said hello."""
+
+    def __post_init__(self) -> None:
+        self.joined_at = self.heard_at
+
+    def send(self, message: object) -> None:
+        """Tell it something; should it be gone, that arrives as an event."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+
+@dataclass
+class Roster:
+    """Keeps the list."""
+
+    launcher: AgentLauncher
+    num_ranks: int
+    """Ranks per worker."""
+    address: tuple[str, int]
+    """Where the driver listens."""
+    on_failure: OnLaunchFailure
+    token: bytes = field(repr=False)
+    """Proves to the driver who dials in."""
+    peers: dict[str, Peer] = field(default_factory=dict)
+    """By worker."""
+    leaving: set[str] = field(default_factory=set)
+    """Workers of these that are being taken away."""
+    expected: set[str] = field(default_factory=set)
+    """Workers that were asked, and have not answered yet."""
+    lost: dict[str, Exception] = field(default_factory=dict)
+    """Workers that went, with the reason."""
+    refused: dict[str, Exception] = field(default_factory=dict)
+    """Workers whose agent failed, with the error: there is no use in asking them again."""
+    _by_connection: dict[Connection, Peer] = field(default_factory=dict)
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """Seconds that only go forward."""
+    _shunned: set[str] = field(default_factory=set)
+    """Workers that fell silent; the scheduler may still believe in them, so nobody waits for them until they speak."""
+    _launches: Counter[str] = field(default_factory=Counter)
+    """How often each worker was asked."""
+    _num_broken: Counter[str] = field(default_factory=Counter)
+    """How often the agent of each has failed."""
+    _looked_at: float = field(init=False)
+    _recruit_at: float = field(init=False)
+    _unanswered_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self._looked_at = self.clock()
+        self._recruit_at = self._looked_at + RECRUIT_INTERVAL
+
+    def launch(self, workers: Iterable[str]) -> None:
+        """Have agents started on these workers, and expect them."""
+        workers = list(workers)
+        self.expected |= set(workers)
+        self._launch(workers)
+
+    def _launch(self, workers: Iterable[str]) -> None:
+        for number, several in self._numbered(workers).items():
+            orders = [
+                AgentOrder(worker=worker, driver=self.address, num_ranks=self.num_ranks, token=self.token)
+                for worker in several
+            ]
+            on_failure = functools.partial(self._note_launch_failure, number)
+            try:
+                self.launcher.launch(orders, on_failure)
+            except Exception as error:  # whatever a client says without its scheduler, whose loss is noticed by itself
+                for worker in several:
+                    on_failure(worker, WorkerLostError(f"its agent could not be started: {error}", worker=worker))
+
+    def _note_launch_failure(self, launch: int, worker: str, error: Exception) -> None:
+        self.on_failure(worker, error, launch)
+
+    def _numbered(self, workers: Iterable[str]) -> dict[int, list[str]]:
+        """The workers by how often they have been asked, this time included."""
+        numbered: dict[int, list[str]] = defaultdict(list)
+        for worker in workers:
+            self._launches[worker] += 1
+            numbered[self._launches[worker]].append(worker)
+        return numbered
+
+    def nodes(self) -> list[Node]:
+        """Those that can carry ranks, in the order of their ranks."""
+        fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
+        return sorted(fit, key=lambda node: worker_order(node.worker))
+
+    @property
+    def num_nodes(self) -> int:
+        """How many can carry ranks."""
+        return len(self.peers) - len(self.leaving)
+
+    def find(self, connection: Connection) -> Peer | None:
+        """Whose connection this is."""
+        return self._by_connection.get(connection)
+
+    def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
+        """An agent has come; the one of the same worker that it displaces, which is gone with all its ranks."""
+        worker = hello.node.worker
+        displaced = self.peers.get(worker)
+        if displaced is not None:
+            self.forget(displaced.connection)
+            hang_up(displaced.connection)
+        self.expected.discard(worker)
+        self._shunned.discard(worker)
+        self.lost.pop(worker, None)
+        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, self.clock())
+        return displaced
+
+    def refuse(self, worker: str, error: Exception, launch: int) -> None:
+        """An agent could not be started, or ended in an error before it had said hello."""
+        if worker not in self.expected or launch != self._launches[worker]:
+            return
+        if isinstance(error, WorkerLostError):  # it may come back
+            self._give_up([worker])
+            return
+        self.expected.discard(worker)
+        self.refused[worker] = error
+
+    def forget(self, connection: Connection) -> Peer | None:
+        """An agent has gone; whose it was."""
+        peer = self._by_connection.pop(connection, None)
+        if peer is not None:
+            del self.peers[peer.node.worker]
+            self.leaving.discard(peer.node.worker)
+            self.lost[peer.node.worker] = ConnectionError("the worker was lost")
+        return peer
+
+    def note_broken(self, worker: str, traceback: str) -> None:
+        """An agent has failed by itself; where that happens twice the worker is not asked again."""
+        self._num_broken[worker] += 1
+        if self._num_broken[worker] >= MAX_BROKEN:
+            last_line = traceback.rstrip().rpartition("\n")[2]
+            self.refused[worker] = GangError(f"its agent failed {MAX_BROKEN} times: {last_line}", worker=worker)
+
+    def silent(self) -> list[Peer]:
+        """Agents that have not spoken for too long; looks every now and then.
+
+        They may come to life again, and must find themselves forgotten.
+        """
+        now = self.clock()
+        if now - self._looked_at < SILENCE_INTERVAL:
+            return []
+        if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
+            for peer in self.peers.values():
+                peer.heard_at = now
+        self._looked_at = now
+        return [peer for peer in self.peers.values() if now - peer.heard_at > MAX_SILENCE]
+
+    def give_up_silent(self, peer: Peer) -> None:
+        """Hang up on an agent that does not speak, and ask its worker again, should it come to life after all."""
+        hang_up(peer.connection)
+        self._shunned.add(peer.node.worker)
+        self._launch([peer.node.worker])
+
+    def note_absences(self) -> None:
+        """Give up those of the expected workers that have gone before they answered; looks every now and then."""
+        if self.expected and (present := self._look()) is not None:
+            self._give_up(self.expected - present)
+
+    def recruit(self, wanted: int) -> None:
+        """Have agents started on workers that have come since, up to a number; looks every now and then.
+
+        Raises:
+            ConnectionError: The scheduler is lost.
+        """
+        if (present := self._look()) is None:
+            return
+        self._give_up(self.expected - present)
+        num_missing = wanted - self.num_nodes - len(self.expected)
+        newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
+        if num_missing > 0 and newcomers:
+            self.launch(sorted(newcomers, key=worker_order)[:num_missing])
+
+    def _give_up(self, workers: Iterable[str]) -> None:
+        self.expected -= set(workers)
+        self.lost |= {worker: ConnectionError("the worker was lost before the gang was formed") for worker in workers}
+
+    def _look(self) -> set[str] | None:
+        now = self.clock()
+        if now < self._recruit_at:
+            return None
+        self._recruit_at = now + RECRUIT_INTERVAL
+        try:
+            present = set(self.launcher.present())
+        except (OSError, TimeoutError) as error:
+            self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
+            patience = BUSY_SCHEDULER_PATIENCE if self.launcher.is_connected() else SCHEDULER_PATIENCE
+            if (silence := self.clock() - self._unanswered_since) >= patience:
+                raise ConnectionError(f"the Dask scheduler was lost, no answer for {silence:.0f} s: {error}") from error
+            return None
+        self._unanswered_since = None
+        return present
+
+    def is_hopeless(self, wanted: int, least: int, recruits: bool) -> bool:
+        """Too many of the workers have said that they cannot take part, or have gone and are not replaced."""
+        gone = self.refused.keys() | (set() if recruits else self.lost.keys())
+        return wanted - len(gone) < least
+
+    def too_few_came(self, name: str, wanted: int, timeout: float) -> GangError:
+        """The error that says who did not come, and why."""
+        if gone := self.refused or self.lost:
+            worker, error = next(iter(gone.items()))
+            # No retry will mend an image.
+            kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
+            return kind(
+                f"{len(gone)} of {wanted} workers could not take part in {name}; the first, {worker}: "
+                f"{type(error).__name__}: {error}",
+                worker=worker,
+                cause=str(error),
+            )
+        return GangStartError(
+            f"only {self.num_nodes} of {wanted} workers started their part of {name} within {timeout:g} s. "
+            f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}. They may be busy with other "
+            "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
+        )
+
+    def dismiss_leaving(self) -> None:
+        """Let those workers go that are being taken away; they wait for their agents' end."""
+        for worker in self.leaving:
+            self.peers[worker].send(Close())
+
+    def broadcast(self, message: object) -> None:
+        """Tell all agents something."""
+        for peer in self.peers.values():
+            peer.send(message)

@@ -1,0 +1,219 @@
+"""One incarnation of a gang: which ranks there are, and what has become of them. Runs in the driver.
+
+Holds no connection: the supervisor tells it what happens, and it says what that means.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flytekitplugins.daskpytorch.driver.blame import find_culprit
+from flytekitplugins.daskpytorch.driver.hang_detector import Stillness
+from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.protocol import relay
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
+from flytekitplugins.daskpytorch.protocol.messages import Exited
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+
+__all__ = ["Generation"]
+
+
+@dataclass
+class Generation:
+    """What has happened to the ranks of one generation."""
+
+    number: int
+    places: dict[int, tuple[Place, Node]]
+    """rank -> its place, and the node of its worker."""
+    ready: set[int] = field(default_factory=set)
+    """Ranks that have joined the process group."""
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    """The newest step that each rank has named."""
+    hang: tuple[int, str] | None = None
+    """The rank that holds up the others, and the report."""
+    held: dict[int, int] = field(default_factory=dict)
+    """How often each rank has called `should_stop`, once it was asked to hold."""
+    stopped_early: set[int] = field(default_factory=set)
+    """Ranks whose `should_stop` has turned true."""
+    num_collectives: dict[int, int] = field(default_factory=dict)
+    """How many collectives each rank has entered, once it was asked."""
+    stillness: Stillness | None = None
+    """From the moment that all have met."""
+    hangs_at: float = 0.0
+    """Not before this moment can it count as hung: ranks that have not ended only move on."""
+    stop_at: float | None = None
+    """When to end it: a better culprit may be found before, or the last rank may leave; by the clock."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """Seconds that only go forward."""
+    began_at: float = field(init=False)
+    """By the clock."""
+    _bad_exits: dict[int, RankExit] = field(default_factory=dict)
+    _has_earnest_failure: bool = False
+
+    def __post_init__(self) -> None:
+        self.began_at = self.clock()
+
+    @functools.cached_property
+    def ranks_of(self) -> Mapping[str, list[int]]:
+        """The workers that carry it, each with its ranks."""
+        ranks = defaultdict(list)
+        for rank, (_, node) in self.places.items():
+            ranks[node.worker].append(rank)
+        return ranks
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.places)
+
+    @property
+    def is_formed(self) -> bool:
+        """All ranks have met."""
+        return len(self.ready) == len(self.places)
+
+    @property
+    def has_delivered(self) -> bool:
+        """Every rank's function has returned."""
+        return len(self.results) == len(self.places)
+
+    @property
+    def is_over(self) -> bool:
+        """Every rank has left."""
+        return len(self.exits) == len(self.places)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks whose function has neither returned nor failed."""
+        ended = self.results.keys() | self.exits.keys() | self.failures.keys()
+        return [rank for rank in self.places if rank not in ended]
+
+    @property
+    def bad_exits(self) -> list[RankExit]:
+        """Exits without a result. A rank that has delivered is out of danger, whatever happens to it then."""
+        return list(self._bad_exits.values())
+
+    @property
+    def unclean_exits(self) -> list[RankExit]:
+        """All but the exits of ranks that delivered and left in good order: what the blame is found among."""
+        return [
+            exit_
+            for rank, exit_ in self.exits.items()
+            if rank not in self.results or exit_.exitcode != 0 or exit_.hang is not None
+        ]
+
+    @property
+    def is_failing(self) -> bool:
+        """Something has gone wrong."""
+        return bool(self.failures or self._bad_exits or self.hang)
+
+    @property
+    def has_earnest_failure(self) -> bool:
+        """Some rank failed, and not because it lost a peer."""
+        return self.hang is not None or self._has_earnest_failure
+
+    @property
+    def has_own_failure(self) -> bool:
+        """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
+        return self.has_earnest_failure and not self.culprit().is_infrastructure
+
+    def take(self, rank: int, reports: bytes) -> list[tuple[str, Any]]:
+        """Open reports of a rank, and note what they say; the kind and value of each."""
+        opened = list(relay.unpack(reports))
+        for kind, value in opened:
+            self._take(rank, kind, value)
+        return opened
+
+    def _take(self, rank: int, kind: str, value: Any) -> None:
+        match kind:
+            case "ready":
+                self.ready.add(rank)
+                if self.is_formed:
+                    self.stillness = Stillness(self.places, self.clock())
+            case "result":
+                self.results[rank] = value
+            case "failure":
+                self.failures[rank] = value
+                self._has_earnest_failure |= not value.is_consequence
+            case "log" | "saved":
+                self.steps[rank] = value.step
+            case "moves" if self.stillness is not None:
+                self.stillness.note(rank, value, self.clock())
+            case "held":
+                self.held[rank] = value
+            case "stopped":
+                self.stopped_early.add(rank)
+            case "collectives":
+                self.num_collectives[rank] = value
+
+    def note_exit(self, exited: Exited) -> None:
+        """A rank ended."""
+        self._note(
+            exited.rank,
+            exitcode=exited.exitcode,
+            log_tail=exited.log_tail,
+            time=exited.time,
+            out_of_memory=exited.out_of_memory,
+            stopped=exited.stopped,
+        )
+
+    def lose(self, worker: str, agent_traceback: str | None = None) -> None:
+        """A worker has gone, or its agent has failed, and its ranks with it."""
+        for rank in self.ranks_of.get(worker, ()):
+            if rank not in self.exits:
+                self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
+
+    def unaccounted(self) -> set[str]:
+        """The workers of ranks that have not left."""
+        return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
+
+    def have_answered(self, answers: Mapping[int, Any]) -> bool:
+        """Whether all ranks that can still answer a question have done so."""
+        if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
+            return False  # as for most of a large gang's answers, without going through all
+        return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
+
+    def culprit(self) -> RankExit:
+        """Whose fault it is, as far as is known."""
+        here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
+        for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
+            here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
+        return find_culprit(here.values())
+
+    def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
+        """The error that says which ranks have not met the others in time, and what those wrote."""
+        tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
+        return GangStartError(
+            f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
+            f"{', '.join(map(str, sorted(missing)))}. They may not reach each other, or importing the function's "
+            "module takes too long.\n" + "\n".join(tails),
+            rank=min(missing),
+        )
+
+    def _tail_of(self, rank: int) -> str:
+        return self.exits[rank].log_tail if rank in self.exits else ""
+
+    def _note(self, rank: int, **how: Any) -> None:
+        self.exits[rank] = exit_ = self._exit(rank, **how)
+        if rank not in self.results:
+            self._bad_exits[rank] = exit_
+            self._has_earnest_failure |= not exit_.is_consequence
+
+    def _exit(self, rank: int, **how: Any) -> RankExit:
+        _, node = self.places[rank]
+        return RankExit(
+            rank=rank,
+            worker=node.worker,
+            host=node.host,
+            failure=self.failures.get(rank),
+            hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
+            step=self.steps.get(rank),
+            **how,
+        )

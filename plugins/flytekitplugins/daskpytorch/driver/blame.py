@@ -1,0 +1,113 @@
+"""Which rank really failed: the records of a gang's end, and the rules that find the cause among the consequences.
+
+Pure, so that the rules can be tested case by case; the driver applies them, ranks and agents fill in the records.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+
+from flytekitplugins.daskpytorch.errors import (
+    GangError,
+    GangHungError,
+    WorkerLostError,
+)
+from flytekitplugins.daskpytorch.protocol.failure import RankExit
+
+__all__ = ["describe", "find_culprit", "verdict"]
+
+
+def find_culprit(exits: Iterable[RankExit]) -> RankExit:
+    """The exit that caused the others.
+
+    A rank's own exception comes before signals and unexpected exits, these before a lost worker, that before a hang,
+    and that before errors that read like the loss of a peer, and before ranks that we stopped; among equals the first
+    in time.
+    """
+    return min(exits, key=lambda e: (_severity(e), e.failure.time if e.failure else e.time))
+
+
+def _severity(exit_: RankExit) -> int:
+    if exit_.failure is not None and not exit_.failure.is_consequence:  # even of a rank that was then told to stop
+        return 0
+    if exit_.hang is not None:
+        return 4
+    if exit_.failure is not None:
+        return 5
+    if exit_.stopped:
+        return 6
+    if exit_.exitcode is None:
+        return 3
+    return 2 if exit_.out_of_memory else 1
+
+
+def describe(exit_: RankExit) -> str:
+    """How a rank ended, in a line."""
+    if exit_.failure is not None:
+        text = exit_.failure.message
+        return f"{exit_.failure.type_name}: {text}" if text else exit_.failure.type_name
+    if exit_.hang is not None:
+        return exit_.hang.partition("\n")[0]
+    if exit_.exitcode is None:
+        last_line = (exit_.agent_traceback or "").rstrip().rpartition("\n")[2]
+        return f"the agent that watches it failed: {last_line}" if last_line else "its worker was lost"
+    if exit_.out_of_memory:
+        return "killed for memory: the container's limit was reached (raise its mem limit, or use less)"
+    if exit_.exitcode < 0:
+        number = -exit_.exitcode
+        hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
+        return f"ended by signal {number}, {_signal_name(number)}{hint}"
+    return f"its process ended early with exit code {exit_.exitcode}, without returning a result"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        return "a real-time signal"
+
+
+def verdict(culprit: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
+    """What the driver raises for a failed gang: the culprit's own exception from a `GangError`, or that error alone.
+
+    Args:
+        culprit: From `find_culprit`.
+        world_size: The number of ranks.
+        refusal: Why the gang does not start again.
+        history: What ended its earlier generations, a line each.
+    """
+    who, how = f"rank {culprit.rank}", describe(culprit)
+    rank_traceback = culprit.failure.traceback if culprit.failure else ""
+    step = culprit.position[0]
+    where = f" after step {step}" if step is not None else ""
+    message = f"{who} of {world_size} failed on {culprit.worker} (host {culprit.host}){where}: {how}"
+    if history:
+        message += f"\n\nNot started again, because {refusal}. Failures before this one:\n" + "\n".join(history)
+    if culprit.hang is not None:
+        message += "\n" + culprit.hang.partition("\n")[2]
+    if rank_traceback:
+        message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
+    if culprit.agent_traceback:
+        message += f"\n\nTraceback of its agent:\n{culprit.agent_traceback.rstrip()}"
+    if culprit.log_tail:
+        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{culprit.log_tail}"
+    kind = GangHungError if culprit.hang is not None and culprit.failure is None else GangError
+    if culprit.is_infrastructure:
+        kind = WorkerLostError
+    error = kind(
+        message,
+        rank=culprit.rank,
+        worker=culprit.worker,
+        host=culprit.host,
+        cause=how,
+        step=step,
+        time=culprit.failure.time if culprit.failure else culprit.time,
+        rank_traceback=rank_traceback,
+        log_tail=culprit.log_tail,
+    )
+    original = culprit.failure.rebuilt() if culprit.failure else None
+    if original is None:
+        return error
+    original.__cause__ = error
+    return original

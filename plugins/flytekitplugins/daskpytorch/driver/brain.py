@@ -1,0 +1,646 @@
+"""Decides what a gang does next: start, grow, stop, start again, give up. Runs in the driver; `gang` lends it ears.
+
+Handlers record what has happened and do nothing else; `decide` alone acts on it, so that whatever happens, at whatever
+moment, meets the same rules. What the gang is in the middle of is a phase, which is a method:
+
+    _gather ──▶ _train ──▶ _end_ranks ──▶ _settle ──▶ _gather ...
+       │          │                          │
+       └──────────┴── results, or an error ◀─┘
+
+Nothing here starts threads, waits (but for storage, at the very end) or looks at the clock otherwise than by `clock`:
+a test can play a whole gang's life through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from flytekitplugins.daskpytorch.driver.agents import Peer, Roster
+from flytekitplugins.daskpytorch.driver.attempt import Generation
+from flytekitplugins.daskpytorch.driver.audience import Audience
+from flytekitplugins.daskpytorch.driver.blame import describe, verdict
+from flytekitplugins.daskpytorch.driver.checkpoints import Vault
+from flytekitplugins.daskpytorch.driver.failure_policy import Defeat, Restarts
+from flytekitplugins.daskpytorch.driver.fetch import Courier
+from flytekitplugins.daskpytorch.driver.hang_detector import Witness, report_hang
+from flytekitplugins.daskpytorch.driver.listener import Event
+from flytekitplugins.daskpytorch.driver.preemption import StopRequest
+from flytekitplugins.daskpytorch.driver.received import Inbox, Part
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.node.hardware import local_versions
+from flytekitplugins.daskpytorch.protocol import messages, placement
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Node
+from flytekitplugins.daskpytorch.rank.wandb import RunSettings
+
+__all__ = ["Brain", "GangCancelledError", "Rendezvous"]
+
+BLAME_WINDOW = 0.7
+"""Seconds to wait for a better culprit while every failure so far reads like the loss of a peer."""
+MAX_LEAVE_WAIT = 75.0
+"""Seconds for the ranks to leave once all have delivered; more than Weights & Biases may take to close its run."""
+MAX_STOP_WAIT = 15.0
+"""Seconds for the ranks to end once they are told to stop; more than an agent waits before it kills."""
+SETTLE_TIME = 0.25
+"""Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
+GROWTH_SETTLE_TIME = 1.0
+"""Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone either."""
+MAX_LAST_UPLOAD_WAIT = 10.0
+"""Seconds for a checkpoint that is on its way when the gang ends; one that starts again waits for it."""
+STACKS_WAIT = 1.5
+"""Seconds for the ranks of a gang that hangs to say where they are."""
+MIRROR_GRACE = 7.0
+"""Seconds for the last checkpoint to reach storage after that."""
+TICK = 1.0
+"""Seconds between looks at what may have changed without an event."""
+NOTICE_INTERVAL = 10.0
+"""Seconds between two words about what is waited for."""
+
+
+class GangCancelledError(Exception):
+    """The gang was cancelled."""
+
+
+class Rendezvous(Protocol):
+    """Where the ranks find each other."""
+
+    def address(self) -> tuple[str, int]:
+        """Its host and port."""
+
+
+Phase = Callable[[], Any]
+"""Does what is due, and returns the phase that follows at once, or None to be called again when something happens."""
+
+
+class Brain:
+    """Sees one gang through. `take` what happens and `decide`, in turn, on one thread; not later than `patience`."""
+
+    def __init__(
+        self,
+        request: Request,
+        roster: Roster,
+        vault: Vault,
+        rendezvous: Rendezvous,
+        audience: Audience,
+        inbox: Inbox,
+        *,
+        code: Code,
+        checkpoint: CheckpointFile | None = None,
+        asked_at: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with gathering the workers, whose agents are on their way.
+
+        Args:
+            request: What the gang is to do.
+            roster: Its agents.
+            vault: Its checkpoints.
+            rendezvous: For ranks that are to meet.
+            audience: Hears of everything.
+            inbox: Takes what the ranks submit.
+            code: The project's sources.
+            checkpoint: What the first generation starts from.
+            asked_at: When the gang was asked for; by the clock.
+            clock: Seconds that only go forward.
+        """
+        self._request = request
+        self._settings = request.settings
+        self._roster = roster
+        self._vault = vault
+        self._rendezvous = rendezvous
+        self._audience = audience
+        self._inbox = inbox
+        self._code = code
+        self._checkpoint = checkpoint
+        self._asked_at = asked_at
+        self._now = clock
+        self._num_wanted = roster.launcher.num_wanted
+        self._num_least = self._settings.min_workers or self._num_wanted
+        self._courier = Courier()
+        self._restarts = Restarts(self._settings.max_restarts)
+        self._tracking: RunSettings | None = None
+        self._noticed_at = asked_at
+        # What has happened, and was not acted on yet.
+        self._broken: dict[str, str] = {}
+        self._is_cancelled = False
+        self._stopped_early: StoppedEarlyError | None = None
+        self._stop_request: StopRequest | None = None
+        self._has_kept = False
+        # What the gang is in the middle of.
+        self._generation: Generation | None = None
+        self._carriers: list[Peer] = []
+        """The agents that have been given its ranks, those among them that have gone included."""
+        self._number = 0
+        self._is_growing = False
+        self._late: set[int] = set()
+        """Ranks that did not meet the others in time."""
+        self._stacks: dict[int, str] = {}
+        self._stacks_until: float | None = None
+        self._deadline = 0.0
+        self._settled_at = 0.0
+        self._ended_at = 0.0
+        self._wake_at = asked_at
+        self._results: list[Any] | None = None
+        self._phase: Phase = self._begin_to_gather()
+
+    def decide(self) -> list[Any] | None:
+        """Do all that follows from what has happened; the ranks' results once the gang has ended well.
+
+        Raises:
+            Exception: What ended the gang otherwise; see `Supervisor.run`.
+        """
+        while self._results is None and (following := self._phase()) is not None:
+            self._phase = following
+        return self._results
+
+    @property
+    def patience(self) -> float:
+        """Seconds until there may be something to decide though nothing happens."""
+        return max(0.0, min(self._wake_at - self._now(), TICK))
+
+    def _wait(self, *moments: float | None) -> Phase | None:
+        """Stay in this phase until something happens, or the first of these moments."""
+        self._wake_at = min((moment for moment in moments if moment is not None), default=math.inf)
+        return None
+
+    # ---- what happens
+
+    def take(self, event: Event) -> None:
+        """Record one thing that has happened."""
+        kind, source, value = event
+        match kind:
+            case "message":
+                self._hear(source, value)
+            case "gone":
+                self._lose(source)
+            case "not launched":
+                self._roster.refuse(source, *value)
+            case "kept":
+                self._note_kept(source, value)
+            case "preempt":
+                self._request_stop(value, ends_gang=True)
+            case "cancel":
+                self._is_cancelled = True
+
+    def look_for_silence(self) -> None:
+        """Give up agents that have said nothing for too long."""
+        for peer in self._roster.silent():
+            self._give_up(peer)
+
+    def _hear(self, connection: Connection, message: object) -> None:
+        if isinstance(message, messages.Hello):
+            if (displaced := self._roster.welcome(message, connection)) is not None:
+                self._note_loss(displaced)
+            return
+        peer = self._roster.find(connection)
+        if peer is None:  # it was given up, and may not have a say any more
+            return
+        peer.heard_at = self._now()
+        match message:
+            case messages.Broken(text):
+                self._broken[peer.node.worker] = text
+            case messages.Leaving():
+                self._note_leaving(peer)
+            case messages.Stacks(texts):
+                self._stacks |= texts
+            case messages.Lines(rank, lines):
+                self._observe("wrote", rank, lines)
+            case messages.NotSent(file, error):
+                self._note_kept(file, OSError(f"{peer.node.worker} could not send it: {error}"))
+            case messages.Reported() | messages.Exited() | Part():
+                self._hear_of_rank(peer, message)
+
+    def _hear_of_rank(self, peer: Peer, message: messages.Reported | messages.Exited | Part) -> None:
+        generation = self._generation
+        if generation is None or message.rank not in generation.places:
+            return
+        if generation.places[message.rank][1].worker != peer.node.worker or message.rank in generation.exits:
+            return  # it is not that agent's, or not any more
+        if isinstance(message, messages.Exited):
+            generation.note_exit(message)
+        elif isinstance(message, Part):
+            self._inbox.add(message)
+        else:
+            self._take_reports(peer, message.rank, message.report, generation)
+
+    def _take_reports(self, peer: Peer, rank: int, reports: bytes, generation: Generation) -> None:
+        for kind, value in generation.take(rank, reports):
+            if kind == "log":
+                self._observe("logged", value)
+            elif kind == "saved":
+                self._courier.fetch(peer, value)
+            elif kind == "folder":
+                self._inbox.folder_is_wanted = True
+            elif kind == "ready" and generation.is_formed:
+                began_at = self._asked_at if generation.number == 0 else generation.began_at
+                self._observe("formed", self._now() - began_at)
+
+    def _lose(self, connection: Connection) -> None:
+        if (peer := self._roster.forget(connection)) is not None:
+            self._note_loss(peer)
+
+    def _give_up(self, peer: Peer) -> None:
+        """An agent does not answer; it may be suspended."""
+        self._lose(peer.connection)
+        self._roster.give_up_silent(peer)
+
+    def _note_loss(self, peer: Peer) -> None:
+        worker = peer.node.worker
+        traceback = self._broken.pop(worker, None)
+        if traceback is not None:
+            self._roster.note_broken(worker, traceback)
+        if self._generation is not None:
+            self._generation.lose(worker, traceback)
+        self._courier.forget(peer)
+
+    def _note_kept(self, file: CheckpointFile, error: Exception | None) -> None:
+        if error is None:
+            self._courier.note_end(file)
+            self._has_kept = True
+            self._observe("kept", file.step)
+        elif self._courier.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
+            self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
+
+    def _note_leaving(self, peer: Peer) -> None:
+        self._roster.leaving.add(peer.node.worker)
+        if self._generation is None or peer.node.worker not in self._generation.ranks_of:
+            peer.send(messages.Close())
+            return
+        may_shrink = self._settings.min_workers is not None and self._settings.max_restarts > 0
+        goes_on = may_shrink and self._roster.num_nodes >= self._num_least
+        reason = f"the worker {peer.node.worker} was told to end"
+        if not self._roster.launcher.is_connected():  # then all the workers end by themselves
+            reason, goes_on = "the Dask scheduler was lost", False
+        self._request_stop(reason, ends_gang=not goes_on)
+
+    def _request_stop(self, reason: str, *, ends_gang: bool) -> None:
+        if self._stop_request is None:
+            self._note(f"{reason}: saving a checkpoint and ending")
+            self._stop_request = StopRequest(reason=reason, ends_gang=ends_gang, clock=self._now)
+        elif ends_gang and not self._stop_request.ends_gang:
+            self._stop_request.reason, self._stop_request.ends_gang = reason, True
+
+    # ---- forming a generation
+
+    def _begin_to_gather(self) -> Phase:
+        now = self._now()
+        is_first = self._number == 0
+        self._generation = None
+        self._deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
+        self._settled_at = now if is_first else now + SETTLE_TIME
+        return self._gather
+
+    def _gather(self) -> Phase | None:
+        """Wait for the workers: all that are wanted, or after losses those that are left, if they are enough."""
+        if self._is_cancelled:
+            raise self._cancelled()
+        if self._stop_request is not None:
+            raise self._preempted(self._stop_request.reason)
+        is_first, now = self._number == 0, self._now()
+        recruits = not is_first or self._settings.max_restarts > 0
+        if self._roster.num_nodes < self._num_wanted:
+            self._look_for_workers(recruits=recruits)
+        count = self._roster.num_nodes
+        is_settled = now >= self._settled_at and not (is_first and self._roster.expected)
+        if count == self._num_wanted or (count >= self._num_least and (is_settled or now >= self._deadline)):
+            return self._start()
+        if is_first and (now >= self._deadline or self._is_hopeless(recruits=recruits)):
+            raise self._roster.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
+        if now >= self._deadline:
+            raise self._too_few_left(count)
+        self._give_notice(f"{count} of {self._num_wanted} workers are here, waiting for the others")
+        return self._wait(self._deadline, now + SETTLE_TIME)
+
+    def _is_hopeless(self, *, recruits: bool) -> bool:
+        return self._roster.is_hopeless(self._num_wanted, self._num_least, recruits)
+
+    def _look_for_workers(self, *, recruits: bool) -> None:
+        try:
+            if recruits:
+                self._roster.recruit(self._num_wanted)
+            else:
+                self._roster.note_absences()
+        except ConnectionError as error:
+            raise WorkerLostError(f"{self._request.name} cannot go on: {error}", cause=str(error)) from error
+
+    def _too_few_left(self, count: int) -> Exception:
+        failures = "\n".join(defeat.what for defeat in self._restarts.defeats)
+        return WorkerLostError(
+            f"{count} of {self._num_wanted} workers are left of {self._request.name}, {self._num_least} are needed, "
+            f"and no others came within {self._settings.start_timeout:g} s. Lower Gang(min_workers=...) to go on with "
+            f"fewer, or raise start_timeout. Failures so far:\n{failures}"
+        )
+
+    def _start(self) -> Phase:
+        """Place the ranks on the workers that are here, and have them started."""
+        self._roster.dismiss_leaving()
+        nodes = self._roster.nodes()[: self._num_wanted]
+        _check_versions(nodes)
+        places = placement.place_ranks(nodes, self._request.ranks_per_worker)
+        backend = placement.choose_backend(self._settings.backend, nodes, places)
+        shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
+        self._observe("placed", shape)
+        if self._request.tracking is not None and self._tracking is None:  # one run for all generations
+            self._tracking = self._request.tracking(shape)
+        job = Job(
+            gang=hashlib.sha256(self._roster.token).hexdigest()[:16],
+            generation=self._number,
+            call=self._request.call,
+            pass_local_rank=self._request.pass_local_rank,
+            backend=backend,
+            store=self._rendezvous.address() if shape.world_size > 1 or backend == "nccl" else None,
+            timeout=self._settings.start_timeout,
+            checkpoint=self._checkpoint,
+            pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
+            flyte=self._request.flyte,
+            tracking=self._tracking,
+        )
+        self._carriers = [self._roster.peers[node.worker] for node in nodes]
+        for peer, here in zip(self._carriers, places, strict=True):
+            peer.send(messages.Start(job, self._code, here))
+        placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
+        self._generation = Generation(number=self._number, places=placed, clock=self._now)
+        self._stop_request, self._has_kept = None, False
+        return self._train
+
+    # ---- seeing it through
+
+    @property
+    def _gang(self) -> Generation:
+        if self._generation is None:
+            raise AssertionError("no generation has been started")
+        return self._generation
+
+    def _train(self) -> Phase | None:
+        """Until every rank has left, or all must be ended because something happened."""
+        generation, now = self._gang, self._now()
+        if generation.is_over:
+            return self._begin_to_settle()
+        is_time = generation.stop_at is not None and now >= generation.stop_at
+        if is_time or generation.has_earnest_failure or self._is_cancelled or self._stopped_early is not None:
+            return self._stop()
+        if generation.is_failing:
+            generation.stop_at = generation.stop_at or now + BLAME_WINDOW
+        elif generation.has_delivered:
+            self._let_leave(generation)
+        elif self._is_to_end(generation):
+            return self._stop()
+        return self._wait(*self._moments(generation))
+
+    def _is_to_end(self, generation: Generation) -> bool:
+        """Whether a training in which nothing has failed is to be stopped all the same."""
+        has_kept, self._has_kept = self._has_kept, False
+        if not generation.is_formed and self._now() >= generation.began_at + self._settings.start_timeout:
+            self._late = generation.places.keys() - generation.ready
+            return True
+        if self._stop_request is not None:
+            return self._stop_request.pursue(generation, self._tell)
+        if self._is_hung(generation):
+            return True
+        if len(generation.ranks_of) < self._num_wanted:
+            self._is_growing = has_kept and self._has_newcomers(generation)
+            self._look_for_more_workers()
+        return self._is_growing
+
+    def _moments(self, generation: Generation) -> list[float | None]:
+        """When something is due in the training though nothing happens."""
+        asked = self._stop_request is not None and not generation.has_delivered
+        return [
+            generation.stop_at,
+            None if generation.is_formed else generation.began_at + self._settings.start_timeout,
+            self._stop_request.deadline if asked and self._stop_request is not None else None,
+            self._stacks_until or self._hangs_at(generation),
+        ]
+
+    def _let_leave(self, generation: Generation) -> None:
+        """All have delivered: nobody needs the others any more."""
+        if generation.stop_at is None:
+            generation.stop_at = self._now() + MAX_LEAVE_WAIT
+            self._tell(messages.Tell("end"))
+
+    def _has_newcomers(self, generation: Generation) -> bool:
+        """Whether it is time to take more workers in: right after a checkpoint, so that no steps are lost."""
+        if generation.results:
+            return False
+        carrying = generation.ranks_of.keys() - self._roster.leaving
+        spare = [peer for worker, peer in self._roster.peers.items() if worker not in carrying | self._roster.leaving]
+        if not spare or len(carrying) != len(generation.ranks_of):
+            return False
+        is_whole = len(carrying) + len(spare) >= self._num_wanted
+        return is_whole or self._now() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
+
+    def _look_for_more_workers(self) -> None:
+        try:
+            self._roster.recruit(self._num_wanted)
+        except ConnectionError:  # a lost scheduler takes the workers along by itself
+            return
+
+    def _tell(self, message: object) -> None:
+        """Tell all agents that carry ranks of this generation; those of newcomers wait for orders of their own."""
+        for peer in self._carriers:
+            peer.send(message)
+
+    def _stop(self) -> Phase:
+        """Have every rank ended."""
+        reason = str(self._stopped_early) if self._stopped_early is not None and not self._is_cancelled else None
+        self._stacks_until = None
+        self._tell(messages.Stop(is_last=self._is_last(), reason=reason))
+        self._deadline = self._now() + MAX_STOP_WAIT
+        return self._end_ranks
+
+    def _end_ranks(self) -> Phase | None:
+        """Wait until all ranks are gone; late failures still count for the blame."""
+        generation = self._gang
+        if not generation.is_over and self._now() < self._deadline:
+            return self._wait(self._deadline)
+        for worker in generation.unaccounted():
+            if (peer := self._roster.peers.get(worker)) is not None:
+                self._give_up(peer)
+        return self._begin_to_settle()
+
+    def _is_last(self) -> bool:
+        """Whether no other generation follows, as far as is known."""
+        generation = self._gang
+        if self._is_cancelled or self._stopped_early is not None or self._late:
+            return True
+        if self._stop_request is not None:
+            return self._stop_request.ends_gang
+        if generation.is_failing:
+            return self._restarts.refusal(self._defeat(generation)) is not None
+        return not self._is_growing
+
+    # ---- after a generation's end
+
+    def _begin_to_settle(self) -> Phase:
+        generation = self._gang
+        if generation.has_delivered and not generation.stopped_early and not self._is_cancelled:
+            self._results = [generation.results[rank] for rank in range(generation.world_size)]
+            if (num_workers := len(generation.ranks_of)) < self._num_wanted:
+                self._note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
+        self._ended_at = self._now()
+        return self._settle
+
+    def _settle(self) -> Phase | None:
+        """Wait for checkpoints that are on their way, as long as whoever sends them is there."""
+        if self._results is not None:
+            return None
+        if self._is_cancelled:
+            raise self._cancelled()
+        if self._stopped_early is not None:
+            raise self._stopped_early
+        if self._late:
+            raise self._gang.not_formed(self._settings.start_timeout, self._late)
+        limit = MAX_LAST_UPLOAD_WAIT if self._is_last() else self._settings.start_timeout
+        if self._courier.is_busy and self._now() < self._ended_at + limit:
+            self._give_notice("waiting for the newest checkpoint, which is on its way")
+            return self._wait(self._ended_at + limit)
+        self._courier.clear()
+        return self._go_on()
+
+    def _go_on(self) -> Phase:
+        reason = self._reason_to_go_on(self._gang)
+        self._is_growing, self._stop_request = False, None
+        self._number += 1
+        self._vault.fence(self._number)
+        self._checkpoint = self._vault.newest()
+        step = self._checkpoint.step if self._checkpoint else None
+        self._observe("restarting", reason, step)
+        start = f"step {step}" if step is not None else "the beginning, since no checkpoint was saved"
+        self._note(reason)
+        self._note(f"going on from {start}")
+        return self._begin_to_gather()
+
+    def _reason_to_go_on(self, generation: Generation) -> str:
+        """Why the gang starts again; raises what ends it if it does not."""
+        request = self._stop_request
+        if request is not None and not generation.has_own_failure:  # losses are what such requests are made of
+            return self._go_on_without(request)
+        if self._is_growing and not generation.has_earnest_failure:
+            return "more workers have come"
+        defeat = self._defeat(generation)
+        if (refusal := self._restarts.refusal(defeat)) is not None:
+            history = [earlier.what for earlier in self._restarts.defeats]
+            raise verdict(generation.culprit(), generation.world_size, refusal, history)
+        if request is not None and request.ends_gang:  # the next attempt may try again
+            raise self._preempted(request.reason, defeat.what) from verdict(generation.culprit(), generation.world_size)
+        self._restarts.note(defeat)
+        return f"{defeat.what}; starting again (failure {len(self._restarts.defeats)})"
+
+    def _go_on_without(self, request: StopRequest) -> str:
+        """The worker that is being taken away is all that the gang lacks, unless the gang is to end itself."""
+        defeat = Defeat(what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True)
+        if request.ends_gang or self._restarts.refusal(defeat) is not None:
+            raise self._preempted(request.reason)
+        self._restarts.note(defeat)
+        return defeat.what
+
+    def _defeat(self, generation: Generation) -> Defeat:
+        culprit = generation.culprit()
+        how = describe(culprit)
+        step = culprit.position[0]
+        where = f" after step {step}" if step is not None else ""
+        return Defeat(
+            what=f"rank {culprit.rank} on {culprit.worker}{where}: {how}",
+            cause="a hang" if culprit.hang is not None else how,
+            position=culprit.position,
+            is_infrastructure=culprit.is_infrastructure,
+            is_final=culprit.failure is not None and culprit.failure.is_final,
+        )
+
+    def _cancelled(self) -> Exception:
+        return GangCancelledError(f"{self._request.name} was cancelled")
+
+    def _preempted(self, reason: str, failure: str | None = None) -> Exception:
+        """The error that ends the task, once the newest checkpoint is in storage."""
+        newest = self._vault.newest()
+        is_stored = self._vault.flush(MIRROR_GRACE)
+        if newest is None:
+            rest = "there is no checkpoint, so the next attempt starts afresh"
+        elif self._request.mirror is None:
+            rest = f"the newest checkpoint was that of step {newest.step}"
+        elif is_stored:
+            rest = f"the next attempt goes on from the checkpoint of step {newest.step}"
+        else:
+            rest = f"the checkpoint of step {newest.step} did not reach {self._request.mirror.own} in time"
+        failed = f" while it was failing ({failure})" if failure else ""
+        return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)
+
+    # ---- hanging
+
+    def _is_hung(self, generation: Generation) -> bool:
+        """Whether nothing has moved for too long; asks the ranks where they are before it says so."""
+        if self._stacks_until is None:
+            hangs_at = self._hangs_at(generation)
+            if hangs_at is not None and self._now() >= hangs_at:
+                self._stacks.clear()
+                generation.num_collectives.clear()
+                self._tell(messages.Dump())
+                self._stacks_until = self._now() + STACKS_WAIT
+            return False
+        has_all = len(self._stacks) == len(generation.num_collectives) == generation.world_size
+        if not has_all and self._now() < self._stacks_until:
+            return False
+        self._stacks_until = None
+        generation.hangs_at = 0.0  # somebody may have moved since
+        if (hangs_at := self._hangs_at(generation)) is None or self._now() < hangs_at:
+            return False
+        generation.hang = report_hang(self._witnesses(generation), self._settings.hang_timeout or 0.0)
+        return True
+
+    def _hangs_at(self, generation: Generation) -> float | None:
+        """When the gang counts as hung unless something moves."""
+        if self._settings.hang_timeout is None or generation.stillness is None:
+            return None
+        if self._now() >= generation.hangs_at:  # else there is no need to go through all ranks
+            oldest = generation.stillness.oldest(generation.running)
+            generation.hangs_at = math.inf if oldest is None else oldest + self._settings.hang_timeout
+        return generation.hangs_at
+
+    def _witnesses(self, generation: Generation) -> dict[int, Witness]:
+        if generation.stillness is None:
+            return {}
+        return {
+            rank: Witness(
+                is_done=rank in generation.results,
+                num_collectives=generation.num_collectives.get(rank),
+                still_for=generation.stillness.still_for(rank, self._now()),
+                stacks=self._stacks.get(rank, "it did not answer"),
+            )
+            for rank in generation.places
+        }
+
+    # ---- talking
+
+    def _give_notice(self, text: str) -> None:
+        if self._now() - self._noticed_at >= NOTICE_INTERVAL:
+            self._noticed_at = self._now()
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        self._observe("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
+
+    def _observe(self, method: str, *args: object) -> None:
+        self._stopped_early = self._audience.tell(method, *args) or self._stopped_early
+
+
+def _check_versions(nodes: Sequence[Node]) -> None:
+    mine = local_versions()
+    differing = [
+        f"{node.worker} has {name} {theirs}, this process {mine.get(name)}"
+        for node in nodes
+        for name, theirs in node.versions.items()
+        if theirs != mine.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"driver and workers differ: {'; '.join(differing)}. Use one image for the task and its Dask cluster."
+        )

@@ -1,0 +1,103 @@
+"""Where a gang's checkpoints are safe: on the driver's disk, out of reach of workers that die. Runs in the driver.
+
+The vault is the only writer. It takes files whole or not at all, refuses those of older generations, keeps the last
+few, and hands the newest on to storage (see `mirror`), so that the task's next attempt starts from it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.driver.upload import Mirror
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
+from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
+
+__all__ = ["Vault"]
+
+NUM_KEPT = 3
+"""How many checkpoints stay on disk: the newest, and those before it should it turn out to be damaged."""
+
+
+class Vault:
+    """Keeps the newest checkpoints of one gang."""
+
+    def __init__(self, folder: Path, mirror: Mirror | None) -> None:
+        self._folder = folder
+        self._mirror = mirror
+        self._lock = threading.Lock()
+        self._kept: list[CheckpointFile] = []
+        self._generation = 0
+
+    def restore(self) -> CheckpointFile | None:
+        """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
+        found = self._mirror.restore(self._folder) if self._mirror else None
+        if found is not None:
+            self._keep(found)
+        return found
+
+    def fence(self, generation: int) -> None:
+        """From now on only this generation's checkpoints are taken."""
+        with self._lock:
+            self._generation = generation
+
+    def newest(self) -> CheckpointFile | None:
+        """The newest checkpoint that is still whole; damaged ones are dropped."""
+        with self._lock:
+            while self._kept:
+                newest = self._kept[-1]
+                path = self._folder / newest.name
+                if path.is_file() and path.stat().st_size == newest.size and digest_of(path) == newest.digest:
+                    return newest
+                print(f"the checkpoint of step {newest.step} is damaged; the one before is taken", file=sys.stderr)
+                self._kept.pop()
+            return None
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the newest checkpoint is in storage, too; whether it is."""
+        return self._mirror is None or self._mirror.flush(timeout)
+
+    def close(self) -> None:
+        """Send nothing more to storage."""
+        if self._mirror is not None:
+            self._mirror.close()
+
+    def serve(self, connection: Connection, request: Upload | Download) -> None:
+        """Take or give one file, in a thread of the listener.
+
+        Raises:
+            OSError: The connection broke, or the disk is full.
+            ValueError: The file is damaged, or is that of an older generation.
+        """
+        if isinstance(request, Download):
+            send_file(connection, self._folder / request.file.name)
+            return
+        self._check(request.file)
+        path = take_file(connection, request.file, self._folder)
+        try:
+            self._keep(request.file)
+        except ValueError:
+            with self._lock:
+                if request.file.name not in {kept.name for kept in self._kept}:
+                    path.unlink()
+            raise
+
+    def _keep(self, file: CheckpointFile) -> None:
+        with self._lock:
+            self._check(file)
+            self._kept = [other for other in self._kept if other.name != file.name]
+            self._kept.append(file)
+            for old in self._kept[:-NUM_KEPT]:
+                (self._folder / old.name).unlink(missing_ok=True)
+            self._kept = self._kept[-NUM_KEPT:]
+        if self._mirror is not None:
+            self._mirror.offer(file, self._folder / file.name)
+
+    def _check(self, file: CheckpointFile) -> None:
+        if file.generation < self._generation:
+            raise ValueError(
+                f"a checkpoint of generation {file.generation} came when generation {self._generation} was running"
+            )

@@ -1,0 +1,139 @@
+"""What the caller of a gang holds: one future per rank. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, overload
+
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
+from flytekitplugins.daskpytorch.errors import GangStartError
+
+__all__ = ["GangFuture", "GangFutures"]
+
+
+TURN = 1.0
+"""Seconds from one look at what a waiting thread may have missed to the next."""
+
+
+class GangFuture(Future[Any]):
+    """Settled when its gang ends; leads to what the gang's ranks submit until then."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        super().__init__()
+        self.inbox = inbox
+        self.is_missing = False
+        """The gang has ended well with fewer ranks, as its `min_workers` allows, and this one was not among them."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As of any future."""
+        self._wait(timeout)
+        return super().result(None if timeout is None else 0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any future."""
+        self._wait(timeout)
+        return super().exception(None if timeout is None else 0)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait in turns, since a signal may reach another thread, and its handler is called when the main one wakes.
+
+        So it is with one that comes while the process is suspended: the task would not hear that it is to end.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                super().exception(min(left, TURN))
+
+
+class GangFutures(Sequence["Future[Any]"]):
+    """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends.
+
+    Of a gang that has ended with fewer workers than it was to have, as its `min_workers` allows, the futures of the
+    ranks that there were not raise a `GangStartError`; `result` has the results of the others.
+    """
+
+    def __init__(self, supervisor: Supervisor, world_size: int) -> None:
+        self._supervisor = supervisor
+        self._num_ranks = world_size
+        self._futures: list[GangFuture] = [GangFuture(supervisor.inbox) for _ in range(world_size)]
+        for future in self._futures:
+            future.set_running_or_notify_cancel()
+        threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
+
+    @overload
+    def __getitem__(self, index: int) -> Future[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Future[Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Future[Any] | Sequence[Future[Any]]:
+        return self._futures[index]
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Every rank's return value, in rank order; of as many ranks as there were in the end.
+
+        Raises:
+            TimeoutError: The gang has not ended within `timeout` seconds; it goes on.
+            GangError: It failed; where the failing rank raised an exception, that exception, caused by such an error.
+            concurrent.futures.CancelledError: It was cancelled.
+        """
+        self._futures[0].result(timeout)
+        return [future.result() for future in self._futures[: self._num_ranks]]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that `result` would raise, or None."""
+        self._futures[0].exception(timeout)
+        futures = self._futures[: self._num_ranks]
+        return next((error for future in futures if (error := future.exception()) is not None), None)
+
+    def done(self) -> bool:
+        """Whether the gang has ended."""
+        return all(future.done() for future in self._futures)
+
+    def cancel(self) -> bool:
+        """End all the ranks; False where the gang had ended before."""
+        if self.done():
+            return False
+        self._supervisor.cancel()
+        return True
+
+    def _settle(self) -> None:
+        try:
+            results = self._supervisor.run()
+        except BaseException as error:
+            self._supervisor.inbox.drop_returned()
+            cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
+            for future in self._futures:
+                future.set_exception(cause)
+            return
+        self._num_ranks = min(len(results), len(self._futures))
+        if self._num_ranks < len(self._futures):
+            self._settle_missing()
+        # The last first: `result` waits for future 0 alone.
+        for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
+            try:
+                with self._supervisor.inbox.open_returned(rank, result) as file:
+                    returned = pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
+            except Exception as error:
+                self._futures[rank].set_exception(error)
+            else:
+                self._futures[rank].set_result(returned)
+                del returned
+        self._supervisor.inbox.drop_returned()
+
+    def _settle_missing(self) -> None:
+        how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"
+        for rank, future in enumerate(self._futures[self._num_ranks :], self._num_ranks):
+            text = f"{how}; there was no rank {rank}, since too few workers came, or were left"
+            future.is_missing = True
+            future.set_exception(GangStartError(text, rank=rank))

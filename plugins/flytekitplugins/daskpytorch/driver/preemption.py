@@ -1,0 +1,50 @@
+"""Brings a gang to its end at one common step, since the task or a worker is being taken away. Runs in the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flytekitplugins.daskpytorch.driver.attempt import Generation
+from flytekitplugins.daskpytorch.protocol.messages import Tell
+
+__all__ = ["StopRequest"]
+
+PREEMPTION_GRACE = 20.0
+"""Seconds for the ranks to stop by themselves; Kubernetes kills a pod 30 s after it has told it to end."""
+UNHEEDED_GRACE = 5.0
+"""The same where no rank has ever asked `should_stop`."""
+
+
+@dataclass
+class StopRequest:
+    """The gang is to save a checkpoint and end: every rank at the same call of `should_stop` (see `StopSignal`)."""
+
+    reason: str
+    ends_gang: bool
+    """Else it goes on without the worker that is being taken away."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """Seconds that only go forward."""
+    deadline: float = field(init=False)
+    """When those are ended that have not stopped; by the clock."""
+    _is_asked: bool = False
+    """The ranks were told to hold their next call."""
+    _is_released: bool = False
+    """They were told at which call it turns true."""
+
+    def __post_init__(self) -> None:
+        self.deadline = self.clock() + PREEMPTION_GRACE
+
+    def pursue(self, generation: Generation, tell: Callable[[Tell], None]) -> bool:
+        """Do what is next, by telling the generation's agents; whether the time is up."""
+        if not self._is_asked:
+            self._is_asked = True
+            tell(Tell("hold"))
+        elif not self._is_released and generation.have_answered(generation.held):
+            self._is_released = True
+            last_call = max(generation.held.values(), default=0)
+            tell(Tell("release", last_call))
+            if last_call == 0:
+                self.deadline = min(self.deadline, self.clock() + UNHEEDED_GRACE)
+        return self.clock() >= self.deadline and not generation.has_delivered

@@ -1,0 +1,183 @@
+"""The driver's ears and hands for one gang: listens to its agents, and has its `brain` decide what follows.
+
+One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.driver.agents import Roster
+from flytekitplugins.daskpytorch.driver.audience import Audience
+from flytekitplugins.daskpytorch.driver.brain import MIRROR_GRACE, Brain, GangCancelledError
+from flytekitplugins.daskpytorch.driver.checkpoints import Vault
+from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.running import running
+from flytekitplugins.daskpytorch.driver.upload import Mirror
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.handshake import hang_up
+from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["GangCancelledError", "Supervisor"]
+
+DISMISS_TIMEOUT = 5.0
+"""Seconds for the agents to clean up after the last rank has left."""
+
+
+class Supervisor:
+    """Runs one gang from its first worker to its last exit."""
+
+    def __init__(
+        self, request: Request, launcher: AgentLauncher, observers: Sequence[Observer] = (), inbox: Inbox | None = None
+    ) -> None:
+        self._request = request
+        self._launcher = launcher
+        self._audience = Audience(observers)
+        self.inbox = inbox or Inbox()
+        """What the ranks have submitted."""
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
+        self._asked_at = time.monotonic()
+
+    def cancel(self) -> None:
+        """End the gang from any thread; `run` raises `GangCancelledError`."""
+        self._events.put(("cancel", None, None))
+
+    def preempt(self, reason: str) -> None:
+        """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`."""
+        self._events.put(("preempt", None, reason))
+
+    def run(self) -> list[Any]:
+        """Form the gang and see it through; the ranks' reported results, in rank order.
+
+        Raises:
+            GangStartError: Workers or ranks did not come within `start_timeout`.
+            ValueError: The workers do not suit what was asked for.
+            GangError: A rank failed; or the rank's own exception, from such an error.
+            WorkerLostError: A worker or a rank's process was taken away.
+            PreemptedError: `preempt` was called, or a worker was told to end.
+            GangCancelledError: `cancel` was called.
+            StoppedEarlyError: An observer raised it, and the ranks had not returned by then.
+        """
+        error: Exception | None = None
+        running.add(self)
+        try:
+            with contextlib.ExitStack() as stack:
+                folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
+                mirror = Mirror(self._request.mirror) if self._request.mirror else None
+                vault = Vault(folder, mirror)
+                stack.callback(vault.close)
+                self._roster = self._listen(vault, stack)
+                try:
+                    return self._see_through(vault)
+                except (GangCancelledError, StoppedEarlyError):
+                    raise
+                except Exception:
+                    vault.flush(MIRROR_GRACE)  # for the next attempt, if Flyte makes one
+                    raise
+        except Exception as caught:
+            error = caught
+            raise
+        finally:
+            running.discard(self)
+            self._audience.tell("ended", error)
+
+    def _listen(self, vault: Vault, stack: contextlib.ExitStack) -> Roster:
+        token = os.urandom(32)
+        listener = Listener(self._launcher.host, token, self._events, vault.serve, self.inbox.keep)
+        roster = Roster(
+            launcher=self._launcher,
+            num_ranks=self._request.ranks_per_worker,
+            address=listener.address,
+            on_failure=lambda worker, *how: self._events.put(("not launched", worker, how)),
+            token=token,
+        )
+        stack.callback(self._launcher.close)
+        stack.callback(listener.end)
+        stack.callback(self._dismiss)
+        stack.callback(listener.close)
+        return roster
+
+    def _see_through(self, vault: Vault) -> list[Any]:
+        self._roster.launch(self._launcher.workers)
+        code = self._request.code or pack_code()  # while the agents are on their way
+        if (checkpoint := vault.restore()) is not None:
+            text = f"going on from the previous attempt's checkpoint of step {checkpoint.step}"
+            self._audience.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
+        with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
+            if self._launcher.num_wanted * self._request.ranks_per_worker > 1:
+                rendezvous.address()  # torch's imports take seconds, and run beside those of the workers
+            brain = Brain(
+                self._request,
+                self._roster,
+                vault,
+                rendezvous,
+                self._audience,
+                self.inbox,
+                code=code,
+                checkpoint=checkpoint,
+                asked_at=self._asked_at,
+            )
+            while (results := brain.decide()) is None:
+                if (event := self._next_event(brain.patience)) is not None:
+                    brain.take(event)
+                brain.look_for_silence()
+            return results
+
+    def _dismiss(self) -> None:
+        """Let the agents go, and wait until they have cleaned up."""
+        self._roster.broadcast(messages.Close())
+        staying = {peer.connection for peer in self._roster.peers.values()}
+        deadline = time.monotonic() + DISMISS_TIMEOUT
+        while staying and (left := deadline - time.monotonic()) > 0:
+            event = self._next_event(left)
+            if event is not None and event[0] == "gone":
+                staying.discard(event[1])
+        for connection in staying:
+            hang_up(connection)
+
+    def _next_event(self, timeout: float) -> Event | None:
+        try:
+            event = self._events.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            return None
+        if event[0] == "gone":
+            event[1].close()  # by the only thread that sends: another's send might reach whoever gets the number next
+        return event
+
+
+class _Rendezvous:
+    """A store on a port that the system picks, in this process, which outlives every rank; opened when it is needed.
+
+    Torch asks for the name of every address that it connects to, so each connection costs a query of the domain name
+    system, and five seconds where that does not answer: a rank that is alone does without.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._store: TCPStore | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Its host and port."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if self._store is None:
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        return self._host, self._store.port
+
+    def close(self) -> None:
+        """End it."""
+        self._store = None

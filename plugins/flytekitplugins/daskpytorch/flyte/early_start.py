@@ -1,0 +1,36 @@
+"""Starts the fork server while `pyflyte run` still imports the workflow's file, and torch with it: both take seconds.
+
+Flytekit imports this module at the end of its own import, by the entry point `flytekit.plugins`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from itertools import dropwhile
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.node import fork_client
+
+__all__ = ["is_worthwhile"]
+
+NOT_HERE = {"--remote", "-r", "--help"}
+"""Options with which nothing runs here."""
+NAME = b"flytekitplugins.daskpytorch"
+
+
+def is_worthwhile(arguments: Sequence[str]) -> bool:
+    """Whether a command line has something run on this machine whose file names this package."""
+    program, *rest = arguments or [""]
+    _, *options = list(dropwhile(lambda option: option != "run", rest)) or [""]
+    file, *what = list(dropwhile(lambda option: not option.endswith(".py"), options)) or [""]
+    if Path(program).name != "pyflyte" or not what or not NOT_HERE.isdisjoint(rest):
+        return False
+    with contextlib.suppress(OSError):  # what is wrong with it is flytekit's to say
+        return NAME in Path(file).read_bytes()
+    return False
+
+
+if is_worthwhile(sys.argv):
+    fork_client.connect().close()

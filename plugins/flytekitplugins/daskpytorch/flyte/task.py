@@ -1,0 +1,314 @@
+"""The task types: what `@task(task_config=DaskDDP(...))` makes, how it runs and how it is serialised."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from flyteidl.core import literals_pb2
+from flytekit import Deck, PodTemplate, PythonFunctionTask
+from flytekit.configuration import SerializationSettings
+from flytekit.core.context_manager import FlyteContext, FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.exceptions.base import FlyteException
+from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.extend import TaskPlugins
+from flytekit.models.literals import LiteralMap
+from flytekitplugins.dask.task import DaskTask
+
+from flytekitplugins.daskpytorch.driver.running import preempt_all
+from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.rank import wandb as wandb_run
+from flytekitplugins.daskpytorch.settings import Wandb, is_local
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.driver.request import Request
+    from flytekitplugins.daskpytorch.protocol.flyte_settings import TaskOutput
+    from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.observer import Shape
+
+__all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
+
+CLUSTER_SETTINGS = {
+    # Dask tasks may start processes of their own, such as the workers of a DataLoader.
+    "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    # Workers import torch for their ranks while the driver still waits for all of them.
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.node.preload",
+    # Dask looks at its event loops 50 times a second: two hundredths of a core per process, which the ranks want.
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+}
+GANG_SETTINGS = CLUSTER_SETTINGS | {
+    # Nor is a worker whose only task is an agent worth a profile, taken 100 times a second.
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    # Its ranks' memory is not the worker's own; two processes would look at that 10 times a second.
+    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
+    # An agent whose worker dies must not be tried on another worker.
+    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+}
+"""Task environment that reaches all pods of the cluster; what the user sets wins."""
+
+_input_literals: ContextVar[LiteralMap] = ContextVar("flytekitplugins.daskpytorch.input_literals")
+"""The inputs of the task that is being executed, as Flyte has them."""
+
+
+class _Resumable(PythonFunctionTask):  # type: ignore[misc]
+    """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
+
+    def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
+        """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
+        token = _input_literals.set(input_literal_map)
+        try:
+            with _heeding_sigterm():
+                return super().dispatch_execute(ctx, input_literal_map)
+        except FlyteUserRuntimeException as error:
+            if isinstance(error.value, (WorkerLostError, GangStartError, FlyteUploadDataException)):
+                failed_at = getattr(error.value, "time", None)
+                raise FlyteSystemException(str(error.value), timestamp=failed_at) from error.value
+            raise _timed(error) from error.value
+        finally:
+            _input_literals.reset(token)
+
+
+class _OnDask(DaskTask):  # type: ignore[misc]
+    """What the types for Dask share: Flyte's `dask` task type with our settings of Dask in the cluster's pods."""
+
+    def __init__(
+        self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
+    ) -> None:
+        super().__init__(task_config=task_config, task_function=task_function, **kwargs)
+        self._cluster_settings = settings
+
+    def get_container(self, settings: SerializationSettings) -> Any:
+        """The container, with our Dask settings below all others: the task's `environment` and the registration's."""
+        return super().get_container(self._with_cluster_settings(settings))
+
+    def get_k8s_pod(self, settings: SerializationSettings) -> Any:
+        """The same for a task that has a pod template."""
+        return super().get_k8s_pod(self._with_cluster_settings(settings))
+
+    def _with_cluster_settings(self, settings: SerializationSettings) -> SerializationSettings:
+        return dataclasses.replace(settings, env={**self._cluster_settings, **(settings.env or {})})
+
+
+class _InRanks(_Resumable):
+    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
+
+    def __init__(self, task_config: DaskDDP | SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        secret = task_config.wandb.secret if task_config.wandb else None
+        if secret is not None and secret not in (kwargs.get("secret_requests") or []):
+            kwargs["secret_requests"] = [*(kwargs.get("secret_requests") or []), secret]
+        super().__init__(task_config=task_config, task_function=task_function, **kwargs)
+        if self.execution_mode != self.ExecutionBehavior.DEFAULT:
+            kind = type(task_config).__name__
+            raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
+
+    def execute(self, **kwargs: Any) -> Any:
+        """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs."""
+        with contextlib.ExitStack() as stack:
+            self._get_ready(stack)
+            # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
+            from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+            from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+            from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
+            from flytekitplugins.daskpytorch.report import Recorder
+
+            recorder, results = Recorder(), TaskResults()
+            request = self._request(kwargs, results.folder)
+            try:
+                with results.received() as inbox, self._launcher() as launcher:
+                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], inbox).run()
+            finally:
+                if self.enable_deck:
+                    Deck("Training", recorder.html())
+            return self._deliver(kwargs, outputs[0])
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        """Start what takes seconds, and refuse what this machine cannot do."""
+        raise NotImplementedError
+
+    def _launcher(self) -> AbstractContextManager[AgentLauncher]:
+        """What starts the gang's agents."""
+        raise NotImplementedError
+
+    def _num_ranks_per_worker(self) -> int:
+        raise NotImplementedError
+
+    def get_config(self, settings: SerializationSettings) -> dict[str, str]:
+        """Add what the console's link to Weights & Biases is made from."""
+        config = dict(super().get_config(settings) or {})
+        if self.task_config.wandb is not None:
+            config |= wandb_run.console_link(self.task_config.wandb)
+        return config
+
+    def _request(self, inputs: dict[str, Any], results: str) -> Request:
+        from flytekitplugins.daskpytorch.driver.request import Request
+        from flytekitplugins.daskpytorch.flyte import context
+        from flytekitplugins.daskpytorch.protocol import code
+
+        config = self.task_config
+        return Request(
+            name=self.name,
+            call=code.pack_call(self.task_function, (), {}),
+            ranks_per_worker=self._num_ranks_per_worker(),
+            settings=config.gang,
+            flyte=context.capture(self.name, self.python_interface, _input_literals.get(), results),
+            tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
+            mirror=context.checkpoint_paths("gang"),
+        )
+
+    def _tracking(self, wandb: Wandb, inputs: dict[str, Any]) -> Callable[[Shape], wandb_run.RunSettings]:
+        from flytekitplugins.daskpytorch.flyte import context
+
+        execution = context.execution_name()
+        return lambda shape: wandb_run.settings(
+            wandb, task=self.name, execution=execution, config=wandb_run.run_config(inputs, shape)
+        )
+
+    def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
+        """Rank 0's literals and Decks, as this task's own."""
+        ctx = FlyteContextManager.current_context()
+        literals = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(output.literal_map))
+        if self.enable_deck:
+            for name, html in output.decks:
+                Deck(name, html)
+            # flytekit leaves these out where execute() returns literals.
+            values = TypeEngine.literal_map_to_kwargs(ctx, literals, self.python_interface.outputs)
+            self._write_decks(inputs, values, ctx, ctx.user_space_params)
+        return literals
+
+
+class DaskDDPTask(_InRanks, _OnDask):
+    """Runs the function in every rank of a gang on the workers of a Dask cluster."""
+
+    def __init__(self, task_config: DaskDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        if is_local():
+            if self.task_config.gang.backend == "nccl":
+                _require_gpu()
+            stack.callback(fork_client.shutdown)
+            fork_client.connect().close()  # its imports take seconds, and run beside ours
+
+    @contextlib.contextmanager
+    def _launcher(self) -> Iterator[AgentLauncher]:
+        from flytekitplugins.daskpytorch.dask import cluster
+        from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+
+        config: DaskDDP = self.task_config
+        with cluster.opened(
+            num_workers=config.num_workers,
+            min_workers=config.gang.min_workers,
+            start_timeout=config.gang.start_timeout,
+        ) as client:
+            yield DaskAgents(client, config.num_workers)
+
+    def _num_ranks_per_worker(self) -> int:
+        return int(self.task_config.ranks_per_worker)
+
+
+class SpawnDDPTask(_InRanks):
+    """Runs the function in every rank of a gang on the task's own node."""
+
+    def __init__(self, task_config: SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        if kwargs.get("shared_memory") is None and not _mounts_shared_memory(kwargs.get("pod_template")):
+            kwargs["shared_memory"] = True  # else a container has 64 MB, and DataLoader workers die of bus errors
+        super().__init__(task_config, task_function, **kwargs)
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(fork_client.shutdown)
+        fork_client.connect(self.task_config.start_method).close()  # its imports take seconds, and run beside ours
+
+    @contextlib.contextmanager
+    def _launcher(self) -> Iterator[AgentLauncher]:
+        from flytekitplugins.daskpytorch.node.own_node import OwnNode
+
+        yield OwnNode(self.task_config.start_method)
+
+    def _num_ranks_per_worker(self) -> int:
+        from flytekitplugins.daskpytorch.node.own_node import num_ranks_here
+
+        return num_ranks_here(self.task_config.nproc, self.task_config.gang.backend)
+
+
+class DaskClusterTask(_Resumable, _OnDask):
+    """Runs the task's function once, with a client of a ready Dask cluster."""
+
+    def __init__(self, task_config: DaskCluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
+
+    def execute(self, **kwargs: Any) -> Any:
+        """Open the cluster and call the function."""
+        from flytekitplugins.daskpytorch.dask import cluster
+        from flytekitplugins.daskpytorch.flyte import context
+
+        config: DaskCluster = self.task_config
+        with (
+            context.known_to_threads(),
+            cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True),
+        ):
+            return super().execute(**kwargs)
+
+
+def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
+    """The error with the time at which its rank failed, where flytekit looks for it."""
+    value = error.value
+    gang_error = value if isinstance(value, GangError) else value.__cause__
+    if not isinstance(gang_error, GangError):
+        return error
+    if isinstance(value, FlyteException):
+        value._timestamp = value.timestamp or gang_error.time  # noqa: SLF001 - the user's own constructor may not ask
+        return error
+    # flytekit asks only exceptions of its own for their time, and shows the type's name and the text of the value.
+    looks = {"__str__": lambda _: str(value), "error_code": error.error_code}
+    return FlyteUserRuntimeException(type(type(value).__name__, (FlyteException,), looks)(timestamp=gang_error.time))
+
+
+def _mounts_shared_memory(template: PodTemplate | None) -> bool:
+    containers = template.pod_spec.containers if template is not None and template.pod_spec is not None else []
+    return any(mount.mount_path == "/dev/shm" for c in containers for mount in c.volume_mounts or [])  # noqa: S108
+
+
+@contextlib.contextmanager
+def _heeding_sigterm() -> Iterator[None]:
+    """While a task runs here, have SIGTERM end its gangs after a checkpoint, and the task with a system error."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's to handle
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _end_task)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _end_task(*_: object) -> None:
+    reason = "the task was told to end (SIGTERM)"
+    if not preempt_all(reason):
+        raise PreemptedError(f"{reason}, while no gang was running", cause=reason)
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise ValueError(
+            "Gang(backend='nccl') needs GPUs, and torch finds none on this machine "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Use backend='auto' to train on the "
+            "CPU with gloo."
+        )
+
+
+TaskPlugins.register_pythontask_plugin(DaskDDP, DaskDDPTask)
+TaskPlugins.register_pythontask_plugin(SpawnDDP, SpawnDDPTask)
+TaskPlugins.register_pythontask_plugin(DaskCluster, DaskClusterTask)

@@ -1,0 +1,132 @@
+"""What the ranks of a `DaskDDP` or `SpawnDDP` task submit, as a folder that belongs to the task. Runs in its driver."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from flytekit.core.context_manager import FlyteContextManager
+
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
+from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
+
+__all__ = ["TaskResults"]
+
+FAILED_LIMIT = 60.0
+"""Seconds for the results of a gang that failed to reach storage, so that its error need not wait for ever."""
+PREEMPTED_LIMIT = 2.0
+"""The same where the machine is being taken away: of its 30 seconds, ranks and checkpoint may have had 27."""
+
+
+class TaskResults:
+    """Where the results of one task go: a folder of its raw outputs, on this machine or remote."""
+
+    def __init__(self) -> None:
+        self._files = FlyteContextManager.current_context().file_access
+        self.folder: str = self._files.get_random_remote_directory()
+        """Holds everything when the task ends. Not made where nobody submits, unless a rank has asked for it."""
+        self._is_remote = self._files.is_remote(self.folder)
+
+    @contextlib.contextmanager
+    def received(self) -> Iterator[Inbox]:
+        """Write what arrives in this inbox, as it comes: to the folder, or, if that is remote, to be uploaded at last.
+
+        Raises:
+            OSError: The disk took not all of it. An error of the gang's own goes before this and the next.
+            FlyteUploadDataException: The storage did not take it.
+        """
+        with self._local_folder() as folder:
+            writer = _Writer(folder, self.folder)
+            try:
+                with writer.at_work():
+                    yield writer.inbox
+            except BaseException as error:
+                self._try_to_deliver(writer, PREEMPTED_LIMIT if isinstance(error, PreemptedError) else FAILED_LIMIT)
+                raise
+            if not self._deliver(writer) and writer.inbox.folder_is_wanted:
+                self._make_empty_folder()
+
+    def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
+        if self._is_remote:
+            return scratch_folder("daskpytorch-results-")
+        return contextlib.nullcontext(Path(self._files.strip_file_header(self.folder)))
+
+    def _deliver(self, writer: _Writer) -> bool:
+        """Bring the files to the folder; whether there are any."""
+        writer.write()
+        has_files = any(path.is_file() for path in writer.folder.rglob("*"))
+        if has_files:
+            if self._is_remote:
+                self._files.put_data(str(writer.folder), self.folder, is_multipart=True)
+            _say(f"what the ranks have submitted is in {self.folder}")
+        return has_files
+
+    def _try_to_deliver(self, writer: _Writer, limit: float) -> None:
+        """Do it within so many seconds, and only say what goes wrong."""
+
+        def deliver() -> None:
+            try:
+                self._deliver(writer)
+            except Exception as error:  # whatever a storage's client raises
+                _say(f"what the ranks have submitted did not all reach {self.folder} ({type(error).__name__}: {error})")
+
+        delivery = threading.Thread(target=deliver, name="daskpytorch-delivery", daemon=True)
+        delivery.start()
+        delivery.join(limit)
+        if delivery.is_alive():
+            _say(f"what the ranks have submitted did not all reach {self.folder} within {limit:g} s")
+
+    def _make_empty_folder(self) -> None:
+        if self._is_remote:  # an object store has no folders; this marker stands for an empty one
+            self._files.get_filesystem_for_path(self.folder).pipe_file(f"{self.folder}/", b"")
+        else:
+            Path(self._files.strip_file_header(self.folder)).mkdir(parents=True, exist_ok=True)
+
+
+class _Writer:
+    """Writes the files, in a thread of its own: a slow disk must not hold up the gang's supervisor."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.inbox = Inbox()
+        self._name = name
+        self._target: ResultFolder | None = None
+        self._is_over = threading.Event()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Write what comes, until the end of this context."""
+        thread = threading.Thread(target=self._work, name="daskpytorch-results", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
+
+    def write(self) -> None:
+        """Write what has come.
+
+        Raises:
+            OSError: It cannot be written now, and stays in the inbox.
+        """
+        if self.inbox.is_empty:
+            return
+        if self._target is None:
+            self._target = ResultFolder(self.folder, self._name)
+        write_out(self.inbox, self._target)
+
+    def _work(self) -> None:
+        while not self._is_over.wait(POLL_INTERVAL):
+            with contextlib.suppress(OSError):  # the last write raises what is not over by then
+                self.write()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

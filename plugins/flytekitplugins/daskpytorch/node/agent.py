@@ -1,0 +1,506 @@
+"""Starts, watches and kills the ranks of one node; the driver does the thinking. Knows no Dask.
+
+Runs in a thread of a Dask worker (or of the task's own process) for as long as the gang lives. It dials the driver,
+says what its node has, and then relays: orders to the ranks; their reports, output and exits to the driver.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import functools
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol import relay
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, failure_path
+from flytekitplugins.daskpytorch.protocol.code import unpack_code
+from flytekitplugins.daskpytorch.protocol.handshake import introduce
+from flytekitplugins.daskpytorch.protocol.messages import (
+    AgentOrder,
+    Beat,
+    Broken,
+    Close,
+    Download,
+    Dump,
+    Exited,
+    Fetch,
+    Hello,
+    Leaving,
+    Lines,
+    NotSent,
+    Reported,
+    Stacks,
+    Start,
+    Stop,
+    Tell,
+    Upload,
+    watch_peer,
+)
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
+from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
+from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
+
+__all__ = ["dial", "run"]
+
+STOP_GRACE = 0.5
+"""Seconds a rank gets to leave by itself once it is told to stop."""
+TRACKED_STOP_GRACE = 10.0
+"""The same for the rank that has a Weights & Biases run to close ..."""
+TRACKED_RESTART_GRACE = 1.0
+"""... which the next generation will open again."""
+BEAT_INTERVAL = 1.0
+"""Seconds between signs of life."""
+ANSWER_TIME = 0.4
+"""Seconds for the ranks to write down their stacks by themselves ..."""
+DUMP_TIME = 0.3
+"""... and then for those that did not, to do so in a signal handler."""
+NUM_FILES_KEPT = 3
+"""How many checkpoints stay on this node, so that a restart here need not fetch them."""
+TAIL_LINES = 40
+"""How much of a rank's log goes into an error ..."""
+TAIL_SIZE = 16 << 10
+"""... and how many characters at most."""
+MAX_LINE = 64 << 10
+"""Characters; what a rank writes without an end of the line goes on in pieces of this size."""
+MAX_STACKS = 64 << 10
+"""Characters of a rank's stacks."""
+DIAL_TIMEOUT = 30.0
+DIAL_WAITS = (0.5, 1.0, 2.0)
+"""Seconds between attempts to reach the driver with a checkpoint."""
+
+
+def run(
+    order: AgentOrder,
+    leaving: int | None = None,
+    data: WorkerData | None = None,
+    *,
+    start_method: str = "forkserver",
+) -> None:
+    """Serve the driver until the gang is over, or the driver is gone; then no rank is left.
+
+    Args:
+        order: Where the driver is.
+        leaving: A file descriptor that becomes readable when this process is told to end.
+        data: The ranks' way to what the worker here holds.
+        start_method: How ranks are started; see `forkserver.connect`.
+
+    Raises:
+        ConnectionError: The driver cannot be reached from here.
+    """
+    with (
+        contextlib.ExitStack() as at_last,
+        scratch_folder("daskpytorch-") as scratch,
+        contextlib.closing(_Agent(order, scratch, leaving, data, start_method)) as agent,
+    ):
+        agent.fork_ahead(order.num_ranks)
+        connection = dial(order)
+        at_last.callback(connection.close)  # its end tells the driver that nothing is left here
+        try:
+            agent.serve(connection)
+        except (EOFError, ConnectionError):  # the driver has gone, or the fork server with all ranks
+            return
+        except Exception:
+            with contextlib.suppress(OSError):  # the driver has gone, too
+                connection.send(Broken(traceback.format_exc()))
+            raise
+
+
+class _Lines:
+    """Makes lines of a stream, in a time that grows with its length alone, and with a bound on what it holds."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished: list[str] = []
+        """The pieces of a line without its end."""
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that end in these bytes, of which those that are not blank count; no bytes are the stream's end."""
+        # A carriage return ends a line too: each state of a progress bar is one.
+        first, *others = self._decoder.decode(data, final=not data).replace("\r", "\n").split("\n")
+        lines = []
+        self._add(first)
+        for start in others:
+            lines.append(self._finish())
+            self._add(start)
+        if not data or self._size >= MAX_LINE:
+            lines.append(self._finish())
+        return [line[at : at + MAX_LINE] for line in lines if line.strip() for at in range(0, len(line), MAX_LINE)]
+
+    def _add(self, piece: str) -> None:
+        self._unfinished.append(piece)
+        self._size += len(piece)
+
+    def _finish(self) -> str:
+        line = "".join(self._unfinished)
+        self._unfinished, self._size = [], 0
+        return line
+
+
+@dataclass
+class _Rank:
+    key: int
+    """Its name at the fork server: the local rank."""
+    channel: Connection
+    output: int | None
+    """Read end of its standard output and error; None once it has closed them."""
+    place: Place | None = None
+    """None while it waits for its orders."""
+    lines: _Lines = field(default_factory=_Lines)
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    kill_at: float | None = None
+    """It was told to stop; on the monotonic clock."""
+
+    @property
+    def log_tail(self) -> str:
+        """The end of what it has written."""
+        return "\n".join(self.tail)[-TAIL_SIZE:]
+
+    def close(self) -> None:
+        """Hear no more of it."""
+        self.channel.close()
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None
+
+
+class _Agent:
+    def __init__(
+        self, order: AgentOrder, scratch: Path, leaving: int | None, data: WorkerData | None, start_method: str
+    ) -> None:
+        self._order = order
+        self._data = data
+        self._scratch = scratch
+        self._start_method = start_method
+        self._server = fork_client.connect(start_method)
+        self._leaving = leaving
+        self._ranks: dict[int, _Rank] = {}
+        self._job: Job | None = None
+        self._num_kills_for_memory = 0
+        self._open = True
+        self._beat_at = 0.0
+        self._dump_at: float | None = None
+        self._stacks_at: float | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Kill what is left of the ranks, of which nobody hears any more."""
+        self._server.close()
+        for rank in self._ranks.values():
+            rank.channel.close()
+            if rank.output is not None:
+                os.close(rank.output)
+                rank.output = None
+
+    def fork_ahead(self, count: int) -> None:
+        """Have the first ranks forked while all agents meet; they wait for their orders."""
+        for key in range(count):
+            self._fork(key)
+
+    def serve(self, driver: Connection) -> None:
+        """Until the driver closes the gang."""
+        self._driver = driver
+        self._interface = interface_of(_own_address(driver))
+        self._say(Hello(describe_node(self._order.worker, self._interface)))
+        self._beat_at = time.monotonic() + BEAT_INTERVAL
+        while self._open:
+            handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
+            if self._leaving is not None:
+                handlers[self._leaving] = self._say_leaving
+            for rank in self._ranks.values():
+                if not rank.channel.closed:
+                    handlers[rank.channel] = functools.partial(self._relay_reports, rank)
+                if rank.output is not None:
+                    handlers[rank.output] = functools.partial(self._relay_output, rank)
+            for ready in wait(list(handlers), self._patience()):
+                handlers[ready]()
+            self._keep_time()
+
+    def _follow(self) -> None:
+        match order := self._driver.recv():
+            case Start():
+                self._start(order)
+            case Stop(is_last, reason):
+                self._stop(is_last=is_last, reason=reason)
+            case Tell(word, value):
+                for rank in self._at_work():
+                    self._tell(rank, word, value)
+            case Dump():
+                self._dump()
+            case Fetch(file):
+                self._in_background(self._upload, file)
+            case Close():
+                self._open = False
+
+    def _start(self, order: Start) -> None:
+        self._job = order.job
+        self._num_kills_for_memory = num_kills_for_memory()
+        if order.job.checkpoint is not None:
+            self._provide(order.job.checkpoint)
+        code = unpack_code(order.code, self._scratch)
+        if not self._ranks:
+            self._change_server()
+        for place in order.places:
+            rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
+            rank.place = place
+            asked = RankOrder(
+                place=place,
+                job=order.job,
+                code=str(code),
+                scratch=str(self._scratch),
+                directory=str(Path.cwd()),
+                environment=environment(os.environ, place, order.job, self._interface),
+                data=self._data,
+            )
+            with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
+                rank.channel.send(asked)
+
+    def _change_server(self) -> None:
+        """Start the next generation from the fork server as it is now: it may have imported more than at first."""
+        old, self._server = self._server, fork_client.connect(self._start_method)
+        old.close()
+
+    def _fork(self, key: int) -> _Rank:
+        mine, theirs = Pipe()
+        output, output_of_rank = os.pipe()
+        os.set_blocking(output, False)
+        self._server.spawn(key, theirs.fileno(), output_of_rank)
+        theirs.close()
+        os.close(output_of_rank)
+        self._ranks[key] = _Rank(key=key, channel=mine, output=output)
+        return self._ranks[key]
+
+    def _stop(self, *, is_last: bool, reason: str | None) -> None:
+        tracked_grace = TRACKED_STOP_GRACE if is_last else TRACKED_RESTART_GRACE
+        for rank in self._at_work():
+            is_main = rank.place is not None and rank.place.rank == 0
+            has_run_to_close = is_main and self._job is not None and self._job.tracking is not None
+            rank.kill_at = time.monotonic() + (tracked_grace if has_run_to_close else STOP_GRACE)
+            self._tell(rank, "stop", reason)
+
+    def _at_work(self) -> list[_Rank]:
+        """Those that have had their orders; the others would take a word to them for it."""
+        return [rank for rank in self._ranks.values() if rank.place is not None]
+
+    def _say(self, message: object) -> None:
+        """Tell the driver, from any thread."""
+        with self._lock:
+            self._driver.send(message)
+
+    def _keep_time(self) -> None:
+        """Do what has become due."""
+        now = time.monotonic()
+        for rank in self._ranks.values():
+            if rank.kill_at is not None and now >= rank.kill_at:
+                self._server.kill(rank.key, signal.SIGKILL)
+        if self._dump_at is not None and now >= self._dump_at:
+            self._dump_at = None
+            self._dump_silent()
+        if self._stacks_at is not None and now >= self._stacks_at:
+            self._stacks_at = None
+            self._send_stacks()
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_INTERVAL
+            self._say(Beat())
+
+    def _patience(self) -> float:
+        deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
+        deadlines += [due for due in (self._beat_at, self._dump_at, self._stacks_at) if due is not None]
+        return max(0.01, min(deadlines) - time.monotonic())
+
+    def _say_leaving(self) -> None:
+        self._leaving = None
+        self._say(Leaving())
+
+    # ---- stacks
+
+    def _dump(self) -> None:
+        """Have the ranks say how far they are, and write down what they do."""
+        for rank in self._at_work():
+            self._tell(rank, "where")
+        self._dump_at = time.monotonic() + ANSWER_TIME
+
+    def _dump_silent(self) -> None:
+        """Signal the ranks that hang so that they do not even listen."""
+        silent = [rank for rank in self._ranks.values() if rank.place is not None and not self._stacks_of(rank.place)]
+        for rank in silent:
+            self._server.signal(rank.key, DUMP_SIGNAL)
+        self._stacks_at = time.monotonic() + (DUMP_TIME if silent else 0.0)
+
+    def _send_stacks(self) -> None:
+        texts = {}
+        for rank in self._ranks.values():
+            if rank.place is None:
+                continue
+            text = self._stacks_of(rank.place) or "(no stacks: the process does not run; is it suspended?)"
+            texts[rank.place.rank] = text
+            self._note_lines(rank, text.splitlines())
+        self._say(Stacks(texts))
+
+    def _stacks_of(self, place: Place) -> str:
+        try:
+            return stacks_path(self._scratch, place).read_text(errors="replace")[:MAX_STACKS]
+        except OSError:
+            return ""
+
+    # ---- checkpoints
+
+    def _provide(self, file: CheckpointFile) -> None:
+        """Have the checkpoint here for the ranks to load; they look for it themselves."""
+        path = self._scratch / file.name
+        failure_path(path).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(_cached(path))  # until it has proved to be whole
+        self._in_background(self._bring, file)
+
+    def _bring(self, file: CheckpointFile) -> None:
+        path = self._scratch / file.name
+        try:
+            if _cached(path).exists() and digest_of(_cached(path)) == file.digest:
+                _cached(path).rename(path)
+                return
+            _cached(path).unlink(missing_ok=True)
+            with contextlib.closing(dial(self._order)) as connection:
+                connection.send(Download(file))
+                take_file(connection, file, self._scratch)
+        except Exception as error:
+            with contextlib.suppress(FileNotFoundError):  # the gang has ended, and the folder with it
+                failure_path(path).write_text(f"{type(error).__name__}: {error}")
+
+    def _upload(self, file: CheckpointFile) -> None:
+        """Send a checkpoint, or say that it cannot be sent: the driver asks for no other until then."""
+        path = self._scratch / file.name
+        try:
+            with contextlib.closing(self._dial_patiently()) as connection:
+                connection.send(Upload(file))
+                send_file(connection, path)
+        except (OSError, EOFError) as error:
+            with contextlib.suppress(OSError):  # the driver has gone
+                self._say(NotSent(file, f"{type(error).__name__}: {error}"))
+        self._drop_older_than(path)
+
+    def _dial_patiently(self) -> Connection:
+        """A driver that is out of descriptors, say, may have some again soon."""
+        for wait_for in DIAL_WAITS:
+            with contextlib.suppress(ConnectionError):
+                return dial(self._order)
+            time.sleep(wait_for)
+        return dial(self._order)
+
+    def _drop_older_than(self, newest: Path) -> None:
+        """Keep a few checkpoints on this node, and those that the driver may yet ask for."""
+        with contextlib.suppress(FileNotFoundError):  # one of them went to where it is loaded from
+            kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
+            for old in kept[: max(0, kept.index(newest) + 1 - NUM_FILES_KEPT)] if newest in kept else ():
+                old.unlink(missing_ok=True)
+
+    @staticmethod
+    def _in_background(work: Callable[[CheckpointFile], None], file: CheckpointFile) -> None:
+        threading.Thread(target=work, args=(file,), name="daskpytorch-transfer", daemon=True).start()
+
+    # ---- the ranks' channels
+
+    @staticmethod
+    def _tell(rank: _Rank, word: str, value: object = None) -> None:
+        with contextlib.suppress(OSError):  # it is already ending
+            rank.channel.send((word, value))
+
+    def _relay_reports(self, rank: _Rank) -> None:
+        try:
+            gathered = relay.gather(rank.channel)
+        except (EOFError, OSError):  # also where its exit was noted a moment ago
+            rank.channel.close()
+            return
+        if rank.place is not None:
+            for reports in gathered:
+                self._say(Reported(rank.place.rank, reports))
+
+    def _relay_output(self, rank: _Rank) -> None:
+        if rank.output is None:  # its exit was noted a moment ago
+            return
+        try:
+            data = os.read(rank.output, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            os.close(rank.output)
+            rank.output = None
+        self._note_lines(rank, rank.lines.feed(data))
+
+    def _note_lines(self, rank: _Rank, lines: list[str]) -> None:
+        rank.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
+        if lines and rank.place is not None:
+            self._say(Lines(rank.place.rank, lines))
+
+    def _note_exit(self) -> None:
+        key, exitcode = self._server.next_exit()
+        rank = self._ranks.pop(key)
+        while not rank.channel.closed and rank.channel.poll():
+            self._relay_reports(rank)
+        while rank.output is not None and wait([rank.output], 0):
+            self._relay_output(rank)
+        if rank.place is None:  # it ended before it had its orders; another is forked when they come
+            rank.close()
+            return
+        self._say(
+            Exited(
+                rank=rank.place.rank,
+                exitcode=exitcode,
+                stopped=rank.kill_at is not None and exitcode in (STOPPED, -signal.SIGKILL),
+                out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
+                log_tail=rank.log_tail,
+                time=time.time(),
+            )
+        )
+        rank.close()
+
+
+def _cached(path: Path) -> Path:
+    """Where a checkpoint that is on this node already waits to be looked at."""
+    return path.with_suffix(".cached")
+
+
+def dial(order: AgentOrder) -> Connection:
+    """Connect to the driver.
+
+    Raises:
+        ConnectionError: It cannot be reached from here, or whoever is there is not the driver.
+    """
+    host, port = order.driver
+    try:
+        sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)
+    except OSError as error:
+        raise ConnectionError(
+            f"the worker at {order.worker} cannot reach the driver at {host}:{port} ({error}). Workers must be able to "
+            "open connections to the machine that runs the task: check network policies and firewalls."
+        ) from error
+    sock.settimeout(None)
+    watch_peer(sock)
+    try:
+        return introduce(sock, order.token)
+    except ConnectionRefusedError as error:
+        raise ConnectionError(
+            f"{host}:{port}, which the worker at {order.worker} took for the driver, is not its gang's ({error}). Has "
+            "the driver ended, and another process its port?"
+        ) from error
+
+
+def _own_address(connection: Connection) -> str:
+    """This side's address of a connection."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        return str(sock.getsockname()[0])

@@ -1,0 +1,203 @@
+"""This process's fork server: starts it, finds it, asks it for ranks. Runs beside a Dask worker, or in the task."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+from flytekitplugins.daskpytorch.node.fork_wire import AHEAD, END, MAX_PACKET, _is_of_this_user, _python
+from flytekitplugins.daskpytorch.process import sigterm
+
+__all__ = ["ForkServerClient", "ForkServerLostError", "bequeath", "connect", "shutdown", "start_ahead"]
+
+
+class ForkServerLostError(ConnectionError):
+    """The fork server is gone: it was killed, or the process that owns it is ending."""
+
+
+class ForkServerClient:
+    """An agent's end: starts and kills its own ranks, hears of their exits. Closing it kills what is left of them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`."""
+        return self._socket.fileno()
+
+    def spawn(self, key: int, channel: int, output: int) -> None:
+        """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
+        socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
+
+    def kill(self, key: int, signum: int) -> None:
+        """Signal a rank and everything it started, if it still runs."""
+        self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
+
+    def signal(self, key: int, signum: int) -> None:
+        """Signal a rank alone, if it still runs."""
+        self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
+
+    def next_exit(self) -> tuple[int, int]:
+        """Wait for a rank's end: its key, and its exit code (negative: the signal that ended it).
+
+        Raises:
+            ForkServerLostError: It is gone, and every rank with it.
+        """
+        try:
+            packet = self._socket.recv(MAX_PACKET)
+        except ConnectionResetError:  # it ended with requests unread
+            packet = b""
+        if not packet:
+            raise ForkServerLostError("the fork server ended")
+        event = json.loads(packet)
+        return event["key"], event["exitcode"]
+
+    def close(self) -> None:
+        """Kill what is left of this client's ranks."""
+        self._socket.close()
+
+
+@dataclass
+class _Owned:
+    """The fork server that belongs to this process."""
+
+    pid: int
+    """This process's own; in a fork of it the server is not the fork's."""
+    process: subprocess.Popen[bytes] | None
+    """None: the process before this one has started it."""
+    control: socket.socket
+    is_for_tasks: bool
+
+    def has_ended(self) -> bool:
+        """Whether the server is gone; the control socket may tell a little late, if its successor was being forked."""
+        if self.process is not None and self.process.poll() is not None:
+            return True
+        return bool(wait([self.control], 0))  # it says nothing, so that is its end
+
+
+_owned: _Owned | None = None
+_legacy: str | None = None
+"""The name of the socket by which an heir finds the server."""
+_lock = threading.Lock()
+
+
+def connect(start_method: str = "forkserver") -> ForkServerClient:
+    """A new client of this process's fork server, which is started if it does not run.
+
+    Takes milliseconds when it runs; the first rank waits for the imports otherwise.
+
+    Args:
+        start_method: `forkserver`, or `spawn`: its ranks are to be fresh interpreters, which import everything anew.
+    """
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, _lock:
+        socket.send_fds(_running().control, [start_method.encode()], [theirs.fileno()])
+    return ForkServerClient(mine)
+
+
+def start_ahead() -> None:
+    """Start this process's fork server, with all that the ranks of Flyte tasks will need, while nobody waits for it."""
+    with _lock:
+        _running(is_for_tasks=True).control.send(AHEAD)
+
+
+def bequeath(key: str) -> None:
+    """Let this process's fork server survive it, should it be killed, for the one that its parent starts in its place.
+
+    The heir finds the server, with its imports done, by calling this with the same key. Where none comes the server
+    ends after a minute; it ends at once with the parent, and with this process where that ends in good order.
+
+    Args:
+        key: The same for both processes, and not for others of the same parent.
+    """
+    global _legacy
+    with _lock:
+        _legacy = f"daskpytorch-{hashlib.sha256(f'{os.getppid()} {key}'.encode()).hexdigest()}"
+
+
+def shutdown() -> None:
+    """End this process's fork server and every rank it started; a later `connect` starts a new one."""
+    global _owned
+    with _lock:
+        if _owned is not None and _owned.pid == os.getpid():
+            with _owned.control, contextlib.suppress(OSError):  # it may have ended
+                _owned.control.send(END)
+                _owned.control.recv(1)  # until it has
+            if _owned.process is not None:
+                _owned.process.wait()
+        _owned = None
+
+
+@atexit.register
+def _shutdown_at_exit() -> None:
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # at a second Ctrl-C it ends without being waited for
+        shutdown()
+
+
+def _running(*, is_for_tasks: bool = False) -> _Owned:
+    """This process's fork server, which is started if it does not run. To be called with the lock held."""
+    global _owned
+    if _owned is None or _owned.pid != os.getpid() or _owned.has_ended():
+        # Where nobody has imported flytekit the ranks will hardly need it, and it takes a second.
+        is_for_tasks |= "flytekit" in sys.modules or (_owned is not None and _owned.is_for_tasks)
+        control = _inherit()
+        _owned = _Owned(os.getpid(), None, control, is_for_tasks) if control else _start(is_for_tasks=is_for_tasks)
+    return _owned
+
+
+def _inherit() -> socket.socket | None:
+    """The way to the fork server of the process before this one."""
+    if _legacy is None:
+        return None
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.suppress(OSError):  # there is none
+        control.connect(f"\0{_legacy}")
+        if _is_of_this_user(control):
+            return control
+    control.close()
+    return None
+
+
+def _start(*, is_for_tasks: bool) -> _Owned:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, _open_legacy() as legacy:
+        # Modules are found where this process finds them; the user's own come with each gang, before all these.
+        path = [str(entry) for entry in sys.path if entry]
+        descriptors = [theirs.fileno(), *legacy]
+        command = _python("main_for_tasks" if is_for_tasks else "main", descriptors, path)
+        # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
+        # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
+        env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
+        with sigterm.held_back():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
+            )
+    return _Owned(os.getpid(), process, mine, is_for_tasks)
+
+
+@contextlib.contextmanager
+def _open_legacy() -> Iterator[list[int]]:
+    """What the server needs to survive this process: a listening socket for the heir, and the parent's life to watch.
+
+    Empty where it is not to survive, and where it cannot: before Linux 5.3, or while another has the socket's name.
+    """
+    with contextlib.ExitStack() as stack:
+        descriptors: list[int] = []
+        if _legacy is not None:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            with contextlib.suppress(OSError):
+                listener.bind(f"\0{_legacy}")  # an abstract name: no file is left, however all this ends
+                listener.listen()
+                stack.callback(os.close, parent := os.pidfd_open(os.getppid()))
+                descriptors += [listener.fileno(), parent]
+        yield descriptors

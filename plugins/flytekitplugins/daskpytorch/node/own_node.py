@@ -1,0 +1,70 @@
+"""Starts a gang's one agent in a thread of this process, for ranks on the task's own node. Knows no Dask."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+
+from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.node.hardware import gpus_here
+from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+
+__all__ = ["OwnNode", "num_ranks_here"]
+
+
+class OwnNode:
+    """Where all the ranks of a `SpawnDDP` task run: a launcher of one agent, as `dispatch.DaskAgents` is of many."""
+
+    num_wanted = 1
+    host = "127.0.0.1"
+
+    def __init__(self, start_method: str = "forkserver") -> None:
+        self.workers: Sequence[str] = [socket.gethostname()]
+        self._start_method = start_method
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Start the agent."""
+        for order in orders:
+            threading.Thread(
+                target=self._serve, args=(order, on_failure), name="daskpytorch-agent", daemon=True
+            ).start()
+
+    def _serve(self, order: AgentOrder, on_failure: OnFailure) -> None:
+        try:
+            agent.run(order, start_method=self._start_method)
+        except Exception as error:
+            on_failure(order.worker, error)
+
+    def present(self) -> Sequence[str]:
+        """This node."""
+        return self.workers
+
+    def is_connected(self) -> bool:
+        """There is nobody to be connected to."""
+        return True
+
+    def close(self) -> None:
+        """The agent ends with its connection."""
+
+
+def num_ranks_here(nproc: int | str, backend: str) -> int:
+    """How many ranks `SpawnDDP(nproc=...)` means on this node.
+
+    Raises:
+        ValueError: The backend is nccl, and there is not a GPU for every rank.
+    """
+    gpus = gpus_here()
+    wanted = int(nproc) if nproc != "auto" else max(1, len(gpus))
+    if backend == "nccl" and wanted > len(gpus):
+        raise ValueError(
+            f"SpawnDDP(nproc={nproc!r}) with Gang(backend='nccl') needs a GPU of its own for each of {wanted} ranks; "
+            f"torch finds {len(gpus)} on this node{_named(gpus)}. Ask for GPUs in the task's requests, lower nproc, or "
+            "use backend='gloo', with which ranks may share a GPU or do without."
+        )
+    return wanted
+
+
+def _named(gpus: dict[str, str]) -> str:
+    return f" ({', '.join(f'GPU {gpu}: {name}' for gpu, name in gpus.items())})" if gpus else ""

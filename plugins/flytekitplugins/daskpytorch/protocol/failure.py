@@ -1,0 +1,168 @@
+"""The records of a rank's end: filled in by the rank and its agent, read by the driver."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import re
+import signal
+import traceback
+from dataclasses import dataclass
+
+import cloudpickle
+from tblib import pickling_support
+
+__all__ = ["CONSEQUENCES", "CONSEQUENCE_TYPES", "MAX_PICKLED", "MAX_TEXT", "Failure", "RankExit"]
+
+
+MAX_TEXT = 32 << 10
+"""Characters of an exception's message, and of its traceback."""
+MAX_PICKLED = 1 << 20
+"""Bytes of an exception that travels as it is; of a larger one, which may hold a batch, the text does."""
+CONSEQUENCES = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
+    r"|remote process|store->|tcpstore|timed out (after|waiting)",
+    re.IGNORECASE,
+)
+"""What torch, gloo and NCCL say in a rank whose peer has gone."""
+CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception as its rank saw it."""
+
+    type_name: str
+    message: str
+    traceback: str
+    """As Python prints it."""
+    pickled: bytes | None
+    """The exception itself, where pickling it forth and back works."""
+    time: float
+    """Seconds since the epoch when it reached the top of the rank."""
+    is_consequence: bool
+    """It reads like the loss of a peer."""
+    position: tuple[int | None, int | None] = (None, None)
+    """Where the rank was: the newest step that it had named, and its signs of life since then."""
+    is_final: bool = False
+    """It would come again: the function had returned, and what it returned is of no use."""
+
+    @classmethod
+    def of(
+        cls,
+        error: BaseException,
+        time: float,
+        sources: str = "",
+        position: tuple[int | None, int | None] = (None, None),
+        *,
+        is_final: bool = False,
+    ) -> Failure:
+        """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
+        name = type(error).__name__
+        text = _shortened(_text_of(error))
+        # The first frame is the rank's own call of the function.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        shown = "".join(traceback.format_exception(type(error), error, trace))
+        return cls(
+            type_name=name,
+            message=text,
+            traceback=_shortened(shown.replace(f"{sources}/", "") if sources else shown),
+            pickled=_pickled(error),
+            time=time,
+            is_consequence=isinstance(error, ConnectionError)
+            or name in CONSEQUENCE_TYPES
+            or (isinstance(error, (RuntimeError, OSError)) and CONSEQUENCES.search(text) is not None),
+            position=position,
+            is_final=is_final,
+        )
+
+    def rebuilt(self) -> Exception | None:
+        """The exception in its own type: unpickled, or of a builtin type with the same text; None where neither can be.
+
+        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt.
+        """
+        error: object = None
+        if self.pickled is not None:
+            try:
+                error = cloudpickle.loads(self.pickled)  # from our own rank, by its agent's connection
+            except Exception:
+                error = None
+        if error is None:
+            kind = getattr(builtins, self.type_name, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                try:
+                    error = kind(self.message)
+                except TypeError:  # UnicodeDecodeError and its like
+                    error = None
+        return error if isinstance(error, Exception) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit:
+    """The end of one rank, or of the worker under it."""
+
+    rank: int
+    worker: str
+    host: str
+    exitcode: int | None
+    """As `os.waitstatus_to_exitcode` has it; None: the worker went, and took the rank along."""
+    failure: Failure | None
+    """The exception it reported."""
+    log_tail: str
+    time: float
+    """Seconds since the epoch, where the exit was seen."""
+    out_of_memory: bool = False
+    """The container's out-of-memory killer was at work on its host."""
+    stopped: bool = False
+    """We ended it, after another rank's failure."""
+    hang: str | None = None
+    """It held up the others: for how long, why it is thought to, and the stacks of all ranks."""
+    step: int | None = None
+    """The newest step that it had named."""
+    agent_traceback: str | None = None
+    """The agent that watched it failed, like this."""
+
+    @property
+    def position(self) -> tuple[int | None, int | None]:
+        """Where it was: the newest step that it had named and, where it could still say, its signs of life since."""
+        return self.failure.position if self.failure is not None else (self.step, None)
+
+    @property
+    def is_consequence(self) -> bool:
+        """It may well have ended because another rank did."""
+        if self.hang is not None:
+            return False
+        return self.stopped if self.failure is None else self.failure.is_consequence
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """Taken away from outside: with its worker, or by a signal that code does not send itself by accident."""
+        if self.failure is not None or self.hang is not None or self.out_of_memory:
+            return False
+        return self.exitcode in (None, -signal.SIGKILL, -signal.SIGTERM)
+
+
+def _shortened(text: str) -> str:
+    """At most `MAX_TEXT` characters of it, from both ends, and a word about the rest."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        pickling_support.install(error)  # with its traceback and causes, and whatever its __init__ asks for
+        data = cloudpickle.dumps(error)
+        if type(pickle.loads(data)) is not type(error):  # noqa: S301 - made two lines above
+            return None
+    except Exception:
+        return None
+    return bytes(data) if len(data) <= MAX_PICKLED else None

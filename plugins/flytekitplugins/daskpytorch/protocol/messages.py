@@ -1,0 +1,212 @@
+"""What the driver and an agent say to each other, over a connection of their own. Imports neither Dask nor torch."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+
+__all__ = [
+    "AgentOrder",
+    "Arrived",
+    "Beat",
+    "Broken",
+    "Close",
+    "Download",
+    "Dump",
+    "Exited",
+    "Failed",
+    "Fetch",
+    "Hello",
+    "Leaving",
+    "Lines",
+    "NotSent",
+    "Reported",
+    "Stacks",
+    "Start",
+    "Stop",
+    "Tell",
+    "Upload",
+    "watch_peer",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOrder:
+    """How an agent finds its driver."""
+
+    worker: str
+    """The address of the worker that it should run on."""
+    driver: tuple[str, int]
+    """Host and port."""
+    num_ranks: int
+    """How many ranks it will be told to start, so that they can be forked while all meet."""
+    token: bytes = field(repr=False)
+    """By which agent and driver know each other; see `handshake`."""
+
+
+# ---- From the agent ...
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The agent is there."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A rank's own reports, unopened: pickled pairs of kind and value, or a piece of a result (see `submission`)."""
+
+    rank: int
+    report: bytes
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a rank wrote to its standard output and error."""
+
+    rank: int
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank ended."""
+
+    rank: int
+    exitcode: int
+    stopped: bool
+    """It was told to."""
+    out_of_memory: bool
+    log_tail: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The agent itself failed, and its ranks with it."""
+
+    traceback: str
+
+
+@dataclass(frozen=True)
+class NotSent:
+    """A checkpoint that was asked for cannot be sent, for this reason."""
+
+    file: CheckpointFile
+    reason: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The agent is alive; said every second."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The agent's worker is being taken away: it was told to close."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What each rank of this agent is doing: the tracebacks of all its threads, or why there are none."""
+
+    texts: dict[int, str]
+
+
+# ---- ... and to it
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start these ranks."""
+
+    job: Job
+    code: Code
+    places: list[Place]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End all ranks: something failed, or the training is not to go on."""
+
+    is_last: bool
+    """No other generation follows: rank 0 may take its time to close the Weights & Biases run."""
+    reason: str | None = None
+    """Why a training that did not fail is not to go on; goes into that run."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Pass a word on to every rank, with what belongs to it; see `rank`."""
+
+    word: str
+    value: object = None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Have every rank say how many collectives it has entered, and write down its stacks."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Send this checkpoint, which one of the agent's ranks has written, over a connection of its own."""
+
+    file: CheckpointFile
+
+
+@dataclass(frozen=True)
+class Close:
+    """The gang is over."""
+
+
+# ---- From a worker that stays for many gangs, and gets an AgentOrder for each
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The worker waits for orders."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The agent of the gang with this token ended in an error that its driver may not have heard of."""
+
+    token: bytes = field(repr=False)
+    text: str
+
+
+# ---- Over connections of their own, in pieces that follow
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Here comes a checkpoint."""
+
+    file: CheckpointFile
+
+
+@dataclass(frozen=True)
+class Download:
+    """Please send a checkpoint."""
+
+    file: CheckpointFile
+
+
+def watch_peer(sock: socket.socket) -> None:
+    """Have the kernel notice within seconds that the other host has gone without a word."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

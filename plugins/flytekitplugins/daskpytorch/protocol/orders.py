@@ -1,0 +1,107 @@
+"""What a rank is told before it starts. Filled in by driver and agent, read by the rank."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
+from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.wandb import RunSettings
+
+__all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "stacks_path"]
+
+
+STOPPED = 143
+"""The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
+DUMP_SIGNAL = signal.SIGQUIT
+"""Has a rank write down its main thread's stack, as it has a Java machine; also good for `kill -QUIT` by hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is the same for all the ranks of a gang. Holds the user's objects only as bytes."""
+
+    gang: str
+    """The gang's name."""
+    generation: int
+    """Which incarnation of the gang; each has rendezvous keys of its own."""
+    call: bytes
+    """From `ship.pack_call`."""
+    pass_local_rank: bool
+    """Call the function with `local_rank=`."""
+    backend: str
+    store: tuple[str, int] | None
+    """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
+    timeout: float
+    """Seconds for all ranks to meet."""
+    checkpoint: CheckpointFile | None
+    """What the generation starts from."""
+    pulse: float | None
+    """Seconds between two reports of how far a rank has come; None: nobody asks."""
+    flyte: FlyteSettings | None
+    """None outside a Flyte task: results then travel pickled, from every rank."""
+    tracking: RunSettings | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOrder:
+    """All that one rank is told; the first message on its channel."""
+
+    place: Place
+    job: Job
+    code: str
+    """Where the project's sources lie, unpacked."""
+    scratch: str
+    """The agent's folder: checkpoints come and go through it."""
+    directory: str
+    """The working directory."""
+    environment: dict[str, str] = field(repr=False)
+    """The whole of the rank's environment; it may hold secrets."""
+    data: WorkerData | None = None
+    """The way to what the Dask worker here holds; None where there is none."""
+
+
+def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
+    """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
+    host, port = job.store or _own_store()
+    env = dict(base)
+    env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `forkserver`
+    if job.flyte is not None:
+        env |= job.flyte.environment
+    env |= {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.group_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # With it env:// joins the driver's store; without, rank 0 opens one.
+        "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
+        "OMP_NUM_THREADS": str(place.num_threads),
+        "CUDA_VISIBLE_DEVICES": place.gpu or "",
+    }
+    if interface is not None:
+        # gloo listens where the host's name resolves to, which on many machines is a loopback address.
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return env
+
+
+def _own_store() -> tuple[str, int]:
+    """Where the only rank of a gang may open a store for itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return "127.0.0.1", server.getsockname()[1]
+
+
+def stacks_path(scratch: Path, place: Place) -> Path:
+    """Where a rank writes down its stacks."""
+    return scratch / f"stacks-{place.local_rank}"

@@ -1,0 +1,302 @@
+"""A rank's checkpoints: states copied at once, written in the background, whole or not at all. Runs in a rank.
+
+rank 0 --file--> its agent --connection--> the driver's vault; and back to every rank of the next generation.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, failure_path
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RankCheckpoint"]
+
+POLL_INTERVAL = 0.002
+SHARDED = (
+    ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
+)
+"""The kinds of tensors of which each rank has a part."""
+
+
+class RankCheckpoint(Checkpoint):
+    """Rank 0 writes, one state at a time; every rank reads the same."""
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        generation: int,
+        start: CheckpointFile | None,
+        is_main: bool,
+        progress: Progress,
+        announce: Callable[[CheckpointFile], None],
+        timeout: float,
+    ) -> None:
+        """Take the rank's own part.
+
+        Args:
+            folder: The agent's: new files are left here, and what `start` names arrives here.
+            generation: The gang's present incarnation.
+            start: What the generation starts from.
+            is_main: Whether this is rank 0.
+            progress: Notes the steps.
+            announce: Called, in the writing thread, for each file that is whole.
+            timeout: Seconds to wait for the file that `start` names.
+        """
+        self._folder = folder
+        self._generation = generation
+        self._start = start
+        self._is_main = is_main
+        self._progress = progress
+        self._announce = announce
+        self._timeout = timeout
+        self._writing: threading.Thread | None = None
+
+    def save(self, state: Any, step: int) -> None:
+        """Keep a state; waits only while the one before is still being written.
+
+        Raises:
+            TypeError: The state cannot be pickled; or, on every rank, it is sharded.
+        """
+        step = int(step)
+        self._progress.reach(step, anew=True)
+        if not self._is_main:
+            _refuse_sharded(state)
+            return
+        self.flush()
+        self._writing = threading.Thread(
+            target=self._write, args=(_copy(state), step), name="daskpytorch-checkpoint", daemon=True
+        )
+        self._writing.start()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the newest state is written, or for `timeout` seconds."""
+        if self._writing is not None:
+            self._writing.join(timeout)
+
+    def load(self) -> Any | None:
+        """Read what this generation starts from.
+
+        Raises:
+            OSError: The checkpoint did not arrive.
+        """
+        if self._start is None:
+            return None
+        import torch
+
+        # Any object of the user's. It comes from our own ranks; between two attempts of a task it lies where Flyte
+        # keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
+        state = torch.load(self._await_file(self._start), map_location="cpu", weights_only=False)
+        self._progress.reach(self._start.step, anew=True)
+        return state
+
+    def _write(self, state: Any, step: int) -> None:
+        import torch
+
+        unfinished = self._folder / f"unfinished-{self._generation}-{step}"
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state, file)
+            written = CheckpointFile(
+                generation=self._generation,
+                step=step,
+                size=unfinished.stat().st_size,
+                digest=digest_of(unfinished),
+            )
+            unfinished.rename(self._folder / written.name)
+        except Exception as error:  # a full disk, mostly: worth a word, but not the training
+            unfinished.unlink(missing_ok=True)
+            print(
+                f"the checkpoint of step {step} was not written ({_reason(error)}); the training goes on, and the "
+                "checkpoint before stays the newest",
+                file=sys.stderr,
+            )
+            return
+        self._announce(written)
+
+    def _await_file(self, wanted: CheckpointFile) -> Path:
+        """Wait for the agent to bring the file."""
+        path = self._folder / wanted.name
+        deadline = time.monotonic() + self._timeout
+        while not path.exists():
+            if failure_path(path).exists():
+                raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {failure_path(path).read_text()}")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the checkpoint of step {wanted.step} did not arrive within {self._timeout:g} s")
+            time.sleep(POLL_INTERVAL)
+        return path
+
+
+class _Inspector(pickle.Pickler):
+    """Goes through all of a state that would be pickled, and stops at a sharded tensor."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        import torch
+
+        super().__init__(file, protocol=5)
+        self._tensor = torch.Tensor
+        self._sharded = _sharded_types()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, self._tensor):
+            return None
+        if isinstance(obj, self._sharded):
+            raise _ShardedError(obj)
+        return self.take(obj)
+
+    def take(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor, which goes past the pickle."""
+        return 0
+
+
+class _Copier(_Inspector):
+    """Copies the tensors, once each, however often they occur."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.copies: list[torch.Tensor] = []
+        self._seen: dict[Any, tuple[Any, int]] = {}  # holds the originals, too, so that no memory is given twice
+
+    def take(self, tensor: torch.Tensor) -> int:
+        key = _place_of(tensor)
+        if key not in self._seen:
+            self._seen[key] = (tensor, len(self.copies))
+            self.copies.append(_copy_tensor(tensor))
+        return self._seen[key][1]
+
+
+class _Restorer(pickle.Unpickler):
+    """Puts the copies where the tensors were."""
+
+    def __init__(self, file: IO[bytes], copies: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._copies = copies
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._copies[pid]
+
+
+class _ShardedError(Exception):
+    """A sharded tensor stands in a state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+
+def _copy(state: Any) -> Any:
+    """A copy that later training steps do not touch, with tensors on the CPU.
+
+    The structure is pickled and unpickled; tensors go past the pickle. No class is made here, and no function: those
+    stay, and what they know, until Python's cyclic collector finds them.
+
+    Raises:
+        TypeError: Something in it cannot be pickled, or is sharded.
+    """
+    buffer = io.BytesIO()
+    copier = _Copier(buffer)
+    try:
+        copier.dump(state)
+        buffer.seek(0)
+        return _Restorer(buffer, copier.copies).load()
+    except _ShardedError as found:
+        raise _refusal(state, found.tensor) from None
+    except Exception as error:
+        raise TypeError(
+            f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
+            "the model and the optimizer, instead of the objects themselves."
+        ) from error
+
+
+def _refuse_sharded(state: Any) -> None:
+    """Raise on a rank that keeps nothing what `_copy` raises of a sharded state, so that all ranks fail alike."""
+    if not _sharded_types():
+        return
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            _Inspector(nowhere).dump(state)
+    except _ShardedError as found:
+        raise _refusal(state, found.tensor) from None
+    except Exception:  # noqa: S110 - whatever does not pickle here concerns nobody
+        pass
+
+
+def _sharded_types() -> tuple[type, ...]:
+    """Of tensors that are spread over ranks; without the modules of those there are none."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
+    return tuple(kind for kind in found if kind is not None)
+
+
+def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
+    return TypeError(
+        f"the state to be saved is sharded: {_name_in(state, tensor)} is a {type(tensor).__name__} of shape "
+        f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Gather it before, "
+        "on all ranks, and save that: get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
+        "cpu_offload=True)) of torch.distributed.checkpoint.state_dict for a model and its optimizer (after load, "
+        "set_state_dict with the same options spreads it again), full_tensor() for a single DTensor."
+    )
+
+
+def _name_in(state: Any, wanted: object) -> str:
+    """Where something stands in a state, as Python's code would name it."""
+    waiting, seen = deque([("state", state)]), set()
+    while waiting:
+        name, obj = waiting.popleft()
+        if obj is wanted:
+            return name
+        if id(obj) in seen or isinstance(obj, (type, ModuleType)):
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, dict):
+            waiting.extend((f"{name}[{key!r}]", value) for key, value in obj.items())
+        elif isinstance(obj, (list, tuple)):
+            waiting.extend((f"{name}[{index}]", value) for index, value in enumerate(obj))
+        else:
+            waiting.extend((f"{name}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
+    return "something in it"
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    """What tied tensors, which share memory, have in common."""
+    try:
+        where = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse ones, and the like
+        return id(tensor)
+    if where == 0:  # all those without elements
+        return id(tensor)
+    kind = (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (where, tensor.storage_offset(), tensor.shape, tensor.stride(), *kind)
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    copy = tensor.detach().to("cpu", copy=True)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong below: torch says of a full disk only that it is not where it should be in the file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return f"{type(cause).__name__}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"

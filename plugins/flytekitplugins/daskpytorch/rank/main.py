@@ -1,0 +1,380 @@
+"""What runs in a rank: environment, process group, the user's function, its result. A child of the fork server."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import cloudpickle
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
+from flytekitplugins.daskpytorch.protocol import relay, result_frames
+from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.flyte_settings import TaskOutput
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, Job, RankOrder, stacks_path
+from flytekitplugins.daskpytorch.rank import wandb
+from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+__all__ = ["installed_backends", "main"]
+
+
+BACKENDS_GROUP = "torch.distributed.backends"
+"""Under this name packages announce backends of torch.distributed."""
+STOP_FLUSH = 0.3
+"""Seconds for a checkpoint that is being written when its rank is told to stop."""
+
+
+def main(channel: Connection) -> int:
+    """Run one rank from its first message to its exit code."""
+    order: RankOrder = channel.recv()
+    link = _Link(channel)
+    tracker: wandb.Tracker | None = None
+    progress = Progress()
+    has_returned = False
+    try:
+        _settle_in(order)
+        task_context = _task_context(order.job)  # before there are other threads; `flyte` has why
+        if order.job.tracking is not None and order.place.rank == 0:
+            tracker = wandb.Tracker(order.job.tracking)
+        rank = _context(order, link, tracker, progress)
+        link.obey(rank, tracker)
+        with task_context as ctx:
+            call = unpack_call(order.job.call)
+            _join_gang(order)
+            context.enter(rank)
+            link.send("ready")
+            _watch_progress(order, link, progress)
+            returned = call.function(*call.args, **_keywords(order, call, ctx))
+            rank.checkpoint.flush()
+            has_returned = True
+            if rank.stop_signal.has_fired:
+                link.send("stopped")
+                link.send("result")  # what it returned is unfinished, and nobody's to use
+            else:
+                link.send("result", _payload(order, returned, ctx, link))
+    except BaseException as error:
+        position = (progress.step, progress.num_moves_since)
+        is_final = has_returned and not _is_of_storage(error)
+        link.send("failure", Failure.of(error, time.time(), order.code, position, is_final=is_final))
+        _wind_up(tracker, 1)
+        return 1
+    # Nobody leaves before all have finished: the others may still be talking to this rank.
+    link.ended.wait()
+    _wind_up(tracker, 1 if rank.stop_signal.has_fired else 0)
+    return 0
+
+
+class _Link:
+    """The rank's end of its channel: reports go out, orders come in."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._submit_lock = threading.Lock()
+        self.ended = threading.Event()
+        """Set when every rank of the gang has finished."""
+        self._has_delivered = False
+
+    def send(self, kind: str, value: object = None) -> None:
+        """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
+        data = relay.pack(kind, value)
+        self._has_delivered |= kind == "result"
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.send_bytes(data)
+
+    def submit(self, key: str, path: str, data: bytes) -> None:
+        """Send a result; its pieces go one after the other, with other reports between them.
+
+        Raises:
+            OSError: The agent has gone, and with it the way to the driver.
+        """
+        with self._submit_lock:
+            for piece in result_frames.pack(key, path, data):
+                self._send_piece(piece)
+
+    def send_returned(self, value: Any) -> bytes | None:
+        """Pickle what the function returned; the bytes of something small, anything else has then gone in pieces."""
+        with self._submit_lock:
+            writer = result_frames.Writer(self._send_piece)
+            _dump(value, writer)
+            return writer.close()
+
+    def _send_piece(self, piece: bytes) -> None:
+        with self._lock:
+            self._channel.send_bytes(piece)
+
+    def ask_for_folder(self, path: str) -> str:
+        """Have the task's driver make sure that its results' folder is there when it ends; the path."""
+        self.send("folder")
+        return path
+
+    def obey(self, rank: RankContext, tracker: wandb.Tracker | None) -> None:
+        """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
+        threading.Thread(target=self._obey, args=(rank, tracker), name="daskpytorch-orders", daemon=True).start()
+
+    def _obey(self, rank: RankContext, tracker: wandb.Tracker | None) -> None:
+        try:
+            while (order := self._channel.recv())[0] != "stop":
+                self._follow(rank, *order)
+        except (EOFError, OSError):  # the agent died
+            os._exit(STOPPED)
+        rank.checkpoint.flush(STOP_FLUSH)
+        if tracker is not None:
+            reason: str | None = order[1]
+            tracker.finish(1 if reason is None else 0, None if self._has_delivered else reason)
+        os._exit(STOPPED)
+
+    def _follow(self, rank: RankContext, word: str, value: Any) -> None:
+        match word:
+            case "end":
+                self.ended.set()
+            case "hold":
+                self.send("held", rank.stop_signal.hold())
+            case "release":
+                rank.stop_signal.release(value)
+            case "where":
+                _write_stacks()
+                self.send("collectives", _num_collectives())
+
+
+def _write_stacks() -> None:
+    """Write down what all threads do, while this one holds the interpreter, so that they stand still."""
+    if _stacks_file is not None:
+        faulthandler.dump_traceback(_stacks_file, all_threads=True)
+
+
+def _num_collectives() -> int:
+    """How many collectives this rank has entered."""
+    from torch import distributed
+
+    try:
+        group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+        # What torch's own debugging reads; it counts those of DistributedDataParallel, too.
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+    except (RuntimeError, ValueError):  # the function has closed the group
+        return 0
+
+
+def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
+    """Report how far the training has come, now and again, where somebody asks."""
+    pulse = order.job.pulse
+    if pulse is None:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: progress.move())
+
+    def report() -> None:
+        reported = -1
+        while True:
+            if progress.num_moves != reported:
+                reported = progress.num_moves
+                link.send("moves", reported)
+            time.sleep(pulse)
+
+    threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
+
+
+def _settle_in(order: RankOrder) -> None:
+    os.environ.clear()
+    os.environ.update(order.environment)
+    import torch  # a spawned rank has not imported it, so that it starts with the variables above
+
+    from flytekitplugins.daskpytorch.rank import loaders
+
+    loaders.shield()
+
+    os.chdir(order.directory)
+    sys.path.insert(0, order.code)
+    sys.argv[1:] = []
+    faulthandler.enable()  # a rank that crashes in C code says where, in its log
+    global _stacks_file
+    _stacks_file = stacks_path(Path(order.scratch), order.place).open("w")
+    # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
+    faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
+    torch.set_num_threads(order.place.num_threads)
+
+
+def _join_gang(order: RankOrder) -> None:
+    import torch
+    from torch import distributed
+
+    device = torch.device("cuda", 0) if order.job.backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    with _known_backends():
+        distributed.init_process_group(
+            order.job.backend,
+            store=_store(order.job),
+            rank=order.place.rank,
+            world_size=order.place.world_size,
+            device_id=device,
+        )
+
+
+def _store(job: Job) -> Store:
+    """Where the ranks of a generation find each other."""
+    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if job.store is None:
+        return HashStore()
+    host, port = job.store
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
+    return PrefixStore(f"{job.gang}/{job.generation}", store)
+
+
+@functools.cache
+def installed_backends() -> metadata.EntryPoints:
+    """Plugins of torch.distributed; the fork server asks ahead, since that reads the metadata of all that is installed.
+
+    It takes 20 ms, and torch 2.15 does it twice in each `init_process_group`.
+    """
+    return metadata.entry_points(group=BACKENDS_GROUP)
+
+
+@contextlib.contextmanager
+def _known_backends() -> Iterator[None]:
+    """Have torch's own question answered from memory."""
+    original, known = metadata.entry_points, installed_backends()
+
+    def entry_points(**params: Any) -> Any:
+        return known if params == {"group": BACKENDS_GROUP} else original(**params)
+
+    metadata.entry_points = entry_points
+    try:
+        yield
+    finally:
+        metadata.entry_points = original
+
+
+def _context(order: RankOrder, link: _Link, tracker: wandb.Tracker | None, progress: Progress) -> RankContext:
+    def sink(record: LogRecord) -> None:
+        if tracker is not None:
+            tracker.log(record)
+        plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
+        link.send("log", LogRecord(**{**vars(record), "metrics": plain}))
+
+    place = order.place
+    checkpoint = RankCheckpoint(
+        folder=Path(order.scratch),
+        generation=order.job.generation,
+        start=order.job.checkpoint,
+        is_main=place.rank == 0,
+        progress=progress,
+        announce=lambda file: link.send("saved", file),
+        timeout=order.job.timeout,
+    )
+    return RankContext(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        checkpoint=checkpoint,
+        sink=sink,
+        watcher=tracker.watch if tracker is not None else None,
+        submit=link.submit,
+        ask_for_folder=functools.partial(link.ask_for_folder, order.job.flyte.results) if order.job.flyte else None,
+        progress=progress,
+        worker_data=order.data,
+    )
+
+
+def _bare(value: float | str) -> float | str:
+    """The number or text itself, also of an instance of a class that the driver may not know."""
+    if type(value) in (int, float, bool, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
+
+
+def _task_context(job: Job) -> contextlib.AbstractContextManager[Any]:
+    """Flyte's, of the task; outside one there is none, and flytekit, whose import takes a second, is not needed."""
+    if job.flyte is None:
+        return contextlib.nullcontext()
+    from flytekitplugins.daskpytorch.flyte import rank as flyte_rank
+
+    return flyte_rank.entered(job.flyte)
+
+
+def _keywords(order: RankOrder, call: Call, ctx: Any) -> dict[str, Any]:
+    keywords = dict(call.kwargs)
+    if order.job.flyte is not None:
+        from flytekitplugins.daskpytorch.flyte import rank as flyte_rank
+
+        keywords |= flyte_rank.arguments(order.job.flyte, ctx)
+    if order.job.pass_local_rank:
+        keywords["local_rank"] = order.place.local_rank
+    return keywords
+
+
+def _payload(order: RankOrder, returned: Any, ctx: Any, link: _Link) -> object:
+    """What the driver needs of the return value: in a Flyte task rank 0's literals, else every rank's value."""
+    if order.job.flyte is None:
+        return link.send_returned(returned)
+    if order.place.rank != 0:
+        return None
+    from flytekitplugins.daskpytorch.flyte import rank as flyte_rank
+
+    literal_map = flyte_rank.literals(order.job.flyte, returned, ctx)
+    return TaskOutput(literal_map=literal_map.to_flyte_idl().SerializeToString(), decks=flyte_rank.decks(ctx))
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    """Whether it was storage that failed rather than what was to be stored there: that may go well another time."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
+    is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # what was to be stored
+    return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing
+
+
+_stacks_file: IO[str] | None = None
+"""Stays open for as long as the signal may come."""
+
+
+def _dump(value: Any, file: result_frames.Writer) -> None:
+    """Pickle a result; CUDA tensors go as CPU tensors, since the driver may have no GPU."""
+    import torch
+
+    from flytekitplugins.daskpytorch.rank import storages
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor) and obj.is_cuda:
+                return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return storages.reduce(obj) or super().reducer_override(obj)
+
+    try:
+        Pickler(file, protocol=5).dump(value)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
+            "Return plain data or tensors, such as a state_dict instead of a model."
+        ) from error
+
+
+def _wind_up(tracker: wandb.Tracker | None, exit_code: int) -> None:
+    if tracker is not None:
+        tracker.finish(exit_code)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that workers of DataLoaders end now is nothing to torch
+    atexit._run_exitfuncs()  # noqa: SLF001 - the fork server ends this process by os._exit, which runs none
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,9 @@
+"""Files that ranks submit, and that the driver writes below a folder.
+
+Runs in ranks, which submit, and in the driver. Called by users and by `flyte`. May import `driver` and all below.
+"""
+
+from flytekitplugins.daskpytorch.results.handler import DaskResultsHandler
+from flytekitplugins.daskpytorch.results.result_folder import ResultPathError
+
+__all__ = ["DaskResultsHandler", "ResultPathError"]

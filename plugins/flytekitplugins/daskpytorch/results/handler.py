@@ -1,0 +1,226 @@
+"""Results of a training as files on the driver's side, while it runs: ranks submit them, the driver writes them.
+
+`submit_result` and `directory` run in a rank, `process_results` in the driver. Between them results travel over the
+gang's own connections, never through the Dask scheduler. The driver of a `DaskDDP` or `SpawnDDP` task writes them
+without being asked (see `task_results`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterable
+from concurrent.futures import CancelledError, Future, wait
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFuture
+from flytekitplugins.daskpytorch.driver.received import Inbox, Submission
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.results.result_folder import MAX_FOLDERS, ResultFolder, ResultPathError
+
+if TYPE_CHECKING:
+    from flytekit.types.directory import FlyteDirectory
+
+__all__ = ["DaskResultsHandler", "ResultPathError", "write_out"]
+
+POLL_INTERVAL = 0.05
+"""Seconds between looks for new results."""
+
+
+class DaskResultsHandler:
+    """Brings what ranks submit into a folder of the driver's, as files.
+
+    In a `DaskDDP` or `SpawnDDP` task that is a folder of the task's own, which rank 0 may return: see `directory`. All
+    else here is about gangs of `dispatch.run` and `dispatch.map`, whose results are written by `process_results`.
+
+    What a gang submits is kept until a handler processes that gang: nothing is lost that is submitted before
+    `process_results` is called, or in the last moment before a rank fails. The key tells several handlers of one gang
+    apart. Ranks import a function's module anew, so there a module-level `DaskResultsHandler(uuid.uuid4().hex)` has
+    another key than in the driver; therefore results with a key that no handler in the driver's process has go to
+    whichever handler processes their gang. To tell handlers apart, give them fixed keys.
+    """
+
+    def __init__(self, pub_sub_key: str | None = None) -> None:
+        """Make one end of the way; the other is made, or arrives pickled, in the other process.
+
+        Args:
+            pub_sub_key: Tells several handlers of one gang apart; None stands for an empty one.
+        """
+        self.pub_sub_key = pub_sub_key or ""
+        _keys.note(self)
+
+    def submit_result(self, path: str, data: str | bytes) -> None:
+        """Have the driver write a file; called in a rank, of a task or of `dispatch.run` or `dispatch.map`.
+
+        When it returns, the result has left this process and outlives it, though not a loss of the whole worker. A
+        later result of this rank for the same path replaces this one.
+
+        Args:
+            path: Relative to the driver's prefix, or to the task's folder.
+            data: The file's content; text is written as UTF-8.
+
+        Raises:
+            TypeError: The path is not a string, or the data neither string nor bytes.
+            ValueError: The path is more than 100 folders deep.
+            RuntimeError: This process is not a rank.
+        """
+        if not isinstance(path, str):
+            raise TypeError(f"submit_result takes a path as str, not {type(path).__name__}")
+        if not isinstance(data, (str, bytes)):
+            raise TypeError(
+                f"submit_result({path!r}, ...) takes str or bytes, not {type(data).__name__}; "
+                "make it one of these first, with json.dumps or pickle.dumps, say."
+            )
+        if path.count("/") > MAX_FOLDERS:
+            raise ValueError(
+                f"submit_result({path[:40]!r}..., ...) takes a path of at most {MAX_FOLDERS} folders, not of "
+                f"{path.count('/')}; put more into the names."
+            )
+        rank = current_rank()
+        if rank.submit is None:
+            raise RuntimeError(
+                f"submit_result({path!r}, ...) was called outside a rank, where no driver takes results. Call it in "
+                "the function that dispatch.run or dispatch.map calls, or in that of a DaskDDP or SpawnDDP task, and "
+                "there in the rank's own process (not in one that it starts, such as a DataLoader worker)."
+            )
+        rank.progress.move()
+        rank.submit(self.pub_sub_key, path, data.encode() if isinstance(data, str) else data)
+
+    def directory(self) -> FlyteDirectory:
+        """The folder of all that the ranks of this task submit, by any handler, for rank 0 to return as an output.
+
+        The next node finds everything in it, also what other ranks submitted after rank 0 had returned: it is complete
+        when the task has ended, and not before. Each attempt of a task has a folder of its own.
+
+        Raises:
+            RuntimeError: This process is not a rank of a `DaskDDP` or `SpawnDDP` task.
+        """
+        ask_for_folder = current_rank().ask_for_folder
+        if ask_for_folder is None:
+            raise RuntimeError(
+                "directory() was called outside a rank of a DaskDDP or SpawnDDP task, where no folder belongs to the "
+                "task. Call it in the task's function, in the rank's own process (not in one that it starts, such as "
+                "a DataLoader worker). With dispatch.run and dispatch.map, process_results(prefix, futures) writes "
+                "the files below a folder of yours; a DaskCluster task may return that as FlyteDirectory(prefix)."
+            )
+        from flytekit.types.directory import FlyteDirectory
+
+        return FlyteDirectory(ask_for_folder(), remote_directory=False)  # the driver brings the files there
+
+    def process_results(
+        self, prefix: str | os.PathLike[str], futures: Iterable[Future[Any]], raise_errors: bool = True
+    ) -> None:
+        """Write all that the gangs of these futures submit, as it comes, until they have ended.
+
+        Each file is written whole or not at all. May be called again, or late, or for some of a gang's futures; a
+        result is written once. Paths that are empty or absolute, that have a `..` or follow a symbolic link out of
+        the prefix are not written; each costs a line on standard error.
+
+        Args:
+            prefix: The folder to write below; made if need be.
+            futures: What `dispatch.run` returned, or futures of several gangs.
+            raise_errors: When all is written, raise the error of the first future that failed, or else that of the
+                first path that was refused.
+
+        Raises:
+            ResultPathError: A rank submitted a path that is not to be written; the rest was.
+            GangError: A gang failed; or whatever else its future raises.
+            OSError: The prefix cannot be written, at once. What is not written yet is kept for another call.
+            TypeError: Not a future of a gang.
+        """
+        futures = list(futures)
+        inboxes = _inboxes(futures)
+        folder = ResultFolder(prefix)
+        refusals: list[ResultPathError] = []
+        pending = futures
+        while pending:
+            wait(pending, POLL_INTERVAL)
+            pending = [future for future in pending if not future.done()]
+            for inbox in inboxes:  # after the look at the futures: what a gang submitted is here before they are done
+                refusals += write_out(inbox, folder, _keys.alive() - {self.pub_sub_key})
+        if raise_errors:
+            _raise_first([*map(_error_of, futures), *refusals[:1]])
+
+
+def write_out(inbox: Inbox, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
+    """Write what waits, but for results with the keys of other handlers; the refusals, each of which costs a line.
+
+    Raises:
+        OSError: The folder cannot be written now; what is not written stays in the inbox.
+    """
+    claimed = inbox.claim(lambda key: key not in others)
+    refusals = []
+    try:
+        while claimed:
+            submission = claimed[0]
+            try:
+                folder.write(submission.rank, submission.path, inbox.read(submission))
+            except OSError:
+                raise
+            except Exception as error:  # this one's own, which must not hold up those behind it
+                refusals.append(_refusal(error, submission, folder))
+                sys.stderr.write(f"{refusals[-1]}\n")
+            inbox.drop(claimed.popleft())
+    finally:
+        inbox.restore(claimed)  # where the disk is full, or the user has interrupted it
+    return refusals
+
+
+def _refusal(error: Exception, submission: Submission, folder: ResultFolder) -> ResultPathError:
+    if isinstance(error, ResultPathError):
+        return error
+    return ResultPathError(submission.rank, submission.path, folder.name, f"{type(error).__name__}: {error}")
+
+
+class _LiveKeys:
+    """The keys of the handlers that this process has now."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a handler may be collected by the thread that holds it
+        self._count: Counter[str] = Counter()
+
+    def note(self, handler: DaskResultsHandler) -> None:
+        with self._lock:
+            self._count[handler.pub_sub_key] += 1
+        weakref.finalize(handler, self._forget, handler.pub_sub_key)
+
+    def alive(self) -> set[str]:
+        with self._lock:
+            return {key for key, count in self._count.items() if count > 0}
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._count[key] -= 1
+
+
+_keys = _LiveKeys()
+
+
+def _inboxes(futures: Iterable[Future[Any]]) -> list[Inbox]:
+    """Those of all the gangs, each once."""
+    inboxes = []
+    for future in futures:
+        if not isinstance(future, GangFuture):
+            raise TypeError(
+                f"process_results takes what dispatch.run returned, or a list of such futures, not {future!r}"
+            )
+        if future.inbox not in inboxes:
+            inboxes.append(future.inbox)
+    return inboxes
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    if isinstance(future, GangFuture) and future.is_missing:
+        return None
+    error = CancelledError() if future.cancelled() else future.exception()
+    return None if isinstance(error, StoppedEarlyError) else error  # which is no failure
+
+
+def _raise_first(errors: Iterable[BaseException | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error

@@ -1,0 +1,143 @@
+"""What a user sees while many models are trained: a line for each that runs, and how many have ended.
+
+Runs in the driver; a live display in a terminal, plain lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.terminal import LEADING, MAX_LINE, PLAIN_INTERVAL, describe_record, terminal
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.process.screen import one_line
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.redaction import without_secrets
+
+__all__ = ["Scoreboard"]
+
+COUNT_INTERVAL = 5.0
+"""Seconds between plain lines that say how many models have ended."""
+MAX_LABEL = 48
+"""Characters of an experiment that are shown."""
+
+
+class Scoreboard:
+    """Shows all models of one `dispatch.map`, on standard error."""
+
+    def __init__(self, num_models: int, console: Console | None = None) -> None:
+        self._console = console or terminal()
+        self._num_models = num_models
+        self._num_ended = 0
+        self._num_early = 0
+        self._num_failed = 0
+        self._counted_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._bars = Progress(
+            TextColumn("{task.fields[label]}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+
+    def line(self, index: int, experiment: object) -> Observer:
+        """The watcher of one model's gang."""
+        return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there are lines that change."""
+        return bool(self._console.is_terminal)
+
+    def add(self, label: str) -> TaskID:
+        """Show a line for a model that begins to train."""
+        with self._lock:
+            self._bars.start()
+            return self._bars.add_task("", label=label, text="", total=None)
+
+    def update(self, task: TaskID, record: LogRecord) -> None:
+        """Show a model's newest values."""
+        done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
+        text = describe_record(record, LEADING)
+        self._bars.update(task, completed=done, total=record.num_steps, text=text)
+
+    def remove(self, task: TaskID) -> None:
+        """Take a model's line away."""
+        self._bars.remove_task(task)
+
+    def count(self, error: Exception | None) -> None:
+        """Note that a model has ended: well, early or with an error."""
+        is_early = isinstance(error, StoppedEarlyError)
+        with self._lock:
+            self._num_ended += 1
+            self._num_early += is_early
+            self._num_failed += error is not None and not is_early
+            is_last = self._num_ended == self._num_models
+            if is_last and self.is_live:  # elsewhere it writes an empty line
+                self._bars.stop()
+            if is_last or time.monotonic() - self._counted_at >= COUNT_INTERVAL:
+                self._counted_at = time.monotonic()
+                early = f", {self._num_early} of them early" if self._num_early else ""
+                failed = f", {self._num_failed} of them failed" if self._num_failed else ""
+                self.print(f"{self._num_ended} of {self._num_models} models have ended{early}{failed}")
+
+    def print(self, text: str) -> None:
+        """Write a line that stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+class _Line(Observer):
+    def __init__(self, board: Scoreboard, name: str, experiment: str) -> None:
+        self._board = board
+        self._name = name
+        self._experiment = experiment
+        self._task: TaskID | None = None
+        self._epoch = 0
+        self._shown_at = 0.0
+
+    def formed(self, seconds: float) -> None:
+        """Show the line."""
+        if self._board.is_live and self._task is None:
+            self._task = self._board.add(f"{self._name} {self._experiment}")
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass on a rank's output."""
+        for line in lines:
+            self._board.print(f"[{self._name}, rank {rank}] {line}")
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        self._board.print(f"{self._name}, {text}")
+
+    def logged(self, record: LogRecord) -> None:
+        """Show rank 0's newest values; in plain lines not more often than is good to read."""
+        if record.rank != 0:
+            return
+        if self._task is not None:
+            self._board.update(self._task, record)
+            return
+        epoch, now = record.epoch or 0, time.monotonic()
+        if epoch != self._epoch or now - self._shown_at >= PLAIN_INTERVAL:
+            self._epoch, self._shown_at = epoch, now
+            self._board.print(f"{self._name} {self._experiment}: {describe_record(record)}")
+
+    def ended(self, error: Exception | None) -> None:
+        """Take the line away."""
+        if self._task is not None:
+            self._board.remove(self._task)
+        if isinstance(error, StoppedEarlyError):
+            how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
+            self._board.print(f"{self._name} {self._experiment} {how}")
+        elif error is not None:
+            self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {_first_line(error)}")
+        self._board.count(error)
+
+
+def _first_line(error: Exception) -> str:
+    return one_line(str(error).partition("\n")[0], MAX_LINE)

@@ -1,0 +1,213 @@
+"""Stops models that fall behind the others, by asynchronous successive halving. Runs in the driver.
+
+Optuna's pruner decides; a study in memory, with a trial for each model, is what it compares. Each gang's judge hears of
+its records on the thread of that gang's supervisor.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.settings import EarlyStopping
+
+if TYPE_CHECKING:
+    import optuna
+
+__all__ = ["Halving"]
+
+MAX_NAMES = 20
+"""Of metrics, in the notice that the one asked for is not among them."""
+
+
+class Halving:
+    """All models of one `dispatch.map`, and how they compare.
+
+    Raises:
+        ImportError: Optuna is not installed.
+    """
+
+    def __init__(self, settings: EarlyStopping, num_models: int) -> None:
+        self.settings = settings
+        self.num_models = num_models
+        self._lock = threading.Lock()
+        """Guards all that follows: a trial's report and the look at all the others are one step."""
+        self._study = _new_study(settings)
+        self._has_said = False
+        """It needs not, or not again, be said that the metric is missing."""
+
+    def judge(self, index: int, say: Callable[[str], None]) -> Observer:
+        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped.
+
+        Args:
+            index: The model's place among the experiments.
+            say: Shows the user a line.
+        """
+        with self._lock:
+            return _Judge(self, self._study.ask(), index, say)
+
+    def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
+        """Take in a model's value at a rung, or after it; whether it is to be stopped."""
+        with self._lock:
+            trial.report(value, epoch)
+            return trial.should_prune()
+
+    def next_rung(self, epoch: int) -> int:
+        """The first epoch after this one at which models are compared."""
+        rung = self.settings.grace_period
+        while rung <= epoch:
+            rung *= self.settings.reduction_factor
+        return rung
+
+    def note_metric(self) -> None:
+        """Some model has reported the metric."""
+        self._has_said = True
+
+    def settle(self, trial: optuna.Trial, error: Exception | None, value: float) -> None:
+        """Note a model's end: with or without an error, at this value of its metric."""
+        from optuna.trial import TrialState
+
+        with self._lock:
+            if isinstance(error, StoppedEarlyError):
+                self._study.tell(trial, state=TrialState.PRUNED)
+            elif error is not None or math.isnan(value):
+                self._study.tell(trial, state=TrialState.FAIL)
+            else:
+                self._study.tell(trial, value)
+
+    def may_say(self) -> bool:
+        """Whether to say that the metric is missing: once, and only while no model has reported any."""
+        with self._lock:
+            has_said, self._has_said = self._has_said, True
+        return not has_said
+
+
+class _Judge(Observer):
+    """Passes on what one model's rank 0 reports."""
+
+    def __init__(self, halving: Halving, trial: optuna.Trial, index: int, say: Callable[[str], None]) -> None:
+        self._halving = halving
+        self._settings = halving.settings
+        self._trial = trial
+        self._index = index
+        self._say = say
+        self._epoch: int | None = None
+        """The newest that was reported."""
+        self._rung = halving.next_rung(0)
+        """The epoch from which on the next value is compared; Optuna takes ever longer to keep those between."""
+        self._value = math.nan
+        """The metric after it."""
+        self._first_epoch: int | None = None
+        """The first that was logged with or without the metric."""
+        self._names: set[str] = set()
+        """What was logged while the metric was not."""
+        self._is_stopped = False
+
+    def logged(self, record: LogRecord) -> None:
+        """Compare the model at its rungs.
+
+        Raises:
+            StoppedEarlyError: It is to be stopped.
+        """
+        if record.rank != 0 or self._is_stopped:
+            return
+        numbers = record.numbers
+        epoch, value = _epoch_of(record), numbers.get(self._settings.metric)
+        if epoch is None or value is None:
+            self._miss(epoch, record)
+        elif self._epoch is None or epoch > self._epoch:  # after a restart some come again
+            if self._epoch is None:
+                self._halving.note_metric()
+            self._epoch, self._value = epoch, value
+            if self._falls_behind(epoch, value) and not _is_last(record):
+                self._is_stopped = True
+                raise self._verdict(epoch, value)
+
+    def ended(self, error: Exception | None) -> None:
+        """Say it if nothing could be compared."""
+        self._halving.settle(self._trial, error, self._value)
+        if error is None and self._epoch is None:
+            self._complain()
+
+    def _falls_behind(self, epoch: int, value: float) -> bool:
+        if epoch < self._rung:
+            return False
+        self._rung = self._halving.next_rung(epoch)
+        return self._halving.falls_behind(self._trial, epoch, value)
+
+    def _verdict(self, epoch: int, value: float) -> StoppedEarlyError:
+        settings = self._settings
+        why = (
+            "which is not a number"
+            if math.isnan(value)
+            else f"which is not among the best 1/{settings.reduction_factor} ({settings.mode}) of what models had there"
+        )
+        return StoppedEarlyError(
+            f"experiment {self._index} of {self._halving.num_models} was stopped early, after epoch {epoch}: "
+            f"its {settings.metric} was {value:g}, {why}",
+            epoch=epoch,
+            metric=settings.metric,
+            value=value,
+        )
+
+    def _miss(self, epoch: int | None, record: LogRecord) -> None:
+        """Note a record that cannot be compared; once a rung's epoch is over without one that can, say so."""
+        if self._epoch is not None:
+            return
+        if len(self._names) < MAX_NAMES:
+            self._names.update(record.metrics)
+        if epoch is None:
+            return
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+        if epoch > max(self._first_epoch, self._settings.grace_period):
+            self._complain()
+
+    def _complain(self) -> None:
+        if self._halving.may_say():
+            names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
+            wanted = f"both 'epoch' and {self._settings.metric!r} as numbers"
+            self._say(
+                f"early stopping: no record so far had {wanted}, so no model can be stopped; logged were: {names}"
+            )
+
+
+def _new_study(settings: EarlyStopping) -> optuna.Study:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(
+            "dispatch.map(stop_early=...) needs Optuna, which is not installed here: "
+            'pip install "flytekitplugins-daskpytorch[sweep]"'
+        ) from error
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study that is made
+    try:
+        return optuna.create_study(
+            storage=optuna.storages.InMemoryStorage(),
+            sampler=optuna.samplers.RandomSampler(),  # which nobody asks
+            direction="minimize" if settings.mode == "min" else "maximize",
+            pruner=optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=settings.grace_period,
+                reduction_factor=settings.reduction_factor,
+                min_early_stopping_rate=0,
+                bootstrap_count=0,  # more would stop the first that come to a rung, however good
+            ),
+        )
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _epoch_of(record: LogRecord) -> int | None:
+    """The epoch that a record belongs to, as far as it can be counted from 0."""
+    return record.epoch if record.epoch is not None and record.epoch >= 0 else None
+
+
+def _is_last(record: LogRecord) -> bool:
+    """Whether the training is done but for its end: stopping it would save nothing and cost its result."""
+    return record.num_steps is not None and record.step + 1 >= record.num_steps

@@ -1,0 +1,408 @@
+"""Many models at once on one cluster: each its own gang on its own share of the workers. Runs in the driver."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, overload
+
+from distributed import Client
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.dask.residents import Residents
+from flytekitplugins.daskpytorch.driver import keys
+from flytekitplugins.daskpytorch.driver.call import named, request_for
+from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
+from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.running import running
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
+from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.rank.wandb import RunSettings, model_settings, sweep_settings
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
+from flytekitplugins.daskpytorch.sweep.display import Scoreboard
+from flytekitplugins.daskpytorch.sweep.halving import Halving
+from flytekitplugins.daskpytorch.sweep.packing import Pool
+
+__all__ = ["ModelFuture", "ModelFutures", "train_all"]
+
+LOOK_INTERVAL = 0.5
+"""Seconds between looks at the workers while models wait."""
+
+
+def train_all(
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    experiments: Sequence[Any],
+    *,
+    workers: int | Callable[[Any], int],
+    settings: Gang,
+    stop_early: EarlyStopping | None,
+    wandb: Wandb | None,
+) -> ModelFutures:
+    """See `dispatch.map`."""
+    halving = Halving(stop_early, len(experiments)) if stop_early is not None else None
+    sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
+    cluster = DaskAgents(client, stay=True)
+    _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
+    runs = _runs(pytorch_function, wandb) if wandb is not None else None
+    settings = replace(settings, ranks_per_worker=cluster.ranks_per_worker(settings))
+    code, board = pack_code(), Scoreboard(len(experiments))
+    requests = [
+        request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
+        for experiment, size in zip(experiments, sizes, strict=True)
+    ]
+    names = keys.take(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
+    models = []
+    for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
+        request = named(requests[index], names[index])
+        if runs is not None:
+            request = _tracked(request, runs, index, experiment)
+        line = board.line(index, experiment)
+        models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
+    return ModelFutures(cluster, Residents(cluster), models, settings.start_timeout, halving)
+
+
+def _runs(function: Callable[..., Any], wandb: Wandb) -> RunSettings:
+    """What the models' Weights & Biases runs share; decided here, where Flyte's context is known."""
+    from flytekitplugins.daskpytorch.flyte import context
+
+    name = name_of(function)
+    return sweep_settings(wandb, function=name, execution=context.execution_name())
+
+
+def _tracked(request: Request, runs: RunSettings, index: int, experiment: Any) -> Request:
+    return replace(
+        request,
+        tracking=lambda shape: model_settings(runs, index=index, key=request.key, experiment=experiment, shape=shape),
+    )
+
+
+class ModelFuture(GangFuture):
+    """The future of one model: rank 0's return value.
+
+    Where the model was stopped early, `result` raises `StoppedEarlyError` and `exception` returns it.
+    """
+
+    def __init__(self, index: int, experiment: Any, log: _Log, cancel: Callable[[], bool]) -> None:
+        super().__init__(Inbox())
+        self.index = index
+        """The experiment's place among all."""
+        self.experiment = experiment
+        """What the model was trained with."""
+        self._log = log
+        self._cancel = cancel
+
+    @property
+    def records(self) -> list[LogRecord]:
+        """What rank 0 has logged so far: its numbers and strings; after a restart, without what will come again."""
+        return list(self._log.records)
+
+    def cancel(self) -> bool:
+        """Do not train the model, or end its training; False where that was over before."""
+        return self._cancel()
+
+
+class _Log(Observer):
+    """Keeps what one model's rank 0 logs."""
+
+    def __init__(self) -> None:
+        self.records: list[LogRecord] = []
+
+    def logged(self, record: LogRecord) -> None:
+        """Keep rank 0's values."""
+        if record.rank == 0:
+            self.records.append(record)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Drop what will be logged again."""
+        self.records = [record for record in self.records if step is not None and record.step <= step]
+
+
+@dataclass(eq=False, kw_only=True)
+class _Model:
+    """One model that is to be trained."""
+
+    index: int
+    experiment: Any
+    num_workers: int
+    request: Request
+    line: Observer
+    """Of the scoreboard."""
+    log: _Log = field(default_factory=_Log)
+    future: ModelFuture = field(init=False)
+    gang: GangFutures | None = None
+    """While it is being trained."""
+
+
+class ModelFutures(Sequence[ModelFuture]):
+    """One future per experiment, in their order. Each is settled when its model's training ends."""
+
+    def __init__(
+        self,
+        cluster: DaskAgents,
+        residents: Residents,
+        models: Sequence[_Model],
+        start_timeout: float,
+        halving: Halving | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._residents = residents
+        self._start_timeout = start_timeout
+        self._halving = halving
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._pool = Pool(free=set(cluster.workers))
+        self._waiting = sorted(models, key=lambda model: -model.num_workers)
+        self._preempted: str | None = None
+        self._enough_at = time.monotonic()
+        """When the cluster last had enough workers for each of the waiting models."""
+        for model in models:
+            cancel = functools.partial(self._cancel, model)
+            model.future = ModelFuture(model.index, model.experiment, model.log, cancel)
+        self._futures = [model.future for model in models]
+        running.add(self)
+        threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
+
+    @overload
+    def __getitem__(self, index: int) -> ModelFuture: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ModelFuture]: ...
+
+    def __getitem__(self, index: int | slice) -> ModelFuture | Sequence[ModelFuture]:
+        return self._futures[index]
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Every model's result, in the order of the experiments; waits for all of them.
+
+        A model that was stopped early has None in its place.
+
+        Raises:
+            TimeoutError: Not all have ended within `timeout` seconds; they go on.
+            Exception: The first failed experiment's, once all have ended.
+        """
+        self._wait(timeout)
+        return [None if _was_stopped_early(future) else future.result() for future in self._futures]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that `result` would raise, or None. That a model was stopped early is none."""
+        self._wait(timeout)
+        failed = (future for future in self._futures if not _was_stopped_early(future))
+        return next((error for future in failed if (error := _error_of(future)) is not None), None)
+
+    def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
+        """The futures, each as soon as its model's training has ended."""
+        return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
+
+    def done(self) -> bool:
+        """Whether all have ended."""
+        return all(future.done() for future in self._futures)
+
+    def cancel(self) -> bool:
+        """Cancel all that have not ended; False where all had."""
+        has_cancelled = [future.cancel() for future in reversed(self._futures)]  # the waiting ones must not start
+        return any(has_cancelled)
+
+    def preempt(self, reason: str) -> None:
+        """Start no more models; those that are being trained hear of it themselves."""
+        self._preempted = reason
+
+    def _wait(self, timeout: float | None) -> None:
+        for _ in as_completed(self._futures, timeout):
+            pass
+
+    # ---- in the thread that starts the gangs
+
+    def _serve(self) -> None:
+        try:
+            self._start_all()
+        except Exception as error:  # nobody shall wait for models that nobody starts
+            with self._changed:
+                self._give_up(self._waiting, error)
+        finally:
+            running.discard(self)
+            with self._changed:
+                self._dismiss_if_over()
+
+    def _start_all(self) -> None:
+        look_at = time.monotonic() + LOOK_INTERVAL
+        while self._waiting:
+            with self._changed:
+                self._start_what_fits()
+                self._changed.wait(max(0.0, look_at - time.monotonic()))
+            if time.monotonic() >= look_at:
+                self._look()
+                look_at = time.monotonic() + LOOK_INTERVAL
+
+    def _start_what_fits(self) -> None:
+        for model in list(self._waiting) if self._preempted is None else ():
+            if self._pool.num_free == 0:
+                return
+            if (workers := self._pool.acquire(model, model.num_workers)) is not None:
+                self._start(model, workers)
+                self._waiting.remove(model)
+
+    def _start(self, model: _Model, workers: Sequence[str]) -> None:
+        share = _Share(self, model, workers)
+        world_size = model.num_workers * model.request.ranks_per_worker
+        observers = [model.line, model.log]
+        if self._halving is not None:
+            observers.append(self._halving.judge(model.index, model.line.noted))
+        supervisor = Supervisor(model.request, share, observers, inbox=model.future.inbox)
+        model.future.set_running_or_notify_cancel()
+        model.gang = GangFutures(supervisor, world_size)
+        model.gang[0].add_done_callback(lambda _: self._end(model))
+
+    def _look(self) -> None:
+        """See which workers there are; give up what can no longer be done."""
+        try:
+            present: Sequence[str] | None = self._cluster.present()
+        except (OSError, TimeoutError):  # gangs notice the loss of a scheduler by themselves
+            present = None
+        with self._changed:
+            if self._preempted is not None:
+                text = f"the model was not trained: {self._preempted}"
+                self._give_up(self._waiting, PreemptedError(text, cause=self._preempted))
+            elif present is not None:
+                self._pool.update(present)
+                self._give_up_the_too_large()
+            elif not self._pool.is_in_use:
+                self._give_up(self._waiting, WorkerLostError("the model was not trained: the Dask scheduler was lost"))
+
+    def _give_up_the_too_large(self) -> None:
+        too_large = [model for model in self._waiting if model.num_workers > self._pool.num_workers]
+        now = time.monotonic()
+        if not too_large:
+            self._enough_at = now
+        elif now - self._enough_at >= self._start_timeout:
+            wanted, there = max(model.num_workers for model in too_large), self._pool.num_workers
+            text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
+            self._give_up(too_large, GangStartError(f"{text}{self._start_timeout:g} s"))
+
+    def _give_up(self, models: Sequence[_Model], error: Exception) -> None:
+        for model in list(models):
+            self._waiting.remove(model)
+            model.future.set_running_or_notify_cancel()
+            model.future.set_exception(error)
+            model.line.ended(error)
+        self._dismiss_if_over()
+
+    # ---- in other threads
+
+    @property
+    def cluster(self) -> DaskAgents:
+        """All the workers."""
+        return self._cluster
+
+    @property
+    def residents(self) -> Residents:
+        """Those that have stayed."""
+        return self._residents
+
+    def refill(self, model: _Model) -> list[str]:
+        """A gang's workers, after it was given free ones for those that it has lost.
+
+        Raises:
+            OSError: The scheduler does not answer.
+        """
+        present = self._cluster.present()
+        with self._changed:
+            self._pool.update(present)
+            return self._pool.refill(model)
+
+    def _dismiss_if_over(self) -> None:
+        if not self._waiting and not self._pool.is_in_use:
+            self._residents.close()
+
+    def _end(self, model: _Model) -> None:
+        gang, model.gang = model.gang, None
+        with self._changed:
+            self._pool.release(model)
+            self._dismiss_if_over()
+            self._changed.notify_all()
+        if gang is None:
+            return
+        if (error := gang[0].exception()) is None:
+            model.future.set_result(gang[0].result())
+        else:
+            if not isinstance(error, StoppedEarlyError):  # which says it itself
+                error.add_note(f"in experiment {model.index} of {len(self)}")
+            model.future.set_exception(error)
+
+    def _cancel(self, model: _Model) -> bool:
+        with self._changed:
+            if model in self._waiting:
+                self._waiting.remove(model)
+                Future.cancel(model.future)
+                model.future.set_running_or_notify_cancel()
+                model.line.ended(CancelledError("cancelled"))
+                self._dismiss_if_over()
+                return True
+            gang = model.gang
+        return gang.cancel() if gang is not None else model.future.cancelled()
+
+
+class _Share:
+    """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
+
+    def __init__(self, models: ModelFutures, model: _Model, workers: Sequence[str]) -> None:
+        self._models = models
+        self._model = model
+        self.workers = workers
+        self.num_wanted = len(workers)
+        self.host = models.cluster.host
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Have agents started by the workers that have stayed."""
+        self._models.residents.launch(orders, on_failure)
+
+    def present(self) -> Sequence[str]:
+        """The gang's workers, the replacements of those that have gone among them."""
+        return self._models.refill(self._model)
+
+    def is_connected(self) -> bool:
+        """Whether the scheduler is there."""
+        return self._models.cluster.is_connected()
+
+    def close(self) -> None:
+        """The workers stay for other gangs."""
+
+
+def _fit(settings: Gang, num_workers: int) -> Gang:
+    least = settings.min_workers
+    return settings if least is None or least <= num_workers else replace(settings, min_workers=num_workers)
+
+
+def _check_sizes(sizes: Sequence[Any], num_workers: int, scheduler: str) -> None:
+    for index, size in enumerate(sizes):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"experiment {index} takes workers={shown(size)}: must be a whole number from 1 up")
+    if max(sizes, default=0) > num_workers:
+        raise GangStartError(
+            f"experiment {sizes.index(max(sizes))} takes {max(sizes)} workers; the cluster at {scheduler} has "
+            f"{num_workers}. Start workers, or wait for them with client.wait_for_workers(n)."
+        )
+
+
+def _was_stopped_early(future: Future[Any]) -> bool:
+    return isinstance(_error_of(future), StoppedEarlyError)
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    try:
+        return future.exception()
+    except BaseException as error:  # cancelled
+        return error
