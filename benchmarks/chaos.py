@@ -11,7 +11,7 @@ often, in an order that the seed decides, as it does the rank and the step:
 
     SIGKILL a rank      it is taken away
     SIGSEGV a rank      it crashes in C code
-    SIGSTOP a rank      it hangs, and the watchdog has to find it (`hang_timeout`)
+    SIGSTOP a rank      it hangs, and the hang detector has to find it (`hang_timeout`)
     SIGKILL a worker    with all its ranks; its nanny brings a new one
 
 Then the weights must be equal (`torch.equal`), and so must the held-out losses of every epoch. The exit code is 0 if
@@ -95,7 +95,7 @@ with Client(scheduler_file=arguments["cluster"]) as client:
 BLAMED = re.compile(
     r": rank (?P<rank>\d+) on \S+?(?: after step \d+)?: (?P<cause>.*); starting again \(failure (\d+)\)"
 )
-"""What the driver writes of a failed generation, ..."""
+"""What the driver writes of a failed attempt, ..."""
 RESUMED = re.compile(r": going on from (?P<where>step \d+|the beginning)")
 """... and of the next one."""
 
@@ -131,7 +131,7 @@ class Fault:
     step: int
     """The newest that the rank had taken."""
     blames: list[tuple[int, str]]
-    """Rank and cause, for each generation that failed; there should be one."""
+    """Rank and cause, for each attempt that failed; there should be one."""
     resumed: str
     seconds: float
     """Until all ranks had taken a step again."""

@@ -57,7 +57,7 @@ def addresses(count):
 AGENTS = f"""{SETUP}
 import pickle
 import selectors
-from flytekitplugins.daskpytorch.agent import BEAT_INTERVAL, dial
+from flytekitplugins.daskpytorch.agent import HEARTBEAT_INTERVAL, dial
 from flytekitplugins.daskpytorch.blame import Failure
 from flytekitplugins.daskpytorch.node import local_versions
 from flytekitplugins.daskpytorch.placement import Node
@@ -87,7 +87,7 @@ class Agent:
                 self.connection.close()
 
     def live(self):
-        self.connection.send(Beat())
+        self.connection.send(Heartbeat())
         if self.rank is not None:
             self.num_moves += 1
             self.report("moves", self.num_moves)
@@ -129,8 +129,8 @@ while True:
         key.data()
     while agents and time.monotonic() >= due:
         agents[turn % len(agents)].live()
-        turn, due = turn + 1, due + BEAT_INTERVAL / len(agents)
-    due = max(due, time.monotonic() - BEAT_INTERVAL) if agents else time.monotonic() + BEAT_INTERVAL
+        turn, due = turn + 1, due + HEARTBEAT_INTERVAL / len(agents)
+    due = max(due, time.monotonic() - HEARTBEAT_INTERVAL) if agents else time.monotonic() + HEARTBEAT_INTERVAL
 """
 
 DRIVER = f"""{SETUP}

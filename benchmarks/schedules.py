@@ -78,13 +78,13 @@ def train(folder, pace, save_interval, ballast):
     torch.set_num_threads(1)
     rank = current_rank()
     checkpoint = rank.checkpoint
-    generation = vars(checkpoint)["_generation"]
+    attempt = vars(checkpoint)["_attempt"]
     state = checkpoint.load() or {{"step": 0, "value": 0, "last": None}}
     step, value, last = state["step"], state["value"], state["last"]
     notes = open(os.path.join(folder, f"rank-{{rank.rank}}"), "a", buffering=1)
 
     def note(kind):
-        notes.write(f"{{generation}} {{kind}} {{step}} {{time.time()!r}} {{os.getpid()}}\\n")
+        notes.write(f"{{attempt}} {{kind}} {{step}} {{time.time()!r}} {{os.getpid()}}\\n")
 
     def save():
         note("save")
@@ -118,7 +118,7 @@ def train(folder, pace, save_interval, ballast):
 def nothing():
     return None
 
-class Witness(dispatch.Echo):
+class RankState(dispatch.Echo):
     def __init__(self, folder):
         self._events = open(os.path.join(folder, "events"), "a", buffering=1)
 
@@ -177,7 +177,7 @@ def main(settings):
         signal.signal(signal.SIGTERM, heed)
     say("ready", census())
     sys.stdin.readline()
-    quiet, dispatch.Echo = dispatch.Echo, lambda: Witness(folder)
+    quiet, dispatch.Echo = dispatch.Echo, lambda: RankState(folder)
     results, outcome, message = [], "finished", ""
     try:
         futures = dispatch.run(client, train, folder, *settings["train"], gang=Gang(**settings["gang"]))
@@ -301,8 +301,8 @@ class Watched:
         for path in sorted(self.folder.glob("rank-*")):
             rank = int(path.name.partition("-")[2])
             for line in self._new_lines(path):
-                generation, kind, step, at, pid = line.split()
-                self.story.notes.append(Note(rank, int(generation), kind, int(step), float(at), int(pid)))
+                attempt, kind, step, at, pid = line.split()
+                self.story.notes.append(Note(rank, int(attempt), kind, int(step), float(at), int(pid)))
 
     def _new_lines(self, path: Path) -> list[str]:
         if not path.exists():
@@ -345,26 +345,26 @@ class Watched:
     # ---- what the gang does
 
     @property
-    def generation(self) -> int:
+    def attempt(self) -> int:
         """The newest, from 0; -1 before there is one."""
         return len(self.story.of_kind("placed")) - 1
 
     @property
     def workers(self) -> list[str]:
-        """The worker of each rank of the newest generation."""
+        """The worker of each rank of the newest attempt."""
         placed = self.story.of_kind("placed")
         return list(placed[-1]["workers"]) if placed else []
 
     def pids(self) -> dict[int, int]:
         """The processes of its ranks that have begun to train."""
-        return {n.rank: n.pid for n in self.story.notes if n.generation == self.generation and n.kind == "start"}
+        return {n.rank: n.pid for n in self.story.notes if n.attempt == self.attempt and n.kind == "start"}
 
     def num_steps(self, since: float = 0.0) -> int:
-        """How many steps each rank of the newest generation has taken since."""
+        """How many steps each rank of the newest attempt has taken since."""
         steps = Counter(
             note.rank
             for note in self.story.notes
-            if note.generation == self.generation and note.kind == "step" and note.at > since
+            if note.attempt == self.attempt and note.kind == "step" and note.at > since
         )
         return min((steps[rank] for rank in range(len(self.workers))), default=0)
 
@@ -680,7 +680,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
 
 def _note_state(gang: Watched) -> None:
     """What the ranks were doing when patience was lost."""
-    last = {note.rank: f"{note.kind} {note.step} of generation {note.generation}" for note in gang.story.notes}
+    last = {note.rank: f"{note.kind} {note.step} of attempt {note.attempt}" for note in gang.story.notes}
     gang.story.troubles.append(f"at that time: {last}, workers {gang.workers}, {list(gang.cluster.workers())}")
 
 
@@ -839,8 +839,8 @@ def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story
 def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> str:
     made = {id(one.fault) for one in story.made}
     faults = "; ".join(f"{fault}{'' if id(fault) in made else ' NOT MADE'}" for fault in schedule.faults)
-    verdict = "FAILED" if found else "ok"
-    return f"{schedule.index:4} {verdict:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
+    error_of = "FAILED" if found else "ok"
+    return f"{schedule.index:4} {error_of:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
 
 
 def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -> None:

@@ -263,7 +263,7 @@ class Watched:
     kept: list[int] = field(default_factory=list)
 
     def starts(self, rank: int = 0) -> list[int]:
-        """From which step each generation of this rank started."""
+        """From which step each attempt of this rank started."""
         return [int(line.split()[0]) for line in self._lines(f"start-{rank}")]
 
     def pids(self, rank: int) -> list[int]:
@@ -318,7 +318,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class Witness(terminal.Echo):
+    class RankState(terminal.Echo):
         watched: Watched
 
         def kept(self, step: int) -> None:
@@ -336,11 +336,11 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
             self.watched.formed_at.append(time.time())
 
     def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
-        witness = Witness()
-        witness.watched = Watched(folder, None)  # type: ignore[arg-type]
+        state = RankState()
+        state.watched = Watched(folder, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "Echo", lambda: witness)
-            witness.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
-        return witness.watched
+            patch.setattr(dispatch, "Echo", lambda: state)
+            state.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
+        return state.watched
 
     yield launch

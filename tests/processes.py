@@ -24,7 +24,7 @@ MARK = "DASKPYTORCH_TEST_MARK"
 """An environment variable by which a test knows the processes that it caused."""
 
 MAX_SECONDS = 28.0
-"""From a fault to the next generation, or to the error, even on a very busy host: whatever waits for a time-out of TCP,
+"""From a fault to the next attempt, or to the error, even on a very busy host: whatever waits for a time-out of TCP,
 gloo or NCCL takes longer. A bound, not a measurement; for that see `benchmarks/recovery.py`."""
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.driver.observers import Observers
+
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.agents import Roster
-from flytekitplugins.daskpytorch.driver.audience import Audience
+from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
-from flytekitplugins.daskpytorch.driver.checkpoints import Vault
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -92,7 +93,7 @@ class Agent:
     worker: str
     orders: deque[object] = field(default_factory=deque)
     ranks: dict[int, Rank] = field(default_factory=dict)
-    generation: int | None = None
+    attempt: int | None = None
     uploads: list[CheckpointFile] = field(default_factory=list)
     is_suspended: bool = False
     is_gone: bool = False
@@ -125,7 +126,7 @@ class Pieces:
         return self._data
 
 
-class Witness(Observer):
+class RankState(Observer):
     """Remembers what was said."""
 
     def __init__(self) -> None:
@@ -157,13 +158,13 @@ class World:
         self.clock = Clock()
         self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
         self.folder = folder
-        self.vault = Vault(folder, None)
-        self.witness = Witness()
-        self.inbox = Inbox()
+        self.checkpoints = Checkpoints(folder, None)
+        self.state = RankState()
+        self.received = ReceivedResults()
         self.events: deque[Any] = deque()
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
-        """The first order of each generation."""
+        """The first order of each attempt."""
         self.heeds = False
         """The ranks ask `should_stop`, once a step."""
         self.complaints: list[str] = []
@@ -172,7 +173,7 @@ class World:
         self.results: list[Any] | None = None
         self.error: BaseException | None = None
         self._names = itertools.count(num_workers + 1)
-        self.roster = Roster(
+        self.register = Agents(
             launcher=self.cluster,
             num_ranks=ranks_per_worker,
             address=("127.0.0.1", 1),
@@ -182,14 +183,14 @@ class World:
         )
         self.settings = Gang(**settings)
         request = Request(name="m.train", call=b"", ranks_per_worker=ranks_per_worker, settings=self.settings)
-        self.roster.launch(self.cluster.workers)
+        self.register.launch(self.cluster.workers)
         self.brain = Brain(
             request,
-            self.roster,
-            self.vault,
+            self.register,
+            self.checkpoints,
             self,
-            Audience([self.witness]),
-            self.inbox,
+            Observers([self.state]),
+            self.received,
             code=Code(archive=b"", digest="d"),
             asked_at=self.clock(),
             clock=self.clock,
@@ -228,7 +229,7 @@ class World:
             self.clock.now = min(end, self.clock.now + (1.0 if beats else seconds))
             for agent in self.connected() if beats else ():
                 if not agent.is_suspended:
-                    self.say(agent, messages.Beat())
+                    self.say(agent, messages.Heartbeat())
             self.feed("timeout")
 
     # ---- agents
@@ -299,7 +300,7 @@ class World:
         match order:
             case messages.Start():
                 self._begin(agent, order)
-            case messages.Stop() | messages.Tell() | messages.Dump() if agent.generation is None:
+            case messages.Stop() | messages.Tell() | messages.Dump() if agent.attempt is None:
                 self.complaints.append(f"{agent.worker}, which carries no ranks, was told to {order}")
             case messages.Stop():
                 for rank in list(agent.ranks):
@@ -327,9 +328,9 @@ class World:
                 self.leave(agent, rank.rank, 0)
 
     def _begin(self, agent: Agent, order: messages.Start) -> None:
-        if not any(start.job.generation == order.job.generation for start in self.starts):
+        if not any(start.job.attempt == order.job.attempt for start in self.starts):
             self._note_start(order)
-        agent.generation = order.job.generation
+        agent.attempt = order.job.attempt
         step = order.job.checkpoint.step if order.job.checkpoint else 0
         agent.ranks = {place.rank: Rank(place.rank, step=step) for place in order.places}
 
@@ -345,7 +346,7 @@ class World:
         self.starts.append(order)
         step = order.job.checkpoint.step if order.job.checkpoint else None
         if step != self.committed:
-            self.complaints.append(f"generation {order.job.generation} starts from {step}; {self.committed} was kept")
+            self.complaints.append(f"attempt {order.job.attempt} starts from {step}; {self.committed} was kept")
 
     # ---- ranks
 
@@ -376,18 +377,18 @@ class World:
                     LogRecord(rank=rank.rank, step=rank.step, num_steps=None, time=0.0, metrics={}),
                 )
                 if rank.rank == 0 and saves:
-                    self.report(agent, 0, "saved", self._file(agent.generation or 0, rank.step))
+                    self.report(agent, 0, "saved", self._file(agent.attempt or 0, rank.step))
 
-    def _file(self, generation: int, step: int) -> CheckpointFile:
-        data = f"{generation} {step}".encode()
-        return CheckpointFile(generation=generation, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest())
+    def _file(self, attempt: int, step: int) -> CheckpointFile:
+        data = f"{attempt} {step}".encode()
+        return CheckpointFile(attempt=attempt, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest())
 
     def upload(self, agent: Agent, error: Exception | None = None) -> None:
         """The oldest checkpoint that it was asked for arrives with the driver, or not."""
         file = agent.uploads.pop(0)
         if error is None:
             try:
-                self.vault.serve(Pieces(f"{file.generation} {file.step}".encode()), Upload(file))  # type: ignore[arg-type]
+                self.checkpoints.serve(Pieces(f"{file.attempt} {file.step}".encode()), Upload(file))  # type: ignore[arg-type]
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal

@@ -76,7 +76,7 @@ class Driver:
 def job() -> Job:
     return Job(
         gang="g",
-        generation=0,
+        attempt=0,
         call=code.pack_call(meet, (), {}),
         pass_local_rank=False,
         backend="gloo",
@@ -126,14 +126,14 @@ def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
     until(idle_ranks, "the rank to be forked")
     [idle] = idle_ranks()
     idle.kill()
-    driver.hear(lambda message: isinstance(message, messages.Beat))
+    driver.hear(lambda message: isinstance(message, messages.Heartbeat))
     driver.start()
     assert cloudpickle.loads(driver.report("result")) == "trained"
 
 
 def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "DIAL_WAITS", (0.01, 0.01))
-    missing = CheckpointFile(generation=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
+    missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
     told = driver.hear(lambda message: isinstance(message, messages.NotSent))
     assert told.file == missing
@@ -200,7 +200,7 @@ def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
 ) -> None:
     monkeypatch.setattr(agent, "DIAL_WAITS", ())
     order = AgentOrder(worker="w", num_ranks=0, driver=("127.0.0.1", 1), token=b"")  # nobody is there
-    file = CheckpointFile(generation=0, step=1, size=1, digest="0" * 64)
+    file = CheckpointFile(attempt=0, step=1, size=1, digest="0" * 64)
     made = agent._Agent(order, tmp_path / "gone", None, None, "forkserver")
     made._driver, theirs = Pipe()
     theirs.close()  # as its socket is

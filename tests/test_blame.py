@@ -13,7 +13,7 @@ import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.driver.blame import describe, find_culprit, verdict
+from flytekitplugins.daskpytorch.driver.blame import describe, error_of, find_root_failure
 from flytekitplugins.daskpytorch.protocol.failure import MAX_PICKLED, MAX_TEXT, Failure, RankExit
 
 CODE = "/scratch/0123456789abcdef"
@@ -120,31 +120,31 @@ BY_BLAME: list[Callable[[int, float], RankExit]] = [
 def test_cause_comes_before_consequence_however_late_it_is(better: int) -> None:
     for worse in range(better + 1, len(BY_BLAME)):
         exits = [BY_BLAME[worse](0, 1.0), BY_BLAME[better](1, 9.0)]
-        assert find_culprit(exits).rank == 1
-        assert find_culprit(reversed(exits)).rank == 1
+        assert find_root_failure(exits).rank == 1
+        assert find_root_failure(reversed(exits)).rank == 1
 
 
 def test_culprit_is_found_among_ends_of_every_kind() -> None:
     exits = [make(rank, -float(rank)) for rank, make in enumerate(BY_BLAME)]
     for seed in range(10):
-        assert find_culprit(random.Random(seed).sample(exits, len(exits))).rank == 0
+        assert find_root_failure(random.Random(seed).sample(exits, len(exits))).rank == 0
 
 
 @pytest.mark.parametrize("kind", range(len(BY_BLAME)))
 def test_first_in_time_is_to_blame_among_equals(kind: int) -> None:
     exits = [BY_BLAME[kind](rank, time) for rank, time in enumerate([3.0, 1.0, 2.0])]
-    assert find_culprit(exits).rank == 1
+    assert find_root_failure(exits).rank == 1
 
 
 def test_time_of_an_exception_is_when_it_was_raised_not_when_its_rank_ended() -> None:
     slow_to_end = RankExit(**{**vars(rank_exit(0, error=ValueError(), time=1.0)), "time": 5.0})
     quick_to_end = RankExit(**{**vars(rank_exit(1, error=ValueError(), time=2.0)), "time": 3.0})
-    assert find_culprit([quick_to_end, slow_to_end]).rank == 0
+    assert find_root_failure([quick_to_end, slow_to_end]).rank == 0
 
 
 def test_unexpected_exit_code_counts_like_a_signal() -> None:
     exits = [rank_exit(0, error=ConnectionResetError("reset"), time=1.0), rank_exit(1, 3, time=2.0)]
-    assert find_culprit(exits).rank == 1
+    assert find_root_failure(exits).rank == 1
 
 
 def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> None:
@@ -152,7 +152,7 @@ def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> N
         rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.1),
         rank_exit(1, 143, error=ValueError("the cause"), time=1.0, stopped=True),
     ]
-    assert find_culprit(exits).rank == 1
+    assert find_root_failure(exits).rank == 1
     assert not exits[1].is_consequence
 
 
@@ -325,7 +325,7 @@ def test_an_exception_that_holds_too_much_goes_as_text() -> None:
     assert failure(error).message == "bad batch"
 
 
-# ---- The verdict ----------------------------------------------------------------------------------------------------
+# ---- The error_of ----------------------------------------------------------------------------------------------------
 
 
 def test_verdict_on_an_exception_is_that_exception_caused_by_a_gang_error() -> None:
@@ -333,7 +333,7 @@ def test_verdict_on_an_exception_is_that_exception_caused_by_a_gang_error() -> N
         rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.0),
         rank_exit(1, error=PlainError("bad batch"), time=2.0, log_tail="epoch 3\nstep 17\n"),
     ]
-    error = verdict(find_culprit(exits), 2)
+    error = error_of(find_root_failure(exits), 2)
     assert type(error) is PlainError
     assert error.args == ("bad batch",)
     cause = error.__cause__
@@ -345,7 +345,7 @@ def test_verdict_on_an_exception_is_that_exception_caused_by_a_gang_error() -> N
 
 
 def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
-    error = verdict(rank_exit(1, error=LockedError("bad batch"), log_tail="epoch 3\nstep 17\n"), 4)
+    error = error_of(rank_exit(1, error=LockedError("bad batch"), log_tail="epoch 3\nstep 17\n"), 4)
     assert type(error) is GangError
     first, *rest = str(error).splitlines()
     assert first == "rank 1 of 4 failed on tcp://10.0.0.2:4000 (host node-1): LockedError: bad batch"
@@ -356,7 +356,7 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
 def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseException) -> None:
-    caught = verdict(rank_exit(0, error=error), 2)
+    caught = error_of(rank_exit(0, error=error), 2)
     assert type(caught) is GangError
     assert type(error).__name__ in str(caught)
 
@@ -365,7 +365,7 @@ def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseE
     ("signum", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGABRT, "SIGABRT"), (signal.SIGBUS, "SIGBUS")]
 )
 def test_crash_is_the_users_gang_error_and_names_the_signal(signum: int, name: str) -> None:
-    error = verdict(rank_exit(0, -signum, log_tail="Fatal Python error"), 2)
+    error = error_of(rank_exit(0, -signum, log_tail="Fatal Python error"), 2)
     assert type(error) is GangError
     assert f"ended by signal {signum}, {name}" in str(error)
     assert "Fatal Python error" in str(error)
@@ -374,7 +374,7 @@ def test_crash_is_the_users_gang_error_and_names_the_signal(signum: int, name: s
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_process_that_was_taken_away_is_lost_infrastructure(signum: int) -> None:
-    error = verdict(rank_exit(0, -signum), 2)
+    error = error_of(rank_exit(0, -signum), 2)
     assert type(error) is WorkerLostError
     assert signal.Signals(signum).name in str(error)
 
@@ -386,20 +386,20 @@ def test_every_signal_can_be_described() -> None:
 
 def test_lost_worker_is_lost_infrastructure() -> None:
     exits = [rank_exit(1, None), rank_exit(0, error=RuntimeError("Connection closed by peer"))]
-    error = verdict(find_culprit(exits), 2)
+    error = error_of(find_root_failure(exits), 2)
     assert type(error) is WorkerLostError
     assert error.rank == 1
     assert error.cause == "its worker was lost"
 
 
 def test_kill_for_memory_is_the_users_gang_error_and_says_so() -> None:
-    error = verdict(rank_exit(0, -signal.SIGKILL, out_of_memory=True), 2)
+    error = error_of(rank_exit(0, -signal.SIGKILL, out_of_memory=True), 2)
     assert type(error) is GangError
     assert "killed for memory" in str(error)
 
 
 def test_early_exit_is_the_users_gang_error_with_its_code() -> None:
-    error = verdict(rank_exit(0, 3), 2)
+    error = error_of(rank_exit(0, 3), 2)
     assert type(error) is GangError
     assert "exit code 3" in str(error)
 
@@ -409,7 +409,7 @@ def test_description_of_an_exception_without_text_is_its_type() -> None:
 
 
 def test_verdict_on_a_hang_has_the_stacks_of_all_ranks() -> None:
-    error = verdict(rank_exit(1, 143, stopped=True, hang=HANG), 2)
+    error = error_of(rank_exit(1, 143, stopped=True, hang=HANG), 2)
     assert type(error) is GangHungError
     assert error.cause == "it hangs: no sign of life for 3.0 s"
     first, *rest = str(error).splitlines()
@@ -418,14 +418,14 @@ def test_verdict_on_a_hang_has_the_stacks_of_all_ranks() -> None:
 
 
 def test_verdict_names_the_step() -> None:
-    error = verdict(rank_exit(1, 3, step=17), 2)
+    error = error_of(rank_exit(1, 3, step=17), 2)
     assert type(error) is GangError
     assert error.step == 17
     assert "(host node-1) after step 17: its process ended" in str(error)
 
 
 def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:
-    error = verdict(rank_exit(0, 3), 2, "max_restarts=2 is used up", ["rank 1: first loss", "rank 0: second loss"])
+    error = error_of(rank_exit(0, 3), 2, "max_restarts=2 is used up", ["rank 1: first loss", "rank 0: second loss"])
     first, _, refusal, *history = str(error).splitlines()
     assert first.startswith("rank 0 of 2 failed")
     assert refusal == "Not started again, because max_restarts=2 is used up. Failures before this one:"

@@ -68,11 +68,11 @@ def test_gang_grows_with_one_interruption_and_stops_none_of_the_newcomers_ranks(
     world.obey_all()
     assert world.complaints == []
     world.form()
-    assert [start.job.generation for start in world.starts] == [0, 1, 2]
+    assert [start.job.attempt for start in world.starts] == [0, 1, 2]
     assert world.starts[2].job.checkpoint is not None
     assert world.starts[2].job.checkpoint.step == world.committed == 2
-    assert newcomer.generation == old.generation == 2
-    assert world.witness.reasons.count("more workers have come") == 1
+    assert newcomer.attempt == old.attempt == 2
+    assert world.state.reasons.count("more workers have come") == 1
     world.train(3)
     assert len(world.starts) == 3
     world.finish()
@@ -88,8 +88,8 @@ def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld
     world.join(world.new_worker())
     world.train()
     world.form()
-    assert world.witness.reasons.count("more workers have come") == 1
-    assert world.starts[-1].job.generation == 2
+    assert world.state.reasons.count("more workers have come") == 1
+    assert world.starts[-1].job.attempt == 2
     world.finish()
     assert world.results == [0, 1, 2]
 
@@ -103,7 +103,7 @@ def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld)
     world.obey_all()
     world.wait(1.0)  # a third may follow
     world.form()
-    assert world.witness.reasons.count("more workers have come") == 1
+    assert world.state.reasons.count("more workers have come") == 1
     assert sum(len(agent.ranks) for agent in world.connected()) == 2
 
 
@@ -120,7 +120,7 @@ def test_failure_while_the_gang_stops_to_grow_is_a_failure(world_of: MakeWorld, 
     world.obey_all()
     world.wait(1.0)
     world.form()
-    assert ("OwnError: bad batch" in world.witness.reasons[-1]) is (moment == "before")
+    assert ("OwnError: bad batch" in world.state.reasons[-1]) is (moment == "before")
 
 
 def test_gang_that_ends_smaller_than_it_was_to_be_says_so(world_of: MakeWorld) -> None:
@@ -128,14 +128,14 @@ def test_gang_that_ends_smaller_than_it_was_to_be_says_so(world_of: MakeWorld) -
     world.deliver(shrunk(world))
     world.finish()
     assert world.results == [0]
-    assert world.witness.notes[-1] == "train: ended with 1 of 2 workers, as min_workers allows"
+    assert world.state.notes[-1] == "train: ended with 1 of 2 workers, as min_workers allows"
 
 
 def test_whole_gang_has_nothing_to_say_at_its_end(world_of: MakeWorld) -> None:
     world = world_of(min_workers=1)
     world.finish()
     assert world.results == [0, 1]
-    assert world.witness.notes == []
+    assert world.state.notes == []
 
 
 # ---- Being told to end ----------------------------------------------------------------------------------------------
@@ -251,10 +251,10 @@ def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
 def test_model_that_is_stopped_early_ends_as_that(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()
-    world.witness.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+    world.state.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
     world.step(world.agent(W1))
     world.obey_all()
-    assert raised(world) is world.witness.wish
+    assert raised(world) is world.state.wish
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_whole_checkpoint_is_waited_for_as_long_as_its_agent_is_there(world_of: 
     world.obey_all()
     world.wait(300.0)
     assert len(world.starts) == 1
-    assert any("waiting for the newest checkpoint" in note for note in world.witness.notes)
+    assert any("waiting for the newest checkpoint" in note for note in world.state.notes)
     world.upload(world.agent(W1))
     world.form()
     assert world.starts[1].job.checkpoint is not None
@@ -315,7 +315,7 @@ def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(wor
     world.step(agent)  # the next one is asked for all the same
     world.obey_all()
     assert [file.step for file in agent.uploads] == [3]
-    assert sum("a bad disk" in note for note in world.witness.notes) == 1
+    assert sum("a bad disk" in note for note in world.state.notes) == 1
 
 
 # ---- Agents ---------------------------------------------------------------------------------------------------------
@@ -328,24 +328,24 @@ def test_agent_that_dials_in_again_has_lost_its_ranks(world_of: MakeWorld) -> No
     world.join(W2)
     world.obey_all()
     world.form()
-    assert [start.job.generation for start in world.starts] == [0, 1]
-    assert "rank 1" in world.witness.reasons[0]
-    assert "its worker was lost" in world.witness.reasons[0]
+    assert [start.job.attempt for start in world.starts] == [0, 1]
+    assert "rank 1" in world.state.reasons[0]
+    assert "its worker was lost" in world.state.reasons[0]
     world.finish()
     assert world.results == [0, 1]
 
 
-def test_what_a_worker_without_a_part_in_the_generation_submits_does_not_count(world_of: MakeWorld) -> None:
-    """Such as one that was given up, and still has a rank of an older generation."""
+def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(world_of: MakeWorld) -> None:
+    """Such as one that was given up, and still has a rank of an older attempt."""
     world = world_of()
     world.form()
     stranger = world.join(world.new_worker())
-    (report,) = result_frames.pack("", "a", b"of an older generation")
-    part = world.inbox.keep(messages.Reported(0, report))
+    (report,) = result_frames.pack("", "a", b"of an older attempt")
+    part = world.received.keep(messages.Reported(0, report))
     world.say(stranger, part)
-    assert not world.inbox.claim(lambda _: True)
+    assert not world.received.claim(lambda _: True)
     world.say(world.agent(W1), part)
-    assert len(world.inbox.claim(lambda _: True)) == 1
+    assert len(world.received.claim(lambda _: True)) == 1
 
 
 def test_failure_of_an_agent_is_no_error_of_the_function(world_of: MakeWorld) -> None:
@@ -422,7 +422,7 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
         world.obey_all()
     world.form()
     assert len(world.starts) == 2
-    assert "hangs" in world.witness.reasons[0]
+    assert "hangs" in world.state.reasons[0]
 
 
 def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:
@@ -584,7 +584,7 @@ class AnyOrder(RuleBasedStateMachine):
         if agent and (rank := next((each for each in agent.ranks.values() if not each.has_delivered), None)):
             error = data.draw(st.sampled_from([OwnError("bad batch"), ConnectionResetError("reset by peer")]))
             if isinstance(error, OwnError):
-                self.own_failures.add((agent.generation or 0, rank.rank))
+                self.own_failures.add((agent.attempt or 0, rank.rank))
             world.fail(agent, rank.rank, error)
 
     @happening
@@ -611,7 +611,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @happening
     def somebody_wants_an_end(self, world: World, data: st.DataObject) -> None:
-        self.must_end, self.num_starts = True, len(world.witness.reasons)
+        self.must_end, self.num_starts = True, len(world.state.reasons)
         if data.draw(st.sampled_from([True, True, False])):
             world.feed("preempt", None, REASON)
         else:
@@ -621,27 +621,27 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_told_what_is_not_for_it(self) -> None:
-        """Nor does a generation start from anything but the newest checkpoint that was kept."""
+        """Nor does a attempt start from anything but the newest checkpoint that was kept."""
         assert self.world.complaints == []
 
     @invariant()
     def a_request_to_end_is_not_forgotten(self) -> None:
-        assert not self.must_end or len(self.world.witness.reasons) == self.num_starts
+        assert not self.must_end or len(self.world.state.reasons) == self.num_starts
 
     @invariant()
     def every_agent_is_known_that_is_there(self) -> None:
         """So that it can be let go."""
         if not self.world.is_over:
-            known = {id(peer.connection) for peer in self.world.roster.peers.values()}
+            known = {id(peer.connection) for peer in self.world.register.peers.values()}
             assert all(id(agent) in known for agent in self.world.connected())
 
     @invariant()
     def growing_is_announced_once_for_each_newcomer(self) -> None:
-        assert self.world.witness.reasons.count("more workers have come") <= len(self.world.agents)
+        assert self.world.state.reasons.count("more workers have come") <= len(self.world.agents)
 
     @invariant()
     def no_budget_is_exceeded(self) -> None:
-        failures = [reason for reason in self.world.witness.reasons if reason != "more workers have come"]
+        failures = [reason for reason in self.world.state.reasons if reason != "more workers have come"]
         assert len(failures) <= 2 * self.world.settings.max_restarts
 
     def the_gang_has_ended_well(self) -> None:
@@ -650,7 +650,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.a_request_to_end_is_not_forgotten()
         assert self.world.is_over, "the gang does not end"
         event(f"ended: {type(self.world.error).__name__}")
-        for reason in self.world.witness.reasons:
+        for reason in self.world.state.reasons:
             event(f"went on: {'more workers have come' if reason.startswith('more') else 'after a failure'}")
         self.the_blame_is_right(self.world)
 
@@ -664,8 +664,8 @@ class AnyOrder(RuleBasedStateMachine):
             raise error
         if isinstance(error, (GangStartError, GangCancelledError)):
             return
-        last = len(world.witness.reasons)
-        failed = {rank for generation, rank in self.own_failures if generation == last}
+        last = len(world.state.reasons)
+        failed = {rank for attempt, rank in self.own_failures if attempt == last}
         if isinstance(error, OwnError):
             assert isinstance(error.__cause__, GangError)
             assert error.__cause__.rank in failed

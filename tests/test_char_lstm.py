@@ -73,7 +73,7 @@ def records() -> Iterator[list[LogRecord]]:
 def _train_once(
     checkpoint: FakeCheckpoint, hp: Hyperparameters, *, stop_after: int | None = None, num_windows: int = NUM_WINDOWS
 ) -> tuple[TrainingResult | None, list[LogRecord]]:
-    """Train as one generation of a gang; no result if it died."""
+    """Train as one attempt of a gang; no result if it died."""
     log: list[LogRecord] = []
     signal = StopSignal()
     if stop_after is not None:
@@ -91,7 +91,7 @@ def _train_once(
 def _run_interruptions(
     directory: Path, hp: Hyperparameters, interruptions: Iterable[str] = tuple(SAVE | STOP_AFTER)
 ) -> dict[str, Any]:
-    """For each interruption the steps saved, and the result and log of the generation after it; in a rank or alone."""
+    """For each interruption the steps saved, and the result and log of the attempt after it; in a rank or alone."""
     checkpoint = FakeCheckpoint(directory / "uninterrupted")
     found: dict[str, Any] = {"uninterrupted": (checkpoint.steps, *_train_once(checkpoint, hp))}
     for name in interruptions:

@@ -1,4 +1,4 @@
-"""A rank's checkpoints: copied at once, written behind its back, whole or not at all, read by the next generation."""
+"""A rank's checkpoints: copied at once, written behind its back, whole or not at all, read by the next attempt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Rank:
     ) -> RankCheckpoint:
         return RankCheckpoint(
             folder=self.folder,
-            generation=2,
+            attempt=2,
             start=start,
             is_main=is_main,
             progress=self.progress,
@@ -307,7 +307,7 @@ def test_file_is_announced_when_it_is_whole(rank: Rank) -> None:
     checkpoint.save({"w": torch.zeros(1000)}, step=5)
     checkpoint.flush()
     [file] = rank.announced
-    assert (file.generation, file.step) == (2, 5)
+    assert (file.attempt, file.step) == (2, 5)
     assert file.name == f"step-5-{file.digest[:16]}.pt"
     assert seen == [(True, True, [rank.folder / file.name])]
 
@@ -374,7 +374,7 @@ from flytekitplugins.daskpytorch.context import Progress
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 checkpoint = RankCheckpoint(
     folder=Path(sys.argv[1]),
-    generation=0,
+    attempt=0,
     start=None,
     is_main=True,
     progress=Progress(),
@@ -476,7 +476,7 @@ def test_outside_a_gang_nothing_is_kept() -> None:
     assert checkpoint.load() is None
 
 
-# ---- What the watchdog sees of it -----------------------------------------------------------------------------------
+# ---- What the hang detector sees of it ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_main", [True, False])

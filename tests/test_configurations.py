@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 from flytekitplugins.daskpytorch.driver import call as calls
 from flytekitplugins.daskpytorch.driver import futures, keys
-from flytekitplugins.daskpytorch.driver.failure_policy import Restarts
+from flytekitplugins.daskpytorch.driver.failure_policy import FailurePolicy
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
@@ -153,7 +153,7 @@ def test_gangs(values: dict[str, Any]) -> None:
     for seconds in filter(None, (gang.start_timeout, gang.hang_timeout)):
         assert timedelta(seconds=seconds) > timedelta(0)
         assert 1_000 * seconds < 2**31  # what waits for sockets counts in milliseconds
-    assert Restarts(gang.max_restarts).limit >= 0
+    assert FailurePolicy(gang.max_restarts).limit >= 0
     taken = keys.Keys().take(len, gang.key, ["-0", "-1"], object())
     assert all(re.fullmatch(r"[\w.-]+", key, re.ASCII) for key in taken)
     ranks = 1 if gang.ranks_per_worker == "auto" else min(gang.ranks_per_worker, 8)
@@ -162,7 +162,7 @@ def test_gangs(values: dict[str, Any]) -> None:
     backend = choose_backend(gang.backend, nodes, places)
     job = Job(
         gang="gang",
-        generation=0,
+        attempt=0,
         call=b"",
         pass_local_rank=False,
         backend=backend,

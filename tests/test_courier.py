@@ -1,4 +1,4 @@
-"""Checkpoints on their way to the vault."""
+"""Checkpoints on their way to the checkpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from multiprocessing.connection import Connection, Pipe
 import pytest
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
-from flytekitplugins.daskpytorch.driver.fetch import Courier
+from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
 def checkpoint(step: int) -> CheckpointFile:
-    return CheckpointFile(generation=0, step=step, size=1, digest=f"{step:064x}")
+    return CheckpointFile(attempt=0, step=step, size=1, digest=f"{step:064x}")
 
 
 def an_agent() -> tuple[Peer, Connection]:
@@ -36,32 +36,32 @@ def asked_for(connection: Connection) -> list[int]:
 
 
 def test_one_at_a_time_and_the_newest_next(agent: tuple[Peer, Connection]) -> None:
-    (peer, connection), courier = agent, Courier()
+    (peer, connection), fetches = agent, Fetches()
     for step in (1, 2, 3):
-        courier.fetch(peer, checkpoint(step))
+        fetches.fetch(peer, checkpoint(step))
     assert asked_for(connection) == [1]
-    courier.note_end(checkpoint(1))
+    fetches.note_end(checkpoint(1))
     assert asked_for(connection) == [3]
-    courier.note_end(checkpoint(3))
-    assert not courier.is_busy
+    fetches.note_end(checkpoint(3))
+    assert not fetches.is_busy
 
 
 def test_the_end_of_another_one_changes_nothing(agent: tuple[Peer, Connection]) -> None:
-    (peer, connection), courier = agent, Courier()
-    courier.fetch(peer, checkpoint(1))
-    courier.fetch(peer, checkpoint(2))
-    courier.note_end(checkpoint(7))
+    (peer, connection), fetches = agent, Fetches()
+    fetches.fetch(peer, checkpoint(1))
+    fetches.fetch(peer, checkpoint(2))
+    fetches.note_end(checkpoint(7))
     assert asked_for(connection) == [1]
-    assert courier.is_busy
+    assert fetches.is_busy
 
 
 def test_what_a_lost_agent_was_to_bring_is_not_waited_for(agent: tuple[Peer, Connection]) -> None:
-    (peer, _), courier = agent, Courier()
+    (peer, _), fetches = agent, Fetches()
     other, connection = an_agent()
-    courier.fetch(peer, checkpoint(1))
-    courier.fetch(other, checkpoint(2))
-    courier.forget(peer)
+    fetches.fetch(peer, checkpoint(1))
+    fetches.fetch(other, checkpoint(2))
+    fetches.forget(peer)
     assert asked_for(connection) == [2]
-    courier.fetch(other, checkpoint(3))
-    courier.forget(other)
-    assert not courier.is_busy
+    fetches.fetch(other, checkpoint(3))
+    fetches.forget(other)
+    assert not fetches.is_busy

@@ -11,7 +11,7 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 
@@ -19,7 +19,7 @@ class Ended:
     """A supervisor whose gang has ended."""
 
     def __init__(self, outcome: Callable[[], list[Any]]) -> None:
-        self.inbox = Inbox()
+        self.received = ReceivedResults()
         self.run = outcome
 
 

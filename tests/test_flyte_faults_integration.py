@@ -25,7 +25,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, Mirror, MirrorPaths
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StoragePaths, StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (
@@ -132,7 +132,7 @@ class Execution:
         return path.read_text().splitlines() if path.exists() else []
 
     def starts(self, number: int) -> list[int]:
-        """After which epoch each rank of an attempt started, every generation."""
+        """After which epoch each rank of an attempt started, every attempt."""
         return [int(line) for rank in range(2) for line in self.lines(f"start-{number}-{rank}")]
 
     def mirrored(self, number: int) -> list[int]:
@@ -370,14 +370,16 @@ def store(folder: Path, epochs: list[int]) -> Path:
     own = folder / "daskpytorch" / "gang"
     local = folder.with_name("local")
     local.mkdir(parents=True)
-    mirror = Mirror(MirrorPaths(file_access=FileAccessProvider(str(local), str(local)), previous=None, own=str(own)))
+    storage = StorageUpload(
+        StoragePaths(file_access=FileAccessProvider(str(local), str(local)), previous=None, own=str(own))
+    )
     for epoch in epochs:
         path = local / "state.pt"
         torch.save({"epoch": epoch, "value": expected(epoch)}, path)
-        file = CheckpointFile(generation=0, step=epoch, size=path.stat().st_size, digest=digest_of(path))
-        mirror.offer(file, path.rename(local / file.name))
-        assert mirror.flush(10)
-    mirror.close()
+        file = CheckpointFile(attempt=0, step=epoch, size=path.stat().st_size, digest=digest_of(path))
+        storage.offer(file, path.rename(local / file.name))
+        assert storage.flush(10)
+    storage.close()
     return own
 
 

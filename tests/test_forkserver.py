@@ -436,7 +436,7 @@ WORKER = """
 
     key, what = sys.argv[1:]
     parent = os.getppid()
-    forkserver.bequeath(key)
+    forkserver.hand_over(key)
     if what == "starts-ahead":
         forkserver.start_ahead()
     client = forkserver.connect()
@@ -488,11 +488,11 @@ def nanny() -> Iterator[Nanny]:
 def test_the_server_survives_a_killed_owner_and_serves_the_next(nanny: Nanny) -> None:
     worker, rank, server = nanny.worker()
     os.kill(worker, signal.SIGKILL)
-    heir, second_rank, same = nanny.worker()
+    next_owner, second_rank, same = nanny.worker()
     assert same == server
     assert are_gone([rank])
     assert is_running(second_rank)
-    os.kill(heir, signal.SIGKILL)  # and once more
+    os.kill(next_owner, signal.SIGKILL)  # and once more
     assert nanny.worker()[2] == server
 
 
@@ -528,8 +528,8 @@ def test_only_the_heir_finds_the_server(nanny: Nanny) -> None:
 
 
 def test_without_an_heir_the_server_ends_in_time() -> None:
-    """The heir's time is up: a server whose owner is gone and whose parent lives on."""
-    source = "from flytekitplugins.daskpytorch import forkserver as f; f.HEIR_PATIENCE = 0.1; f.main()"
+    """The next_owner's time is up: a server whose owner is gone and whose parent lives on."""
+    source = "from flytekitplugins.daskpytorch import forkserver as f; f.HAND_OVER_PATIENCE = 0.1; f.main()"
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.pidfd_open(os.getpid())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.listener import Event, Listener
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Beat, Lines
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Lines
 from processes import num_open_files
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,9 +97,9 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
 
 def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
     with agent.dial(order(listener.address)) as connection:
-        connection.send(Beat())
+        connection.send(Heartbeat())
         kind, _, message = events.get(timeout=20)
-        assert (kind, message) == ("message", Beat())
+        assert (kind, message) == ("message", Heartbeat())
     assert events.get(timeout=20)[0] == "gone"
 
 
@@ -149,11 +149,11 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
     monkeypatch.setattr(ear, "PATIENCE", 0.3)
     stranger = connected(listener)
     with agent.dial(order(listener.address)) as connection:
-        connection.send(Beat())
-        assert events.get(timeout=20)[2] == Beat()
+        connection.send(Heartbeat())
+        assert events.get(timeout=20)[2] == Heartbeat()
         assert_sent_away(stranger, events)
-        connection.send(Beat())  # the limit was only for the handshake
-        assert events.get(timeout=20)[2] == Beat()
+        connection.send(Heartbeat())  # the limit was only for the handshake
+        assert events.get(timeout=20)[2] == Heartbeat()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
@@ -206,8 +206,8 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
         most = max(most, num_open_files() - files - len(strangers))
     assert most <= 4
     with agent.dial(order(listener.address)) as connection:
-        connection.send(Beat())
-        assert events.get(timeout=20)[2] == Beat()
+        connection.send(Heartbeat())
+        assert events.get(timeout=20)[2] == Heartbeat()
     for each in strangers:
         assert_sent_away(each, queue.SimpleQueue())
 

@@ -1,4 +1,4 @@
-"""What a gang's ranks have returned: whole or not at all, of the newest generation, and each piece only once."""
+"""What a gang's ranks have returned: whole or not at all, of the newest attempt, and each piece only once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import spool
+from flytekitplugins.daskpytorch.driver import buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol.messages import Reported
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, Writer, pack
 
@@ -26,64 +26,64 @@ def returned(data: bytes) -> list[bytes]:
     return reports
 
 
-def add(inbox: Inbox, rank: int, reports: list[bytes]) -> None:
+def add(received: ReceivedResults, rank: int, reports: list[bytes]) -> None:
     for report in reports:
-        inbox.add(inbox.keep(Reported(rank, report)))
+        received.add(received.keep(Reported(rank, report)))
 
 
-def read(inbox: Inbox, rank: int, small: bytes | None = None) -> bytes:
-    with inbox.open_returned(rank, small) as file:
+def read(received: ReceivedResults, rank: int, small: bytes | None = None) -> bytes:
+    with received.open_returned(rank, small) as file:
         return file.read()
 
 
-def num_kept(inbox: Inbox) -> tuple[int, int]:
+def num_kept(received: ReceivedResults) -> tuple[int, int]:
     """Pieces on disk, bytes in memory."""
-    return inbox._spool._num_in_file, inbox._spool._in_memory
+    return received._buffer._num_in_file, received._buffer._in_memory
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "MAX_IN_MEMORY", PIECE_SIZE)
-    inbox, data = Inbox(), [os.urandom(BIG) for _ in range(2)]
+    monkeypatch.setattr(buffer, "MAX_IN_MEMORY", PIECE_SIZE)
+    received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]
     for reports in zip(*map(returned, data), strict=True):  # the ranks' pieces mix
         for rank, report in enumerate(reports):
-            add(inbox, rank, [report])
-    assert inbox.is_empty  # nobody's submission
-    assert [read(inbox, rank) for rank in (1, 0)] == [data[1], data[0]]
-    assert read(inbox, 2, b"small") == b"small"
-    assert num_kept(inbox) == (0, 0)
+            add(received, rank, [report])
+    assert received.is_empty  # nobody's submission
+    assert [read(received, rank) for rank in (1, 0)] == [data[1], data[0]]
+    assert read(received, 2, b"small") == b"small"
+    assert num_kept(received) == (0, 0)
 
 
 def test_pieces_go_as_they_are_read() -> None:
-    inbox = Inbox()
-    add(inbox, 0, returned(b"x" * BIG))
-    with inbox.open_returned(0, None) as file:
-        before = num_kept(inbox)
+    received = ReceivedResults()
+    add(received, 0, returned(b"x" * BIG))
+    with received.open_returned(0, None) as file:
+        before = num_kept(received)
         file.read(BIG - 1)
-        assert sum(num_kept(inbox)) < sum(before)
+        assert sum(num_kept(received)) < sum(before)
         file.read(1)
-    assert num_kept(inbox) == (0, 0)  # although the reader has not asked for the end
+    assert num_kept(received) == (0, 0)  # although the reader has not asked for the end
 
 
-def test_what_an_older_generation_returned_does_not_count() -> None:
-    inbox, submission = Inbox(), list(pack("", "a", b"x" * BIG))
-    add(inbox, 0, returned(b"o" * BIG))  # whole; another rank failed then
-    add(inbox, 1, returned(b"o" * BIG))
-    add(inbox, 2, returned(b"o" * BIG)[:2])  # cut short
-    add(inbox, 0, returned(b"n" * BIG))
-    add(inbox, 2, submission)
-    add(inbox, 2, returned(b"n" * BIG))
-    assert read(inbox, 0) == b"n" * BIG
-    assert read(inbox, 1, b"of the newest generation") == b"of the newest generation"
-    assert read(inbox, 2) == b"n" * BIG
-    [submitted] = inbox.claim(lambda _: True)
-    assert b"".join(inbox.read(submitted)) == b"x" * BIG
-    inbox.drop(submitted)
-    inbox.drop_returned()
-    assert num_kept(inbox) == (0, 0)
+def test_what_an_older_attempt_returned_does_not_count() -> None:
+    received, submission = ReceivedResults(), list(pack("", "a", b"x" * BIG))
+    add(received, 0, returned(b"o" * BIG))  # whole; another rank failed then
+    add(received, 1, returned(b"o" * BIG))
+    add(received, 2, returned(b"o" * BIG)[:2])  # cut short
+    add(received, 0, returned(b"n" * BIG))
+    add(received, 2, submission)
+    add(received, 2, returned(b"n" * BIG))
+    assert read(received, 0) == b"n" * BIG
+    assert read(received, 1, b"of the newest attempt") == b"of the newest attempt"
+    assert read(received, 2) == b"n" * BIG
+    [submitted] = received.claim(lambda _: True)
+    assert b"".join(received.read(submitted)) == b"x" * BIG
+    received.drop(submitted)
+    received.drop_returned()
+    assert num_kept(received) == (0, 0)
 
 
 def test_signal_that_another_thread_was_given_is_heard_by_who_waits() -> None:
-    future = GangFuture(Inbox())
+    future = GangFuture(ReceivedResults())
     before = signal.signal(signal.SIGUSR1, lambda *_: future.set_result("heard"))
     other = threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
     try:
@@ -95,7 +95,7 @@ def test_signal_that_another_thread_was_given_is_heard_by_who_waits() -> None:
 
 
 def test_waiting_has_the_limits_that_are_asked_for() -> None:
-    future = GangFuture(Inbox())
+    future = GangFuture(ReceivedResults())
     for wait in (future.result, future.exception):
         with pytest.raises(TimeoutError):
             wait(0.01)

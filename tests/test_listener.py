@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Beat, Hello, Lines, Upload
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, Upload
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
 
@@ -55,8 +55,8 @@ def dial(ear: Listener, events: queue.SimpleQueue[Event]) -> Iterator[Callable[[
 
     def dial() -> Connection:
         agents.append(agent.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)))
-        agents[-1].send(Beat())
-        assert heard(events) == Beat()
+        agents[-1].send(Heartbeat())
+        assert heard(events) == Heartbeat()
         return agents[-1]
 
     yield dial
@@ -92,20 +92,20 @@ def test_an_agent_that_stops_within_a_message_holds_up_no_other(
     for rank in range(3):
         other.send(Lines(rank, []))
         assert heard(events) == Lines(rank, [])
-    os.write(stuck.fileno(), message[cut:] + framed(Beat()))
-    assert [heard(events), heard(events)] == [Lines(7, ["late"]), Beat()]
+    os.write(stuck.fileno(), message[cut:] + framed(Heartbeat()))
+    assert [heard(events), heard(events)] == [Lines(7, ["late"]), Heartbeat()]
 
 
 def test_a_message_with_the_long_form_of_its_size_is_understood(
     dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
 ) -> None:
     """As a Connection writes what has 2 GiB or more."""
-    connection, body = dial(), bytes(ForkingPickler.dumps(Beat()))
+    connection, body = dial(), bytes(ForkingPickler.dumps(Heartbeat()))
     message = struct.pack("!iQ", -1, len(body)) + body
     os.write(connection.fileno(), message[:7])
     os.write(connection.fileno(), message[7:])
     connection.send(Lines(1, []))
-    assert [heard(events), heard(events)] == [Beat(), Lines(1, [])]
+    assert [heard(events), heard(events)] == [Heartbeat(), Lines(1, [])]
 
 
 def test_a_message_that_cannot_be_opened_ends_only_its_agent(
@@ -115,8 +115,8 @@ def test_a_message_that_cannot_be_opened_ends_only_its_agent(
     broken.send_bytes(b"no pickle")
     assert heard(events) == "gone"
     assert "UnpicklingError" in capfd.readouterr().err
-    other.send(Beat())
-    assert heard(events) == Beat()
+    other.send(Heartbeat())
+    assert heard(events) == Heartbeat()
 
 
 def test_what_an_agent_said_before_it_went_is_heard(
@@ -153,8 +153,8 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection, thread = dial(), listening()[-1]
     ear.close()
     until(lambda: ear._server.fileno() < 0, "the end of accepting")
-    connection.send(Beat())
-    assert heard(events) == Beat()
+    connection.send(Heartbeat())
+    assert heard(events) == Heartbeat()
     connection.close()
     thread.join(20)
     assert not thread.is_alive()
@@ -216,9 +216,9 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     ear = Listener("127.0.0.1", TOKEN, events, serve)
     callers = [dial_only(ear) for _ in range(4)]
-    callers[0].send(Beat())
-    callers[1].send(Beat())
-    callers[2].send(Upload(CheckpointFile(generation=0, step=1, size=9, digest="")))
+    callers[0].send(Heartbeat())
+    callers[1].send(Heartbeat())
+    callers[2].send(Upload(CheckpointFile(attempt=0, step=1, size=9, digest="")))
     assert is_serving.wait(20)
     until(lambda: len(ear._agents) == 2, "the agents")
     callers.pop(1).close()
@@ -242,7 +242,7 @@ def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> Non
     files, events = num_open_files(), queue.SimpleQueue[Event]()
     ear = Listener("127.0.0.1", TOKEN, events)
     with dial_only(ear) as connection:
-        connection.send(Beat())
+        connection.send(Heartbeat())
         until(events.qsize, "its word")
     ear.close()
     ear._thread.join(20)
@@ -265,7 +265,7 @@ def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: py
 
     monkeypatch.setattr(listener._Caller, "read", read)
     late = dial_only(ear)
-    late.send(Beat())
+    late.send(Heartbeat())
     assert is_opening.wait(20)
     monkeypatch.setattr(listener, "hang_up", lambda _: None)  # it was done before this one was known
     ending = threading.Thread(target=ear.end)
@@ -304,7 +304,7 @@ EXHAUSTED = """
 import os, queue, resource, socket, sys, time
 from multiprocessing.connection import Connection
 from flytekitplugins.daskpytorch import handshake, listener
-from flytekitplugins.daskpytorch.messages import Beat
+from flytekitplugins.daskpytorch.messages import Heartbeat
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 events = queue.SimpleQueue()
@@ -327,8 +327,8 @@ for caller in callers[1:]:
     caller.connect(ear.address)
 agents = [handshake.introduce(caller, b"t") for caller in callers]
 for agent in agents:
-    agent.send(Beat())
-    assert events.get(timeout=20)[2] == Beat()
+    agent.send(Heartbeat())
+    assert events.get(timeout=20)[2] == Heartbeat()
 ear.end()
 print("heard")
 """
@@ -343,7 +343,7 @@ def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
     monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Event]
 ) -> None:
     ear = Listener("127.0.0.1", TOKEN, events, lambda *_: None)
-    upload = Upload(CheckpointFile(generation=0, step=1, size=9, digest=""))
+    upload = Upload(CheckpointFile(attempt=0, step=1, size=9, digest=""))
     with contextlib.closing(dial_only(ear)) as first, contextlib.closing(dial_only(ear)) as second:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
@@ -396,12 +396,12 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
         order = AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)
         agents = [at_last.enter_context(agent.dial(order)) for _ in range(num_agents)]
         for each in agents:  # their first words are heard by other threads
-            each.send(Beat())
+            each.send(Heartbeat())
             heard(events)
         until(lambda: len(ear._agents) == num_agents, "all agents")
         before = calls
         for each in agents * 20:
-            each.send(Beat())
+            each.send(Heartbeat())
             heard(events)
         after = calls
     assert [heard(events) for _ in agents] == ["gone"] * num_agents

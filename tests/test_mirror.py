@@ -18,8 +18,8 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from s3fs import S3FileSystem
 
-from flytekitplugins.daskpytorch.driver.checkpoints import Vault
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, Mirror, MirrorPaths
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, StoragePaths, StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from seaweed import WRITER, Weed
 
@@ -77,7 +77,7 @@ class Attempts:
     def __init__(self, folder: Path, file_access: FileAccessProvider) -> None:
         self.folder = folder
         self.file_access = file_access
-        self.mirrors: list[Mirror] = []
+        self.mirrors: list[StorageUpload] = []
 
     def store(self, number: int) -> Path:
         return self.folder / "store" / str(number)
@@ -86,32 +86,32 @@ class Attempts:
         (self.folder / "disk" / str(number)).mkdir(parents=True, exist_ok=True)
         return self.folder / "disk" / str(number)
 
-    def mirror(self, number: int, previous: int | None = None) -> Mirror:
-        paths = MirrorPaths(
+    def storage(self, number: int, previous: int | None = None) -> StorageUpload:
+        paths = StoragePaths(
             file_access=self.file_access,
             previous=None if previous is None else str(self.store(previous)),
             own=str(self.store(number)),
         )
-        self.mirrors.append(Mirror(paths, retry_after=0.05))
+        self.mirrors.append(StorageUpload(paths, retry_after=0.05))
         return self.mirrors[-1]
 
     def restored(self, number: int, previous: int | None) -> CheckpointFile | None:
-        return self.mirror(number, previous).restore(self.disk(number))
+        return self.storage(number, previous).restore(self.disk(number))
 
     def ran(self, number: int, *steps: int) -> list[CheckpointFile]:
         """An attempt that has kept checkpoints of these steps."""
-        mirror, files = self.mirror(number), []
+        storage, files = self.storage(number), []
         for step in steps:
-            files.append(self.keep(mirror, number, step))
-            assert mirror.flush(PATIENCE)
-        mirror.close()
+            files.append(self.keep(storage, number, step))
+            assert storage.flush(PATIENCE)
+        storage.close()
         return files
 
-    def keep(self, mirror: Mirror, number: int, step: int, generation: int = 2) -> CheckpointFile:
-        file, data = checkpoint(step, generation)
+    def keep(self, storage: StorageUpload, number: int, step: int, attempt: int = 2) -> CheckpointFile:
+        file, data = checkpoint(step, attempt)
         path = self.disk(number) / file.name
         path.write_bytes(data)
-        mirror.offer(file, path)
+        storage.offer(file, path)
         return file
 
     def listed(self, number: int) -> list[int]:
@@ -123,8 +123,8 @@ class Attempts:
 def attempts(tmp_path: Path) -> Iterator[Attempts]:
     made = Attempts(tmp_path, FlyteContextManager.current_context().file_access)
     yield made
-    for mirror in made.mirrors:
-        mirror.close()
+    for storage in made.mirrors:
+        storage.close()
 
 
 @pytest.fixture
@@ -137,14 +137,14 @@ def moody(tmp_path: Path, store: MoodyStore) -> Iterator[Attempts]:
     made = Attempts(tmp_path, store)
     yield made
     store.gate.set()
-    for mirror in made.mirrors:
-        mirror.close()
+    for storage in made.mirrors:
+        storage.close()
 
 
-def checkpoint(step: int, generation: int = 2) -> tuple[CheckpointFile, bytes]:
+def checkpoint(step: int, attempt: int = 2) -> tuple[CheckpointFile, bytes]:
     data = hashlib.shake_128(str(step).encode()).digest(5000)
     digest = hashlib.sha256(data).hexdigest()
-    return CheckpointFile(generation=generation, step=step, size=len(data), digest=digest), data
+    return CheckpointFile(attempt=attempt, step=step, size=len(data), digest=digest), data
 
 
 def flip_a_byte(path: Path) -> None:
@@ -189,25 +189,25 @@ def test_same_checkpoint_again_is_listed_once(attempts: Attempts) -> None:
 
 def test_offer_does_not_wait(moody: Attempts, store: MoodyStore) -> None:
     store.gate.clear()
-    mirror = moody.mirror(0)
+    storage = moody.storage(0)
     began_at = time.monotonic()
-    moody.keep(mirror, 0, 1)
+    moody.keep(storage, 0, 1)
     assert time.monotonic() - began_at < PATIENCE / 2
-    assert not mirror.flush(0.1)
+    assert not storage.flush(0.1)
     store.gate.set()
-    assert mirror.flush(PATIENCE)
+    assert storage.flush(PATIENCE)
     assert moody.listed(0) == [1]
 
 
 def test_newer_checkpoint_takes_the_place_of_one_that_waits(moody: Attempts, store: MoodyStore) -> None:
     store.gate.clear()
-    mirror = moody.mirror(0)
-    moody.keep(mirror, 0, 1)
+    storage = moody.storage(0)
+    moody.keep(storage, 0, 1)
     store.await_call()
     for step in (2, 3, 4):
-        moody.keep(mirror, 0, step)
+        moody.keep(storage, 0, step)
     store.gate.set()
-    assert mirror.flush(PATIENCE)
+    assert storage.flush(PATIENCE)
     assert moody.listed(0) == [4, 1]
     assert not any(name.startswith(("step-2", "step-3")) for name in store.calls)
 
@@ -216,9 +216,9 @@ def test_storage_that_fails_is_tried_again(
     moody: Attempts, store: MoodyStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.num_failures = 2
-    mirror = moody.mirror(0)
-    moody.keep(mirror, 0, 5)
-    assert mirror.flush(PATIENCE)
+    storage = moody.storage(0)
+    moody.keep(storage, 0, 5)
+    assert storage.flush(PATIENCE)
     assert moody.listed(0) == [5]
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
@@ -228,9 +228,9 @@ def test_storage_that_fails_is_tried_again(
 
 
 def test_manifest_that_fails_is_tried_again(moody: Attempts, store: MoodyStore) -> None:
-    mirror = moody.mirror(0)
+    storage = moody.storage(0)
     store.gate.clear()
-    moody.keep(mirror, 0, 5)
+    moody.keep(storage, 0, 5)
     store.await_call()
     fail_next = store.calls
 
@@ -242,49 +242,49 @@ def test_manifest_that_fails_is_tried_again(moody: Attempts, store: MoodyStore) 
 
     store.calls = FailManifest(fail_next)
     store.gate.set()
-    assert mirror.flush(PATIENCE)
+    assert storage.flush(PATIENCE)
     assert store.calls.count(MANIFEST) == 2
     assert moody.listed(0) == [5]
 
 
 def test_flush_tells_that_it_did_not_arrive(moody: Attempts, store: MoodyStore) -> None:
     store.num_failures = 1_000
-    mirror = moody.mirror(0)
-    assert mirror.flush(0.0)  # nothing to copy yet
-    moody.keep(mirror, 0, 5)
-    assert not mirror.flush(0.3)
+    storage = moody.storage(0)
+    assert storage.flush(0.0)  # nothing to copy yet
+    moody.keep(storage, 0, 5)
+    assert not storage.flush(0.3)
     assert not moody.store(0).exists()
 
 
 def test_newer_checkpoint_is_copied_once_storage_works_again(moody: Attempts, store: MoodyStore) -> None:
     store.num_failures = 3
-    mirror = moody.mirror(0)
-    moody.keep(mirror, 0, 5)
+    storage = moody.storage(0)
+    moody.keep(storage, 0, 5)
     store.await_call()
-    moody.keep(mirror, 0, 6)
-    assert mirror.flush(PATIENCE)
+    moody.keep(storage, 0, 6)
+    assert storage.flush(PATIENCE)
     assert moody.listed(0)[0] == 6
 
 
 def test_checkpoint_that_has_gone_meanwhile_is_not_tried_again(attempts: Attempts) -> None:
-    mirror = attempts.mirror(0)
-    mirror.offer(checkpoint(1)[0], attempts.disk(0) / "gone.pt")
-    assert mirror.flush(PATIENCE)
+    storage = attempts.storage(0)
+    storage.offer(checkpoint(1)[0], attempts.disk(0) / "gone.pt")
+    assert storage.flush(PATIENCE)
     assert not (attempts.store(0) / MANIFEST).exists()
-    attempts.keep(mirror, 0, 2)
-    assert mirror.flush(PATIENCE)
+    attempts.keep(storage, 0, 2)
+    assert storage.flush(PATIENCE)
     assert attempts.listed(0) == [2]
 
 
 @pytest.mark.parametrize("num_failures", [0, 1_000])
 def test_close_ends_the_thread(moody: Attempts, store: MoodyStore, num_failures: int) -> None:
     before = set(threading.enumerate())
-    mirror = moody.mirror(0)
+    storage = moody.storage(0)
     [thread] = set(threading.enumerate()) - before
     store.num_failures = num_failures
-    moody.keep(mirror, 0, 1)
+    moody.keep(storage, 0, 1)
     store.await_call()
-    mirror.close()
+    storage.close()
     thread.join(PATIENCE)
     assert not thread.is_alive()
 
@@ -295,14 +295,14 @@ def test_close_ends_the_thread(moody: Attempts, store: MoodyStore, num_failures:
 def test_newest_of_the_attempt_before_is_restored(attempts: Attempts) -> None:
     attempts.ran(0, 1, 2, 3)
     restored = attempts.restored(1, previous=0)
-    assert restored == checkpoint(3, generation=0)[0]
+    assert restored == checkpoint(3, attempt=0)[0]
     assert (attempts.disk(1) / restored.name).read_bytes() == checkpoint(3)[1]
 
 
 def test_damaged_newest_gives_way_to_the_one_before(attempts: Attempts, capsys: pytest.CaptureFixture[str]) -> None:
     files = attempts.ran(0, 1, 2)
     flip_a_byte(attempts.store(0) / files[1].name)
-    assert attempts.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+    assert attempts.restored(1, previous=0) == checkpoint(1, attempt=0)[0]
     assert "the previous attempt's checkpoint of step 2 is not whole" in capsys.readouterr().err
 
 
@@ -310,13 +310,13 @@ def test_truncated_newest_gives_way_to_the_one_before(attempts: Attempts) -> Non
     files = attempts.ran(0, 1, 2)
     with (attempts.store(0) / files[1].name).open("r+b") as file:
         file.truncate(10)
-    assert attempts.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+    assert attempts.restored(1, previous=0) == checkpoint(1, attempt=0)[0]
 
 
 def test_missing_newest_gives_way_to_the_one_before(attempts: Attempts) -> None:
     files = attempts.ran(0, 1, 2)
     (attempts.store(0) / files[1].name).unlink()
-    assert attempts.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+    assert attempts.restored(1, previous=0) == checkpoint(1, attempt=0)[0]
 
 
 def test_nothing_is_restored_when_none_is_whole(attempts: Attempts) -> None:
@@ -371,7 +371,7 @@ def test_manifest_that_is_not_text_is_a_fresh_start(attempts: Attempts) -> None:
 def test_storage_that_cannot_be_read_at_first_is_asked_again(moody: Attempts, store: MoodyStore) -> None:
     moody.ran(0, 1)
     store.num_failures = MAX_READ_ATTEMPTS - 1
-    assert moody.restored(1, previous=0) == checkpoint(1, generation=0)[0]
+    assert moody.restored(1, previous=0) == checkpoint(1, attempt=0)[0]
 
 
 def test_storage_that_cannot_be_read_at_all_is_a_fresh_start_with_a_word_about_it(
@@ -384,49 +384,49 @@ def test_storage_that_cannot_be_read_at_all_is_a_fresh_start_with_a_word_about_i
     assert "(OSError: the storage is not in the mood); the training starts afresh" in last
 
 
-# ---- From attempt to attempt, through the vault ---------------------------------------------------------------------
+# ---- From attempt to attempt, through storage -----------------------------------------------------------------------
 
 
 def test_restored_checkpoint_is_carried_forward_at_once(attempts: Attempts) -> None:
     attempts.ran(0, 7)
     for number in (1, 2):  # attempts that save nothing themselves
-        vault = Vault(attempts.disk(number), attempts.mirror(number, previous=number - 1))
-        restored = vault.restore()
-        assert restored == checkpoint(7, generation=0)[0]
-        assert vault.newest() == restored
-        assert vault.flush(PATIENCE)
-        vault.close()
+        checkpoints = Checkpoints(attempts.disk(number), attempts.storage(number, previous=number - 1))
+        restored = checkpoints.restore()
+        assert restored == checkpoint(7, attempt=0)[0]
+        assert checkpoints.newest() == restored
+        assert checkpoints.flush(PATIENCE)
+        checkpoints.close()
         shutil.rmtree(attempts.store(number - 1))
     assert attempts.listed(2) == [7]
 
 
 def test_what_was_restored_backs_up_the_first_checkpoint_of_the_next_attempt(attempts: Attempts) -> None:
     attempts.ran(0, 7)
-    mirror = attempts.mirror(1, previous=0)
-    vault = Vault(attempts.disk(1), mirror)
-    vault.restore()
-    assert vault.flush(PATIENCE)
-    attempts.keep(mirror, 1, 8)
-    assert vault.flush(PATIENCE)
+    storage = attempts.storage(1, previous=0)
+    checkpoints = Checkpoints(attempts.disk(1), storage)
+    checkpoints.restore()
+    assert checkpoints.flush(PATIENCE)
+    attempts.keep(storage, 1, 8)
+    assert checkpoints.flush(PATIENCE)
     assert attempts.listed(1) == [8, 7]
 
 
 def test_vault_that_finds_nothing_carries_nothing(attempts: Attempts) -> None:
-    vault = Vault(attempts.disk(1), attempts.mirror(1, previous=0))
-    assert vault.restore() is None
-    assert vault.newest() is None
-    assert vault.flush(PATIENCE)
+    checkpoints = Checkpoints(attempts.disk(1), attempts.storage(1, previous=0))
+    assert checkpoints.restore() is None
+    assert checkpoints.newest() is None
+    assert checkpoints.flush(PATIENCE)
     assert not attempts.store(1).exists()
 
 
-def test_restored_checkpoint_counts_as_older_than_any_generation(attempts: Attempts) -> None:
+def test_restored_checkpoint_counts_as_older_than_any_attempt(attempts: Attempts) -> None:
     attempts.ran(0, 7)
-    vault = Vault(attempts.disk(1), attempts.mirror(1, previous=0))
-    vault.restore()
-    vault.fence(0)
-    newest = vault.newest()
+    checkpoints = Checkpoints(attempts.disk(1), attempts.storage(1, previous=0))
+    checkpoints.restore()
+    checkpoints.fence(0)
+    newest = checkpoints.newest()
     assert newest is not None
-    assert newest.generation == 0
+    assert newest.attempt == 0
 
 
 # ---- A real object store --------------------------------------------------------------------------------------------
@@ -438,14 +438,18 @@ def test_checkpoints_pass_through_s3(tmp_path: Path, s3: dict[str, str], monkeyp
     file_access = FileAccessProvider(str(tmp_path / "sandbox"), f"s3://{s3['bucket']}/raw")
     base = f"s3://{s3['bucket']}/{tmp_path.name}"
     attempts = Attempts(tmp_path, file_access)
-    first = Mirror(MirrorPaths(file_access=file_access, previous=f"{base}/none", own=f"{base}/0"), retry_after=0.05)
+    first = StorageUpload(
+        StoragePaths(file_access=file_access, previous=f"{base}/none", own=f"{base}/0"), retry_after=0.05
+    )
     assert first.restore(attempts.disk(0)) is None
     for step in range(1, NUM_KEPT + 2):
         attempts.keep(first, 0, step)
         assert first.flush(PATIENCE)
     first.close()
-    second = Mirror(MirrorPaths(file_access=file_access, previous=f"{base}/0", own=f"{base}/1"), retry_after=0.05)
-    assert second.restore(attempts.disk(1)) == checkpoint(NUM_KEPT + 1, generation=0)[0]
+    second = StorageUpload(
+        StoragePaths(file_access=file_access, previous=f"{base}/0", own=f"{base}/1"), retry_after=0.05
+    )
+    assert second.restore(attempts.disk(1)) == checkpoint(NUM_KEPT + 1, attempt=0)[0]
     second.close()
     names = [path.rpartition("/")[2] for path in file_access.get_filesystem_for_path(base).ls(f"{base}/0")]
     assert sorted(names) == sorted([MANIFEST, *(checkpoint(step)[0].name for step in range(2, NUM_KEPT + 2))])
@@ -464,12 +468,12 @@ def test_storage_without_the_right_to_delete_keeps_all_and_is_no_failure(
         monkeypatch.setenv(name, value)
     file_access = CountingStore(tmp_path, "s3://kept/raw")
     attempts = Attempts(tmp_path, file_access)
-    mirror = Mirror(MirrorPaths(file_access=file_access, previous=None, own="s3://kept/0"), retry_after=0.05)
+    storage = StorageUpload(StoragePaths(file_access=file_access, previous=None, own="s3://kept/0"), retry_after=0.05)
     steps = range(1, NUM_KEPT + 4)
     for step in steps:
-        attempts.keep(mirror, 0, step)
-        assert mirror.flush(PATIENCE)
-    mirror.close()
+        attempts.keep(storage, 0, step)
+        assert storage.flush(PATIENCE)
+    storage.close()
     files = [checkpoint(step)[0].name for step in steps]
     assert file_access.written == [name for file in files for name in (file, MANIFEST)]  # once each
     filesystem = file_access.get_filesystem_for_path("s3://kept/0")
@@ -477,6 +481,6 @@ def test_storage_without_the_right_to_delete_keeps_all_and_is_no_failure(
     [told] = capsys.readouterr().err.splitlines()
     assert "older checkpoints cannot be removed from s3://kept/0 and stay there (" in told
     assert "could not be copied" not in told
-    del file_access, attempts, mirror, filesystem
+    del file_access, attempts, storage, filesystem
     S3FileSystem.clear_instance_cache()
     gc.collect()  # its sessions complain when the interpreter ends

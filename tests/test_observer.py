@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
+from flytekitplugins.daskpytorch.driver.observers import Observers
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.audience import Audience
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
@@ -45,10 +45,10 @@ class Choosy(Observer):
 
 def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
     broken, steady = Broken(), Steady()
-    audience = Audience([broken, steady])
+    observers = Observers([broken, steady])
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert audience.tell("logged", RECORD) is None
+            assert observers.tell("logged", RECORD) is None
     assert broken.steps == [1]
     assert steady.steps == [1, 1, 1]
     told = "Broken.logged failed (OSError: [Errno 28] No space left on device) and is not called any more"
@@ -60,16 +60,16 @@ def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: 
 
 
 def test_all_observers_may_fail(caplog: pytest.LogCaptureFixture) -> None:
-    audience = Audience([Broken(), Broken()])
-    audience.tell("logged", RECORD)
-    audience.tell("logged", RECORD)
+    observers = Observers([Broken(), Broken()])
+    observers.tell("logged", RECORD)
+    observers.tell("logged", RECORD)
     assert len(caplog.records) == 2
 
 
 def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> None:
     choosy, steady = Choosy(), Steady()
-    audience = Audience([choosy, steady])
+    observers = Observers([choosy, steady])
     for _ in range(2):
-        wish = audience.tell("logged", RECORD)
+        wish = observers.tell("logged", RECORD)
         assert isinstance(wish, StoppedEarlyError)
     assert steady.steps == [1, 1]

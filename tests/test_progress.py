@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay, descri
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.report import Recorder
-from flytekitplugins.daskpytorch.sweep.display import Scoreboard
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
@@ -154,7 +154,7 @@ def test_nothing_is_raised_where_nothing_can_be_written(
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setattr(terminal_display.Screen, "isatty", lambda _: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", file := broken())
-    display, board = ProgressDisplay(), Scoreboard(1)
+    display, board = ProgressDisplay(), SweepDisplay(1)
     assert display._console.is_terminal == board._console.is_terminal == is_terminal
     for observer in (display, board.line(0, {"lr": 0.1})):
         observer.placed(SHAPE)
@@ -202,7 +202,7 @@ RECORDS = st.builds(
 @pytest.mark.parametrize("terminal", [False, True])
 def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200, highlight=False, color_system=None)
-    display, board = ProgressDisplay(console), Scoreboard(1, console)
+    display, board = ProgressDisplay(console), SweepDisplay(1, console)
     for observer in (display, board.line(0, None)):
         observer.placed(SHAPE)
         observer.formed(0.5)

@@ -217,9 +217,7 @@ def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, 
     assert caught.value.rank == 1
 
 
-def test_a_suspended_rank_of_an_older_generation_can_write_nothing(
-    where: Client | int, launch: ft.Launch
-) -> None:  # 16
+def test_a_suspended_rank_of_an_older_attempt_can_write_nothing(where: Client | int, launch: ft.Launch) -> None:  # 16
     watched = launch(where, "suspend", at_rank=0, gang=Gang(hang_timeout=2.0))
     check_recovered(watched, [0, ft.SAVED_AT])
     with pytest.raises(ProcessLookupError):

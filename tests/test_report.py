@@ -104,12 +104,12 @@ def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(ENTRIES, st.none() | st.integers(-5, 40)), max_size=4), ENTRIES)
 def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
-    generations: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
+    attempts: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "MAX_POINTS", 8)
         recorder, kept = Recorder(), []
-        for entries, resumed in [*generations, (last, 40)]:
+        for entries, resumed in [*attempts, (last, 40)]:
             for step, value in entries:
                 recorder.logged(record(step, loss=value))
             recorder.restarting("why", resumed)

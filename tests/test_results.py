@@ -1,4 +1,4 @@
-"""Results on their way to files: pieces, the spool, the inbox, paths and keys."""
+"""Results on their way to files: pieces, the buffer, the received, paths and keys."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ import pytest
 
 from flytekitplugins.daskpytorch import context, results
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.driver import spool
+from flytekitplugins.daskpytorch.driver import buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import Inbox
-from flytekitplugins.daskpytorch.driver.spool import Spool
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.result_buffer import ResultBuffer
 from flytekitplugins.daskpytorch.protocol.messages import Reported
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, is_piece, pack, unpack
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 
 
-def submit(inbox: Inbox, path: str, data: bytes, *, rank: int = 0, key: str = "", pieces: slice = slice(None)) -> None:
+def submit(
+    received: ReceivedResults, path: str, data: bytes, *, rank: int = 0, key: str = "", pieces: slice = slice(None)
+) -> None:
     """What the driver does with a rank's result; of the pieces only these, should it be cut short."""
     for report in list(pack(key, path, data))[pieces]:
-        inbox.add(inbox.keep(Reported(rank, report)))
+        received.add(received.keep(Reported(rank, report)))
 
 
-def ended(inbox: Inbox, error: Exception | None = None) -> GangFuture:
+def ended(received: ReceivedResults, error: Exception | None = None) -> GangFuture:
     """The future of a gang that has ended."""
-    future = GangFuture(inbox)
+    future = GangFuture(received)
     if error is not None:
         future.set_exception(error)
     else:
@@ -77,26 +79,26 @@ def num_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], i
 
 
 def test_big_things_are_spooled_to_a_file_that_ends_with_the_last_of_them(num_files: Callable[[], int]) -> None:
-    kept_in = Spool()
+    kept_in = ResultBuffer()
     small = kept_in.put(b"small")
-    big = [kept_in.put(bytes([n]) * spool.MAX_IN_MEMORY) for n in range(3)]
+    big = [kept_in.put(bytes([n]) * buffer.MAX_IN_MEMORY) for n in range(3)]
     assert small.data
     assert not any(kept.data for kept in big)
     assert num_files() == 1
     assert [kept_in.get(kept)[:1] for kept in big] == [b"\0", b"\1", b"\2"]
     kept_in.drop([*big, small])
     assert num_files() == 0
-    again = kept_in.put(b"again" * spool.MAX_IN_MEMORY)
+    again = kept_in.put(b"again" * buffer.MAX_IN_MEMORY)
     assert again.offset == 0
     assert kept_in.get(again)[:5] == b"again"
 
 
 def test_nothing_is_left_of_what_nobody_processed(num_files: Callable[[], int], tmp_path: Path) -> None:
-    inbox = Inbox()
-    submit(inbox, "a", b"x" * (2 * spool.MAX_IN_MEMORY))
+    received = ReceivedResults()
+    submit(received, "a", b"x" * (2 * buffer.MAX_IN_MEMORY))
     assert num_files() == 1
     assert not files(tmp_path)
-    del inbox
+    del received
     gc.collect()
     assert num_files() == 0
 
@@ -105,51 +107,51 @@ def test_a_full_disk_sends_things_to_memory(monkeypatch: pytest.MonkeyPatch, tmp
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    inbox = Inbox()
+    received = ReceivedResults()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        submit(inbox, "a", b"x" * (2 * spool.MAX_IN_MEMORY))
-    DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
-    assert len(files(tmp_path)["a"]) == 2 * spool.MAX_IN_MEMORY
+        submit(received, "a", b"x" * (2 * buffer.MAX_IN_MEMORY))
+    DaskResultsHandler().process_results(tmp_path, [ended(received)])
+    assert len(files(tmp_path)["a"]) == 2 * buffer.MAX_IN_MEMORY
 
 
-# ---- From the inbox to files
+# ---- From the received to files
 
 
 def test_results_are_written_in_order_per_rank_and_once(tmp_path: Path) -> None:
-    inbox, handler = Inbox(), DaskResultsHandler()
-    submit(inbox, "a/b/c.txt", b"first")
-    submit(inbox, "own", b"0", rank=0)
-    submit(inbox, "a/b/c.txt", b"second")
-    submit(inbox, "empty", b"", rank=1)
-    handler.process_results(tmp_path, [ended(inbox)])
+    received, handler = ReceivedResults(), DaskResultsHandler()
+    submit(received, "a/b/c.txt", b"first")
+    submit(received, "own", b"0", rank=0)
+    submit(received, "a/b/c.txt", b"second")
+    submit(received, "empty", b"", rank=1)
+    handler.process_results(tmp_path, [ended(received)])
     assert files(tmp_path) == {"a/b/c.txt": b"second", "own": b"0", "empty": b""}
     (tmp_path / "own").unlink()
-    handler.process_results(tmp_path, [ended(inbox)])
+    handler.process_results(tmp_path, [ended(received)])
     assert "own" not in files(tmp_path)
 
 
 def test_pieces_of_several_ranks_may_mix(tmp_path: Path) -> None:
-    inbox = Inbox()
+    received = ReceivedResults()
     data = [os.urandom(2 * PIECE_SIZE + 5) for _ in range(3)]
     for number in range(3):
         for rank in range(3):
-            submit(inbox, str(rank), data[rank], rank=rank, pieces=slice(number, number + 1))
-    DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
+            submit(received, str(rank), data[rank], rank=rank, pieces=slice(number, number + 1))
+    DaskResultsHandler().process_results(tmp_path, [ended(received)])
     assert files(tmp_path) == {str(rank): data[rank] for rank in range(3)}
 
 
 def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
-    inbox = Inbox()
-    submit(inbox, "a", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
-    submit(inbox, "b", b"of the next generation")
-    submit(inbox, "c", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
-    DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
-    assert files(tmp_path) == {"b": b"of the next generation"}
+    received = ReceivedResults()
+    submit(received, "a", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
+    submit(received, "b", b"of the next attempt")
+    submit(received, "c", b"x" * (3 * PIECE_SIZE), pieces=slice(2))
+    DaskResultsHandler().process_results(tmp_path, [ended(received)])
+    assert files(tmp_path) == {"b": b"of the next attempt"}
 
 
 def test_several_gangs_at_once_each_inbox_once(tmp_path: Path) -> None:
-    one, other = Inbox(), Inbox()
+    one, other = ReceivedResults(), ReceivedResults()
     submit(one, "one", b"1")
     submit(other, "other", b"2")
     DaskResultsHandler().process_results(str(tmp_path), [ended(one), ended(one), ended(other)])
@@ -164,20 +166,22 @@ def test_futures_that_lead_to_no_gang_are_named(tmp_path: Path) -> None:
 
 
 def test_the_first_error_is_raised_when_all_is_written(tmp_path: Path) -> None:
-    inbox = Inbox()
-    submit(inbox, "../a", b"refused")
-    submit(inbox, "b", b"good")
+    received = ReceivedResults()
+    submit(received, "../a", b"refused")
+    submit(received, "b", b"good")
     with pytest.raises(LookupError, match="the gang's"):
-        DaskResultsHandler().process_results(tmp_path, [ended(Inbox()), ended(inbox, LookupError("the gang's"))])
+        DaskResultsHandler().process_results(
+            tmp_path, [ended(ReceivedResults()), ended(received, LookupError("the gang's"))]
+        )
     assert files(tmp_path) == {"b": b"good"}
 
 
 def test_a_cancelled_future_counts_as_ended(tmp_path: Path) -> None:
     from concurrent.futures import CancelledError
 
-    inbox = Inbox()
-    submit(inbox, "a", b"good")
-    future = GangFuture(inbox)
+    received = ReceivedResults()
+    submit(received, "a", b"good")
+    future = GangFuture(received)
     assert future.cancel()
     with pytest.raises(CancelledError):
         DaskResultsHandler().process_results(tmp_path, [future])
@@ -185,9 +189,9 @@ def test_a_cancelled_future_counts_as_ended(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_now_is_kept_for_another_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox, handler = Inbox(), DaskResultsHandler()
+    received, handler = ReceivedResults(), DaskResultsHandler()
     for number in range(5):
-        submit(inbox, str(number), b"x")
+        submit(received, str(number), b"x")
 
     def full_after_two(self: ResultFolder, target: Path, pieces: Iterable[bytes]) -> None:
         if target.name == "2":
@@ -198,10 +202,10 @@ def test_what_cannot_be_written_now_is_kept_for_another_call(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(ResultFolder, "_write", full_after_two)
         with pytest.raises(OSError, match="No space left"):
-            handler.process_results(tmp_path, [ended(inbox)], raise_errors=False)
+            handler.process_results(tmp_path, [ended(received)], raise_errors=False)
     assert sorted(files(tmp_path)) == ["0", "1"]
-    submit(inbox, "2", b"newer")
-    handler.process_results(tmp_path, [ended(inbox)])
+    submit(received, "2", b"newer")
+    handler.process_results(tmp_path, [ended(received)])
     assert files(tmp_path) == {"0": b"x", "1": b"x", "2": b"newer", "3": b"x", "4": b"x"}
 
 
@@ -219,30 +223,30 @@ def not_root() -> Iterator[Path]:
 
 
 def test_a_folder_that_may_not_be_written_holds_up_nothing_else(not_root: Path) -> None:
-    inbox, handler = Inbox(), DaskResultsHandler()
+    received, handler = ReceivedResults(), DaskResultsHandler()
     (not_root / "closed").mkdir(mode=0o500)
     for path in ("closed/a", "b", "closed/new/c", "d"):
-        submit(inbox, path, b"x", rank=3)
+        submit(received, path, b"x", rank=3)
     with pytest.raises(ResultPathError, match=r"rank 3 submitted for the path 'closed/a' .*: Permission denied"):
-        handler.process_results(not_root, [ended(inbox)])
+        handler.process_results(not_root, [ended(received)])
     assert files(not_root) == {"b": b"x", "d": b"x"}
 
 
 def test_when_nothing_may_be_written_all_is_kept_for_another_call(not_root: Path) -> None:
-    inbox, handler = Inbox(), DaskResultsHandler()
-    submit(inbox, "a", b"x")
+    received, handler = ReceivedResults(), DaskResultsHandler()
+    submit(received, "a", b"x")
     not_root.chmod(0o500)
     with pytest.raises(PermissionError):
-        handler.process_results(not_root, [ended(inbox)])
+        handler.process_results(not_root, [ended(received)])
     not_root.chmod(0o700)
-    handler.process_results(not_root, [ended(inbox)])
+    handler.process_results(not_root, [ended(received)])
     assert files(not_root) == {"a": b"x"}
 
 
 def test_an_unforeseen_error_of_one_result_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = Inbox()
+    received = ReceivedResults()
     for number in range(3):
-        submit(inbox, str(number), b"x", rank=1)
+        submit(received, str(number), b"x", rank=1)
 
     def stumble(self: ResultFolder, target: Path, pieces: Iterable[bytes]) -> None:
         if target.name == "1":
@@ -252,7 +256,7 @@ def test_an_unforeseen_error_of_one_result_holds_up_no_other(tmp_path: Path, mon
     write = ResultFolder._write
     monkeypatch.setattr(ResultFolder, "_write", stumble)
     with pytest.raises(ResultPathError, match=r"rank 1 .* path '1' .*: RecursionError: maximum"):
-        DaskResultsHandler().process_results(tmp_path, [ended(inbox)])
+        DaskResultsHandler().process_results(tmp_path, [ended(received)])
     assert sorted(files(tmp_path)) == ["0", "2"]
 
 
@@ -306,11 +310,11 @@ def test_refused_paths_name_rank_path_and_prefix(
     prefix: Path, path: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = files(prefix.parent)
-    inbox = Inbox()
-    submit(inbox, path, b"bad", rank=3)
-    submit(inbox, "good", b"good", rank=3)
+    received = ReceivedResults()
+    submit(received, path, b"bad", rank=3)
+    submit(received, "good", b"good", rank=3)
     with pytest.raises(ResultPathError, match=reason) as caught:
-        DaskResultsHandler().process_results(prefix, [ended(inbox)])
+        DaskResultsHandler().process_results(prefix, [ended(received)])
     assert (caught.value.rank, caught.value.path, caught.value.prefix) == (3, path, str(prefix))
     assert "rank 3" in str(caught.value)
     assert repr(path) in str(caught.value)
@@ -335,10 +339,10 @@ def test_a_prefix_may_be_a_link_itself(prefix: Path) -> None:
 
 
 def test_without_raise_errors_each_refusal_is_a_line(prefix: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    inbox = Inbox()
-    submit(inbox, "../a", b"", rank=1)
-    submit(inbox, "/b", b"", rank=2)
-    DaskResultsHandler().process_results(prefix, [ended(inbox, LookupError())], raise_errors=False)
+    received = ReceivedResults()
+    submit(received, "../a", b"", rank=1)
+    submit(received, "/b", b"", rank=2)
+    DaskResultsHandler().process_results(prefix, [ended(received, LookupError())], raise_errors=False)
     one, other = capfd.readouterr().err.splitlines()
     assert "rank 1 submitted for the path '../a'" in one
     assert "rank 2 submitted for the path '/b'" in other
@@ -363,25 +367,25 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
 
 
 def test_each_handler_gets_its_own(tmp_path: Path) -> None:
-    inbox = Inbox()
+    received = ReceivedResults()
     one, other, default = DaskResultsHandler("one"), DaskResultsHandler("other"), DaskResultsHandler()
     for key in ("one", "other", ""):
-        submit(inbox, key or "default", b"x", key=key)
+        submit(received, key or "default", b"x", key=key)
     for handler, name in ((other, "other"), (one, "one"), (default, "default")):
-        handler.process_results(tmp_path / name, [ended(inbox)])
+        handler.process_results(tmp_path / name, [ended(received)])
         assert files(tmp_path / name) == {name: b"x"}
 
 
 def test_a_key_that_no_handler_has_goes_to_whoever_processes_the_gang(tmp_path: Path) -> None:
-    inbox = Inbox()
+    received = ReceivedResults()
     handler, other = DaskResultsHandler(uuid.uuid4().hex), DaskResultsHandler("other")
-    submit(inbox, "made anew in the rank", b"x", key=uuid.uuid4().hex)
-    submit(inbox, "the other's", b"x", key="other")
-    handler.process_results(tmp_path, [ended(inbox)])
+    submit(received, "made anew in the rank", b"x", key=uuid.uuid4().hex)
+    submit(received, "the other's", b"x", key="other")
+    handler.process_results(tmp_path, [ended(received)])
     assert files(tmp_path) == {"made anew in the rank": b"x"}
     del other
     gc.collect()
-    handler.process_results(tmp_path, [ended(inbox)])
+    handler.process_results(tmp_path, [ended(received)])
     assert "the other's" in files(tmp_path)
 
 

@@ -92,8 +92,8 @@ def submit_big(size: int) -> None:
     handler.submit_result("big.bin", bytes(range(256)) * (size * MIB // 256))
 
 
-def submit_in_two_generations(folder: str) -> None:
-    """Each generation submits its own, and one that is common; the first one dies while it submits something big."""
+def submit_in_two_attempts(folder: str) -> None:
+    """Each attempt submits its own, and one that is common; the first one dies while it submits something big."""
     import torch.distributed as dist
 
     rank = current_rank().rank
@@ -345,8 +345,8 @@ def test_big_results_pass_beside_other_work(client: Client, tmp_path: Path) -> N
     assert len(written) == 1 + 2 * 4
 
 
-def test_both_generations_of_a_gang_count(client: Client, tmp_path: Path) -> None:
-    futures = dispatch.run(client, submit_in_two_generations, str(tmp_path))
+def test_both_attempts_of_a_gang_count(client: Client, tmp_path: Path) -> None:
+    futures = dispatch.run(client, submit_in_two_attempts, str(tmp_path))
     handler.process_results(tmp_path / "results", futures)
     assert futures.exception() is None
     written = read(tmp_path / "results")
@@ -398,7 +398,7 @@ def test_in_a_flyte_task_with_a_cluster_of_its_own(tmp_path: Path) -> None:
 
 @task(task_config=SpawnDDP(nproc=2))
 def train_twice(folder: str) -> FlyteDirectory:
-    """The first generation's rank 1 dies, a path is refused, and a process that is no rank tries, too."""
+    """The first attempt's rank 1 dies, a path is refused, and a process that is no rank tries, too."""
     import torch.distributed as dist
 
     rank, is_first = current_rank().rank, not Path(folder, str(current_rank().rank)).exists()
@@ -417,7 +417,7 @@ def train_twice(folder: str) -> FlyteDirectory:
     return handler.directory()
 
 
-def test_a_task_on_its_own_node_gathers_what_two_generations_submit(
+def test_a_task_on_its_own_node_gathers_what_two_attempts_submit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with nothing_left_behind():

@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection, Pipe
 import pytest
 
 from flytekitplugins.daskpytorch.driver import agents as roster_module
-from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Peer, Roster
+from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Agents, Peer
 from flytekitplugins.daskpytorch.protocol.handshake import hang_up
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Beat, Hello
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 W1, W2, W3, W10 = (f"tcp://10.0.0.{number}:4000" for number in (1, 2, 3, 10))
@@ -58,14 +58,14 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def roster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Roster:
-    """A roster that looks at the cluster whenever it is asked to."""
+def register(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Agents:
+    """A register that looks at the cluster whenever it is asked to."""
     monkeypatch.setattr(roster_module, "RECRUIT_INTERVAL", 0.0)
     return make(cluster)
 
 
-def make(cluster: Cluster) -> Roster:
-    return Roster(
+def make(cluster: Cluster) -> Agents:
+    return Agents(
         launcher=cluster,
         num_ranks=4,
         address=("127.0.0.1", 4711),
@@ -74,20 +74,20 @@ def make(cluster: Cluster) -> Roster:
     )
 
 
-def silent(roster: Roster) -> list[Peer]:
+def silent(register: Agents) -> list[Peer]:
     """Look at once, not only when it is time again."""
-    roster._looked_at -= SILENCE_INTERVAL
-    return roster.silent()
+    register._looked_at -= SILENCE_INTERVAL
+    return register.silent()
 
 
-def hello(roster: Roster, *workers: str) -> list[Connection]:
+def hello(register: Agents, *workers: str) -> list[Connection]:
     """Agents dial in; the connections as the driver has them."""
     ours = []
     for worker in workers:
         mine, theirs = Pipe()
         agents.append(theirs)
         node = Node(worker=worker, host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
-        roster.welcome(Hello(node), mine)
+        register.welcome(Hello(node), mine)
         ours.append(mine)
     return ours
 
@@ -103,96 +103,96 @@ def hang_up_afterwards() -> Iterator[None]:
         agents.pop().close()
 
 
-def workers(roster: Roster) -> list[str]:
-    return [node.worker for node in roster.nodes()]
+def workers(register: Agents) -> list[str]:
+    return [node.worker for node in register.nodes()]
 
 
 # ---- Coming and going -----------------------------------------------------------------------------------------------
 
 
-def test_agents_are_told_all_they_need(roster: Roster, cluster: Cluster) -> None:
-    roster.launch([W1])
+def test_agents_are_told_all_they_need(register: Agents, cluster: Cluster) -> None:
+    register.launch([W1])
     [order] = cluster.orders
     assert order == AgentOrder(worker=W1, driver=("127.0.0.1", 4711), num_ranks=4, token=b"secret")
-    assert roster.expected == {W1}
+    assert register.expected == {W1}
 
 
-def test_agent_that_says_hello_is_no_longer_expected(roster: Roster) -> None:
-    roster.launch([W1, W2])
-    [connection] = hello(roster, W1)
-    assert roster.expected == {W2}
-    assert workers(roster) == [W1]
-    peer = roster.find(connection)
+def test_agent_that_says_hello_is_no_longer_expected(register: Agents) -> None:
+    register.launch([W1, W2])
+    [connection] = hello(register, W1)
+    assert register.expected == {W2}
+    assert workers(register) == [W1]
+    peer = register.find(connection)
     assert peer is not None
     assert peer.node.worker == W1
 
 
-def test_nodes_stand_in_the_order_of_their_addresses(roster: Roster) -> None:
-    hello(roster, W10, W2, W1)
-    assert workers(roster) == [W1, W2, W10]
+def test_nodes_stand_in_the_order_of_their_addresses(register: Agents) -> None:
+    hello(register, W10, W2, W1)
+    assert workers(register) == [W1, W2, W10]
 
 
-def test_worker_that_is_leaving_carries_no_ranks_but_may_still_speak(roster: Roster) -> None:
-    connection, _ = hello(roster, W1, W2)
-    roster.leaving.add(W1)
-    assert workers(roster) == [W2]
-    assert roster.find(connection) is roster.peers[W1]
+def test_worker_that_is_leaving_carries_no_ranks_but_may_still_speak(register: Agents) -> None:
+    connection, _ = hello(register, W1, W2)
+    register.leaving.add(W1)
+    assert workers(register) == [W2]
+    assert register.find(connection) is register.peers[W1]
 
 
-def test_agent_whose_connection_ended_is_lost(roster: Roster) -> None:
-    connection, _ = hello(roster, W1, W2)
-    peer = roster.forget(connection)
+def test_agent_whose_connection_ended_is_lost(register: Agents) -> None:
+    connection, _ = hello(register, W1, W2)
+    peer = register.forget(connection)
     assert peer is not None
     assert peer.node.worker == W1
-    assert workers(roster) == [W2]
-    assert str(roster.lost[W1]) == "the worker was lost"
-    assert roster.forget(connection) is None
+    assert workers(register) == [W2]
+    assert str(register.lost[W1]) == "the worker was lost"
+    assert register.forget(connection) is None
 
 
-def test_worker_that_says_hello_again_is_no_longer_lost(roster: Roster) -> None:
-    [connection] = hello(roster, W1)
-    roster.forget(connection)
-    hello(roster, W1)
-    assert roster.lost == {}
-    assert workers(roster) == [W1]
+def test_worker_that_says_hello_again_is_no_longer_lost(register: Agents) -> None:
+    [connection] = hello(register, W1)
+    register.forget(connection)
+    hello(register, W1)
+    assert register.lost == {}
+    assert workers(register) == [W1]
 
 
-def test_second_agent_of_a_worker_takes_the_place_of_the_first(roster: Roster) -> None:
-    first = hello(roster, W1)
-    displaced = roster.peers[W1]
+def test_second_agent_of_a_worker_takes_the_place_of_the_first(register: Agents) -> None:
+    first = hello(register, W1)
+    displaced = register.peers[W1]
     mine, theirs = Pipe()
     agents.append(theirs)
-    assert roster.welcome(Hello(displaced.node), mine) is displaced
+    assert register.welcome(Hello(displaced.node), mine) is displaced
     second = [mine]
-    assert roster.find(first[0]) is None
-    assert roster.find(second[0]) is roster.peers[W1]
-    assert roster.forget(first[0]) is None
-    assert workers(roster) == [W1]
+    assert register.find(first[0]) is None
+    assert register.find(second[0]) is register.peers[W1]
+    assert register.forget(first[0]) is None
+    assert workers(register) == [W1]
     with pytest.raises(EOFError):  # the first one was sent away
         agents[0].recv()
 
 
-def test_worker_that_was_asked_and_failed_is_refused(roster: Roster) -> None:
-    roster.launch([W1])
+def test_worker_that_was_asked_and_failed_is_refused(register: Agents) -> None:
+    register.launch([W1])
     error = ModuleNotFoundError("No module named 'flytekitplugins'")
-    roster.refuse(W1, error, 1)
-    assert roster.expected == set()
-    assert roster.refused == {W1: error}
+    register.refuse(W1, error, 1)
+    assert register.expected == set()
+    assert register.refused == {W1: error}
 
 
-def test_failure_of_an_agent_that_had_said_hello_refuses_nobody(roster: Roster) -> None:
-    roster.launch([W1])
-    hello(roster, W1)
-    roster.refuse(W1, ConnectionError("its worker was lost"), 1)
-    assert roster.refused == {}
-    assert workers(roster) == [W1]
+def test_failure_of_an_agent_that_had_said_hello_refuses_nobody(register: Agents) -> None:
+    register.launch([W1])
+    hello(register, W1)
+    register.refuse(W1, ConnectionError("its worker was lost"), 1)
+    assert register.refused == {}
+    assert workers(register) == [W1]
 
 
-def test_broadcast_reaches_all_and_does_not_mind_those_that_have_gone(roster: Roster) -> None:
-    hello(roster, W1, W2)
+def test_broadcast_reaches_all_and_does_not_mind_those_that_have_gone(register: Agents) -> None:
+    hello(register, W1, W2)
     agents[0].close()
-    roster.broadcast(Beat())
-    assert agents[1].recv() == Beat()
+    register.broadcast(Heartbeat())
+    assert agents[1].recv() == Heartbeat()
 
 
 def test_hanging_up_wakes_the_other_side_and_a_reader_on_this_side() -> None:
@@ -206,86 +206,88 @@ def test_hanging_up_wakes_the_other_side_and_a_reader_on_this_side() -> None:
 # ---- Recruiting -----------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_missing_is_recruited(roster: Roster, cluster: Cluster) -> None:
-    hello(roster, W1)
+def test_only_what_is_missing_is_recruited(register: Agents, cluster: Cluster) -> None:
+    hello(register, W1)
     cluster.here = [W10, W3, W2, W1]
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == [W2]
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == []
-    roster.recruit(4)
+    register.recruit(4)
     assert cluster.asked() == [W3, W10]
 
 
-def test_nobody_is_recruited_where_all_are_here(roster: Roster, cluster: Cluster) -> None:
-    hello(roster, W1, W2)
+def test_nobody_is_recruited_where_all_are_here(register: Agents, cluster: Cluster) -> None:
+    hello(register, W1, W2)
     cluster.here.append(W3)
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == []
 
 
-def test_worker_that_is_leaving_is_replaced(roster: Roster, cluster: Cluster) -> None:
-    hello(roster, W1, W2)
-    roster.leaving.add(W1)
+def test_worker_that_is_leaving_is_replaced(register: Agents, cluster: Cluster) -> None:
+    hello(register, W1, W2)
+    register.leaving.add(W1)
     cluster.here.append(W3)
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == [W3]
 
 
-def test_worker_that_was_leaving_counts_again_when_it_comes_back(roster: Roster) -> None:
-    [gone, replaced, _] = hello(roster, W1, W2, W3)
-    roster.leaving |= {W1, W2}
-    assert roster.num_nodes == 1
-    roster.forget(gone)
-    assert roster.num_nodes == 1
-    hello(roster, W1)
-    assert workers(roster) == [W1, W3]
-    hello(roster, W2)  # another agent, before the first one's end was noticed
-    assert roster.forget(replaced) is None
-    assert workers(roster) == [W1, W2, W3]
-    assert roster.num_nodes == 3
+def test_worker_that_was_leaving_counts_again_when_it_comes_back(register: Agents) -> None:
+    [gone, replaced, _] = hello(register, W1, W2, W3)
+    register.leaving |= {W1, W2}
+    assert register.num_nodes == 1
+    register.forget(gone)
+    assert register.num_nodes == 1
+    hello(register, W1)
+    assert workers(register) == [W1, W3]
+    hello(register, W2)  # another agent, before the first one's end was noticed
+    assert register.forget(replaced) is None
+    assert workers(register) == [W1, W2, W3]
+    assert register.num_nodes == 3
 
 
-def test_refused_worker_is_not_asked_again(roster: Roster, cluster: Cluster) -> None:
-    roster.launch([W1])
-    roster.refuse(W1, ImportError("no torch"), 1)
+def test_refused_worker_is_not_asked_again(register: Agents, cluster: Cluster) -> None:
+    register.launch([W1])
+    register.refuse(W1, ImportError("no torch"), 1)
     cluster.asked()
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == [W2]
 
 
-def test_silent_worker_is_asked_again_but_nobody_counts_on_it_until_it_speaks(roster: Roster, cluster: Cluster) -> None:
-    hello(roster, W1, W2)
-    roster.peers[W1].heard_at -= MAX_SILENCE + 1
-    for peer in silent(roster):
-        roster.forget(peer.connection)
-        roster.give_up_silent(peer)
+def test_silent_worker_is_asked_again_but_nobody_counts_on_it_until_it_speaks(
+    register: Agents, cluster: Cluster
+) -> None:
+    hello(register, W1, W2)
+    register.peers[W1].heard_at -= MAX_SILENCE + 1
+    for peer in silent(register):
+        register.forget(peer.connection)
+        register.give_up_silent(peer)
     assert cluster.asked() == [W1]
-    assert roster.expected == set()
+    assert register.expected == set()
     cluster.here.append(W3)
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == [W3]
-    [connection] = hello(roster, W1)
-    assert workers(roster) == [W1, W2]
-    roster.forget(connection)
+    [connection] = hello(register, W1)
+    assert workers(register) == [W1, W2]
+    register.forget(connection)
     cluster.here.append(W3)
-    roster.recruit(3)
+    register.recruit(3)
     assert cluster.asked() == [W1]
 
 
 def test_failure_of_an_earlier_launch_does_not_refuse_a_worker_that_was_asked_again(
-    roster: Roster, cluster: Cluster
+    register: Agents, cluster: Cluster
 ) -> None:
-    roster.launch([W1])
-    [connection] = hello(roster, W1)
-    roster.forget(connection)
-    roster.recruit(1)
-    assert roster.expected == {W1}
-    roster.refuse(W1, RuntimeError("the agent of before"), 1)
-    assert roster.refused == {}
-    assert roster.expected == {W1}
-    roster.refuse(W1, RuntimeError("this one"), 2)
-    assert roster.refused.keys() == {W1}
+    register.launch([W1])
+    [connection] = hello(register, W1)
+    register.forget(connection)
+    register.recruit(1)
+    assert register.expected == {W1}
+    register.refuse(W1, RuntimeError("the agent of before"), 1)
+    assert register.refused == {}
+    assert register.expected == {W1}
+    register.refuse(W1, RuntimeError("this one"), 2)
+    assert register.refused.keys() == {W1}
 
 
 def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
@@ -296,67 +298,67 @@ def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
 
     monkeypatch.setattr(cluster, "launch", refuse)
     failures: list[tuple[str, Exception, int]] = []
-    roster = make(cluster)
-    roster.on_failure = lambda *failure: failures.append(failure)
-    roster.launch([W1])
+    register = make(cluster)
+    register.on_failure = lambda *failure: failures.append(failure)
+    register.launch([W1])
     [(worker, error, number)] = failures
     assert (worker, str(error)) == (W1, "its agent could not be started: the client is closed")
-    roster.refuse(worker, error, number)
-    assert roster.expected == set()
-    assert roster.refused == {}
-    assert roster.lost.keys() == {W1}
+    register.refuse(worker, error, number)
+    assert register.expected == set()
+    assert register.refused == {}
+    assert register.lost.keys() == {W1}
 
 
-def test_worker_whose_agent_fails_again_and_again_is_not_asked_any_more(roster: Roster, cluster: Cluster) -> None:
-    roster.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
-    assert roster.refused == {}
-    roster.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
-    assert str(roster.refused[W1]) == "its agent failed 2 times: OSError: a full disk"
-    roster.recruit(2)
+def test_worker_whose_agent_fails_again_and_again_is_not_asked_any_more(register: Agents, cluster: Cluster) -> None:
+    register.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
+    assert register.refused == {}
+    register.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
+    assert str(register.refused[W1]) == "its agent failed 2 times: OSError: a full disk"
+    register.recruit(2)
     assert cluster.asked() == [W2]
 
 
-def test_lost_worker_that_comes_back_under_its_address_is_asked_again(roster: Roster, cluster: Cluster) -> None:
-    connection, _ = hello(roster, W1, W2)
-    roster.forget(connection)
+def test_lost_worker_that_comes_back_under_its_address_is_asked_again(register: Agents, cluster: Cluster) -> None:
+    connection, _ = hello(register, W1, W2)
+    register.forget(connection)
     cluster.here = [W2]
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == []
     cluster.here = [W1, W2]
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == [W1]
-    hello(roster, W1)
-    assert workers(roster) == [W1, W2]
+    hello(register, W1)
+    assert workers(register) == [W1, W2]
 
 
-def test_worker_that_went_before_it_answered_is_replaced(roster: Roster, cluster: Cluster) -> None:
-    roster.launch([W1, W2])
+def test_worker_that_went_before_it_answered_is_replaced(register: Agents, cluster: Cluster) -> None:
+    register.launch([W1, W2])
     cluster.asked()
-    hello(roster, W1)
+    hello(register, W1)
     cluster.here = [W1, W3]
-    roster.recruit(2)
+    register.recruit(2)
     assert cluster.asked() == [W3]
-    assert roster.expected == {W3}
-    assert str(roster.lost[W2]) == "the worker was lost before the gang was formed"
+    assert register.expected == {W3}
+    assert str(register.lost[W2]) == "the worker was lost before the gang was formed"
 
 
-def test_absence_is_noted_without_recruiting(roster: Roster, cluster: Cluster) -> None:
-    roster.launch([W1, W2])
+def test_absence_is_noted_without_recruiting(register: Agents, cluster: Cluster) -> None:
+    register.launch([W1, W2])
     cluster.asked()
     cluster.here = [W1, W3]
-    roster.note_absences()
-    assert roster.expected == {W1}
-    assert list(roster.lost) == [W2]
+    register.note_absences()
+    assert register.expected == {W1}
+    assert list(register.lost) == [W2]
     assert cluster.asked() == []
 
 
 def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster) -> None:
-    roster = make(cluster)
-    roster.recruit(2)
+    register = make(cluster)
+    register.recruit(2)
     assert cluster.num_looks == 0  # those that were there a moment ago have been asked
     time.sleep(roster_module.RECRUIT_INTERVAL)
     for _ in range(5):
-        roster.recruit(2)
+        register.recruit(2)
     assert cluster.num_looks == 1
     assert cluster.asked() == [W1, W2]
 
@@ -369,68 +371,68 @@ def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster) -> None:
     [(ConnectionRefusedError("refused"), False), (TimeoutError("no answer"), False), (TimeoutError("no answer"), True)],
 )
 def test_scheduler_that_does_not_answer_for_long_is_lost(
-    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception, *, connected: bool
+    register: Agents, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception, *, connected: bool
 ) -> None:
     patience = "BUSY_SCHEDULER_PATIENCE" if connected else "SCHEDULER_PATIENCE"
     monkeypatch.setattr(roster_module, patience, 0.2)
     cluster.error, cluster.connected = error, connected
-    roster.recruit(2)  # once is nothing yet
+    register.recruit(2)  # once is nothing yet
     time.sleep(0.25)
     with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for 0 s: {error}"):
-        roster.recruit(2)
+        register.recruit(2)
 
 
 def test_scheduler_that_is_busy_has_more_time_than_one_that_hangs_up(
-    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    register: Agents, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.0)
     cluster.error, cluster.connected = TimeoutError("no answer"), True
-    roster.recruit(2)
-    roster.recruit(2)
+    register.recruit(2)
+    register.recruit(2)
     cluster.connected = False
     with pytest.raises(ConnectionError, match="was lost"):
-        roster.recruit(2)
+        register.recruit(2)
 
 
 def test_scheduler_that_answers_again_in_time_is_not_lost(
-    roster: Roster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    register: Agents, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.2)
     for _ in range(3):
         cluster.error = ConnectionRefusedError("refused")
-        roster.recruit(0)
+        register.recruit(0)
         cluster.error = None
         time.sleep(0.1)
-        roster.recruit(0)
+        register.recruit(0)
 
 
-def test_unanswered_look_gives_nobody_up(roster: Roster, cluster: Cluster) -> None:
-    roster.launch([W1, W2])
+def test_unanswered_look_gives_nobody_up(register: Agents, cluster: Cluster) -> None:
+    register.launch([W1, W2])
     cluster.error = ConnectionRefusedError("refused")
-    roster.recruit(2)
-    roster.note_absences()
-    assert roster.expected == {W1, W2}
-    assert roster.lost == {}
+    register.recruit(2)
+    register.note_absences()
+    assert register.expected == {W1, W2}
+    assert register.lost == {}
 
 
 # ---- Silence --------------------------------------------------------------------------------------------------------
 
 
-def test_agent_that_has_not_spoken_for_long_is_silent(roster: Roster) -> None:
-    hello(roster, W1, W2)
-    assert silent(roster) == []
-    roster.peers[W1].heard_at -= MAX_SILENCE - 1
-    assert silent(roster) == []
-    roster.peers[W1].heard_at -= 2
-    assert [peer.node.worker for peer in silent(roster)] == [W1]
+def test_agent_that_has_not_spoken_for_long_is_silent(register: Agents) -> None:
+    hello(register, W1, W2)
+    assert silent(register) == []
+    register.peers[W1].heard_at -= MAX_SILENCE - 1
+    assert silent(register) == []
+    register.peers[W1].heard_at -= 2
+    assert [peer.node.worker for peer in silent(register)] == [W1]
 
 
-def test_nobody_is_silent_when_this_process_was_asleep(roster: Roster) -> None:
-    hello(roster, W1, W2)
-    for peer in roster.peers.values():
+def test_nobody_is_silent_when_this_process_was_asleep(register: Agents) -> None:
+    hello(register, W1, W2)
+    for peer in register.peers.values():
         peer.heard_at -= MAX_SILENCE + 1
-    roster._looked_at -= MAX_SILENCE + 1
-    assert silent(roster) == []
-    assert silent(roster) == []
-    roster.peers[W2].heard_at -= MAX_SILENCE + 1
-    assert [peer.node.worker for peer in silent(roster)] == [W2]
+    register._looked_at -= MAX_SILENCE + 1
+    assert silent(register) == []
+    assert silent(register) == []
+    register.peers[W2].heard_at -= MAX_SILENCE + 1
+    assert [peer.node.worker for peer in silent(register)] == [W2]

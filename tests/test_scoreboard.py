@@ -10,7 +10,7 @@ from rich.console import Console
 from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.sweep import display
-from flytekitplugins.daskpytorch.sweep.display import Scoreboard
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 
 
 def record(step: int, rank: int = 0, **metrics: float) -> LogRecord:
@@ -20,7 +20,7 @@ def record(step: int, rank: int = 0, **metrics: float) -> LogRecord:
 def shown(*, terminal: bool = False) -> str:
     """Three models: one ends well, one fails, and one is still there."""
     text = io.StringIO()
-    board = Scoreboard(3, Console(file=text, force_terminal=terminal, width=160, highlight=False))
+    board = SweepDisplay(3, Console(file=text, force_terminal=terminal, width=160, highlight=False))
     lines = [board.line(index, {"lr": 0.1 * index, "[tag]": "x" * 60}) for index in range(3)]
     for line in lines:
         line.formed(0.1)
@@ -58,7 +58,7 @@ def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_was_stopped_early_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "COUNT_INTERVAL", 0.0)
     text = io.StringIO()
-    board = Scoreboard(4, Console(file=text, width=160, highlight=False))
+    board = SweepDisplay(4, Console(file=text, width=160, highlight=False))
     stopped = StoppedEarlyError("experiment 2 of 4 was stopped early", epoch=3, metric="loss", value=1.25)
     for index, error in enumerate((None, stopped, stopped, ValueError("no good"))):
         board.line(index, {"lr": index}).ended(error)

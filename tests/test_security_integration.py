@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.data import S3ImageFolder
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.rank.wandb import RunSettings, run_config
-from flytekitplugins.daskpytorch.sweep.display import Scoreboard
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from processes import SCRIPTS, nothing_left_behind
 
 pytestmark = pytest.mark.timeout(180)
@@ -121,7 +121,7 @@ def test_an_input_that_is_a_secret_by_its_name_is_not_in_the_runs_configuration(
 
 def test_an_experiments_secret_is_not_in_the_log_of_many_models() -> None:
     text = io.StringIO()
-    board = Scoreboard(1, Console(file=text, width=160, highlight=False))
+    board = SweepDisplay(1, Console(file=text, width=160, highlight=False))
     board.line(0, {"api_key": "sentinel", "lr": 1, "data": [{"password": "sentinel"}]}).ended(OSError("gone"))
     assert "model 0 {'api_key': '(hidden)', 'lr'" in text.getvalue()
     assert "sentinel" not in text.getvalue()

@@ -64,7 +64,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ft.Launc
 
 
 def train_with(folder: str, save: Callable[[Callable[..., None], Any, int], None]) -> float:
-    """Have `save` called for rank 0's second checkpoint in the first generation, once the first one is safe."""
+    """Have `save` called for rank 0's second checkpoint in the first attempt, once the first one is safe."""
     checkpoint = current_rank().checkpoint
     keep = checkpoint.save
 
@@ -216,7 +216,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: ft.Launch, when: str) -> None:
     watched = launch(client, die_while_writing, when)
     check_resumed(watched, ft.SAVED_AT)
-    assert watched.kept == [ft.SAVED_AT, SAVED_NEXT]  # the second only from the second generation
+    assert watched.kept == [ft.SAVED_AT, SAVED_NEXT]  # the second only from the second attempt
     assert any("rank 0 on" in note and "SIGKILL" in note for note in watched.notes)
 
 

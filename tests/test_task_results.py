@@ -12,7 +12,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.system import FlyteUploadDataException
 
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.flyte import task_results
 from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
@@ -55,29 +55,29 @@ def downloaded(results: TaskResults, tmp_path: Path) -> dict[str, bytes]:
     return files(folder)
 
 
-def submit_all(inbox: Inbox, contents: Mapping[str, bytes]) -> None:
+def submit_all(received: ReceivedResults, contents: Mapping[str, bytes]) -> None:
     for rank, (path, data) in enumerate(contents.items()):
-        submit(inbox, path, data, rank=rank, key=f"handler-{rank}")
+        submit(received, path, data, rank=rank, key=f"handler-{rank}")
 
 
 def fail(results: TaskResults, error: Exception) -> None:
     """As a gang does that has submitted something."""
-    with results.received() as inbox:
-        submit(inbox, "a", b"last words")
+    with results.received() as received:
+        submit(received, "a", b"last words")
         raise error
 
 
 def test_here_files_appear_in_their_place_while_the_gang_runs(here: TaskResults) -> None:
-    with here.received() as inbox:
-        submit(inbox, "a", b"first")
+    with here.received() as received:
+        submit(received, "a", b"first")
         until(lambda: Path(here.folder, "a").exists(), "the file")
-        submit(inbox, "a", b"second")
+        submit(received, "a", b"second")
     assert files(Path(here.folder)) == {"a": b"second"}
 
 
 def test_the_results_of_all_handlers_reach_s3(remote: TaskResults, tmp_path: Path) -> None:
-    with remote.received() as inbox:
-        submit_all(inbox, AWKWARD)
+    with remote.received() as received:
+        submit_all(received, AWKWARD)
     assert downloaded(remote, tmp_path) == AWKWARD
 
 
@@ -90,9 +90,9 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
     with results.received():
         pass
     assert not exists(results.folder)
-    with results.received() as inbox:
-        inbox.folder_is_wanted = True
-        submit(inbox, "../refused", b"")
+    with results.received() as received:
+        received.folder_is_wanted = True
+        submit(received, "../refused", b"")
     if place == "here":
         assert list(Path(results.folder).iterdir()) == []
     else:
@@ -101,8 +101,8 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
 
 
 def test_a_refused_path_is_a_line_that_names_the_folder(remote: TaskResults, capfd: pytest.CaptureFixture[str]) -> None:
-    with remote.received() as inbox:
-        submit(inbox, "../a", b"bad", rank=3)
+    with remote.received() as received:
+        submit(received, "../a", b"bad", rank=3)
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(
         f"the result that rank 3 submitted for the path '../a' was not written below {remote.folder}"
@@ -128,8 +128,8 @@ def refused(remote: TaskResults, tmp_path: Path) -> TaskResults:
 
 def test_what_storage_refuses_fails_the_task(refused: TaskResults) -> None:
     said = f"Failed to put data .* to {refused.folder}"
-    with pytest.raises(FlyteUploadDataException, match=said), refused.received() as inbox:
-        submit(inbox, "a", b"x")
+    with pytest.raises(FlyteUploadDataException, match=said), refused.received() as received:
+        submit(received, "a", b"x")
 
 
 def test_what_storage_refuses_does_not_hide_the_gangs_error(

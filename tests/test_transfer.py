@@ -64,7 +64,7 @@ class Watched(ImageFolder):
 
 @dataclass
 class Trained:
-    """What one rank's generation left."""
+    """What one rank's attempt left."""
 
     result: TrainingResult | None = None
     """None if it died."""
@@ -86,7 +86,7 @@ def train_once(
     stop_after: int | None = None,
     start: Start | None = None,
 ) -> Trained:
-    """Train as one generation of a gang, or alone."""
+    """Train as one attempt of a gang, or alone."""
     trained, pictures, signal = Trained(), Watched(folder, hp), StopSignal()
     if stop_after is not None:
         signal.release(stop_after)
@@ -105,7 +105,7 @@ def train_once(
 
 
 def run_interruptions(folder: Path, directory: Path, interruptions: dict[str, int]) -> dict[str, Trained]:
-    """For each interruption what the generation after it left; in a rank or alone."""
+    """For each interruption what the attempt after it left; in a rank or alone."""
     found = {"uninterrupted": train_once(folder, HP, FakeCheckpoint(directory / "uninterrupted"))}
     for name in interruptions:
         checkpoint = FakeCheckpoint(directory / name, die_after=SAVE.get(name))
@@ -384,7 +384,7 @@ def test_a_rank_without_an_image_takes_part(gang: list[dict[str, Any]]) -> None:
 
 
 def _batches(trained: Trained) -> Iterator[tuple[int, int, list[int]]]:
-    """Epoch, step and images of each step that a generation took before it died, from what it read and logged."""
+    """Epoch, step and images of each step that a attempt took before it died, from what it read and logged."""
     place = 0
     for record in trained.log:
         if record.metrics.get("phase") == TRAINING:

@@ -1,4 +1,4 @@
-"""Where checkpoints are safe: whole or not at all, none of an older generation, the newest that is not damaged."""
+"""Where checkpoints are safe: whole or not at all, none of an older attempt, the newest that is not damaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Vault
+from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Checkpoints
 from flytekitplugins.daskpytorch.protocol import transfer
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
@@ -31,20 +31,20 @@ def agent(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The vault's."""
-    (tmp_path / "vault").mkdir()
-    return tmp_path / "vault"
+    """The checkpoints's."""
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
 
 
 @pytest.fixture
-def vault(folder: Path) -> Vault:
-    return Vault(folder, None)
+def checkpoints(folder: Path) -> Checkpoints:
+    return Checkpoints(folder, None)
 
 
-def write(agent: Path, step: int, generation: int = 0, size: int = SIZE) -> CheckpointFile:
+def write(agent: Path, step: int, attempt: int = 0, size: int = SIZE) -> CheckpointFile:
     """A checkpoint as a rank leaves it with its agent."""
     data = hashlib.shake_128(str(step).encode()).digest(size)
-    file = CheckpointFile(generation=generation, step=step, size=size, digest=hashlib.sha256(data).hexdigest())
+    file = CheckpointFile(attempt=attempt, step=step, size=size, digest=hashlib.sha256(data).hexdigest())
     (agent / file.name).write_bytes(data)
     return file
 
@@ -68,9 +68,9 @@ def sending(path: Path) -> Iterator[Connection]:
     assert not thread.is_alive()
 
 
-def upload(vault: Vault, agent: Path, file: CheckpointFile) -> None:
+def upload(checkpoints: Checkpoints, agent: Path, file: CheckpointFile) -> None:
     with sending(agent / file.name) as connection:
-        vault.serve(connection, Upload(file))
+        checkpoints.serve(connection, Upload(file))
 
 
 def names(folder: Path) -> list[str]:
@@ -86,47 +86,47 @@ def flip_a_byte(path: Path) -> None:
 # ---- Keeping --------------------------------------------------------------------------------------------------------
 
 
-def test_file_that_came_whole_is_the_newest(vault: Vault, agent: Path, folder: Path) -> None:
-    assert vault.newest() is None
+def test_file_that_came_whole_is_the_newest(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
+    assert checkpoints.newest() is None
     file = write(agent, 1)
-    upload(vault, agent, file)
-    assert vault.newest() == file
+    upload(checkpoints, agent, file)
+    assert checkpoints.newest() == file
     assert names(folder) == [file.name]
     assert digest_of(folder / file.name) == file.digest
 
 
-def test_last_few_are_kept_and_older_ones_dropped(vault: Vault, agent: Path, folder: Path) -> None:
+def test_last_few_are_kept_and_older_ones_dropped(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     files = [write(agent, step, size=100) for step in range(NUM_KEPT + 2)]
     for file in files:
-        upload(vault, agent, file)
-    assert vault.newest() == files[-1]
+        upload(checkpoints, agent, file)
+    assert checkpoints.newest() == files[-1]
     assert names(folder) == sorted(file.name for file in files[-NUM_KEPT:])
 
 
-def test_newest_is_what_came_last_and_not_the_highest_step(vault: Vault, agent: Path) -> None:
+def test_newest_is_what_came_last_and_not_the_highest_step(checkpoints: Checkpoints, agent: Path) -> None:
     for step in (9, 3):  # after a restart from step 2, say
-        upload(vault, agent, write(agent, step, size=100))
-    newest = vault.newest()
+        upload(checkpoints, agent, write(agent, step, size=100))
+    newest = checkpoints.newest()
     assert newest is not None
     assert newest.step == 3
 
 
-def test_same_checkpoint_again_takes_no_place_of_another(vault: Vault, agent: Path, folder: Path) -> None:
+def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     first, second = write(agent, 1, size=100), write(agent, 2, size=100)
     for file in (first, second, *[first] * NUM_KEPT):
-        upload(vault, agent, file)
-    assert vault.newest() == first
+        upload(checkpoints, agent, file)
+    assert checkpoints.newest() == first
     assert names(folder) == sorted([first.name, second.name])
 
 
-def test_what_was_kept_can_be_had_again(vault: Vault, agent: Path, folder: Path, tmp_path: Path) -> None:
+def test_what_was_kept_can_be_had_again(checkpoints: Checkpoints, agent: Path, folder: Path, tmp_path: Path) -> None:
     file = write(agent, 1)
-    upload(vault, agent, file)
+    upload(checkpoints, agent, file)
     ours, theirs = Pipe()
 
     def serve() -> None:
         with contextlib.closing(theirs):
-            vault.serve(theirs, Download(file))
+            checkpoints.serve(theirs, Download(file))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -146,154 +146,160 @@ def test_empty_file_travels(tmp_path: Path, agent: Path) -> None:
 
 
 def test_damaged_newest_is_passed_over(
-    vault: Vault, agent: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: Checkpoints, agent: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write(agent, step) for step in (1, 2)]
     for file in files:
-        upload(vault, agent, file)
+        upload(checkpoints, agent, file)
     flip_a_byte(folder / files[1].name)
-    assert vault.newest() == files[0]
+    assert checkpoints.newest() == files[0]
     assert "the checkpoint of step 2 is damaged" in capsys.readouterr().err
 
 
-def test_truncated_newest_is_passed_over(vault: Vault, agent: Path, folder: Path) -> None:
+def test_truncated_newest_is_passed_over(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     files = [write(agent, step) for step in (1, 2)]
     for file in files:
-        upload(vault, agent, file)
+        upload(checkpoints, agent, file)
     with (folder / files[1].name).open("r+b") as damaged:
         damaged.truncate(SIZE - 1)
-    assert vault.newest() == files[0]
+    assert checkpoints.newest() == files[0]
 
 
-def test_missing_newest_is_passed_over(vault: Vault, agent: Path, folder: Path) -> None:
+def test_missing_newest_is_passed_over(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     files = [write(agent, step) for step in (1, 2)]
     for file in files:
-        upload(vault, agent, file)
+        upload(checkpoints, agent, file)
     (folder / files[1].name).unlink()
-    assert vault.newest() == files[0]
+    assert checkpoints.newest() == files[0]
 
 
-def test_when_all_are_damaged_there_is_none_until_the_next_comes(vault: Vault, agent: Path, folder: Path) -> None:
+def test_when_all_are_damaged_there_is_none_until_the_next_comes(
+    checkpoints: Checkpoints, agent: Path, folder: Path
+) -> None:
     for step in (1, 2):
-        upload(vault, agent, write(agent, step))
+        upload(checkpoints, agent, write(agent, step))
     for path in folder.iterdir():
         flip_a_byte(path)
-    assert vault.newest() is None
+    assert checkpoints.newest() is None
     file = write(agent, 2)  # the same bytes as the damaged one
-    upload(vault, agent, file)
-    assert vault.newest() == file
+    upload(checkpoints, agent, file)
+    assert checkpoints.newest() == file
 
 
-# ---- Older generations ----------------------------------------------------------------------------------------------
+# ---- Older attempts ----------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_of_an_older_generation_is_refused(vault: Vault, agent: Path, folder: Path) -> None:
-    kept = write(agent, 1, generation=0)
-    upload(vault, agent, kept)
-    vault.fence(1)
-    with pytest.raises(ValueError, match="of generation 0 came when generation 1 was running"):
-        upload(vault, agent, write(agent, 2, generation=0))
-    assert vault.newest() == kept  # what was taken before stays good
+def test_checkpoint_of_an_older_attempt_is_refused(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
+    kept = write(agent, 1, attempt=0)
+    upload(checkpoints, agent, kept)
+    checkpoints.fence(1)
+    with pytest.raises(ValueError, match="of attempt 0 came when attempt 1 was running"):
+        upload(checkpoints, agent, write(agent, 2, attempt=0))
+    assert checkpoints.newest() == kept  # what was taken before stays good
     assert names(folder) == [kept.name]
 
 
-def test_checkpoint_of_the_present_generation_is_taken(vault: Vault, agent: Path) -> None:
-    vault.fence(1)
-    file = write(agent, 2, generation=1)
-    upload(vault, agent, file)
-    assert vault.newest() == file
+def test_checkpoint_of_the_present_attempt_is_taken(checkpoints: Checkpoints, agent: Path) -> None:
+    checkpoints.fence(1)
+    file = write(agent, 2, attempt=1)
+    upload(checkpoints, agent, file)
+    assert checkpoints.newest() == file
 
 
-def test_generation_that_ends_during_the_transfer_is_refused(vault: Vault, agent: Path) -> None:
-    file = write(agent, 1, generation=0)
+def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoints, agent: Path) -> None:
+    file = write(agent, 1, attempt=0)
     data = (agent / file.name).read_bytes()
     errors: list[Exception] = []
     ours, theirs = Pipe()
 
     def take() -> None:
         try:
-            vault.serve(theirs, Upload(file))
+            checkpoints.serve(theirs, Upload(file))
         except ValueError as error:
             errors.append(error)
 
     thread = threading.Thread(target=take)
     thread.start()
     ours.send_bytes(data[:100])
-    vault.fence(1)
+    checkpoints.fence(1)
     ours.send_bytes(data[100:])
     thread.join(10)
-    assert "of generation 0 came when generation 1 was running" in str(errors[0])
-    assert vault.newest() is None
+    assert "of attempt 0 came when attempt 1 was running" in str(errors[0])
+    assert checkpoints.newest() is None
 
 
 # ---- What does not arrive -------------------------------------------------------------------------------------------
 
 
-def test_torn_upload_leaves_nothing(vault: Vault, agent: Path, folder: Path) -> None:
+def test_torn_upload_leaves_nothing(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     file = write(agent, 1)
     ours, theirs = Pipe()
     ours.send_bytes((agent / file.name).read_bytes()[: SIZE // 100])
     ours.close()
     with pytest.raises(EOFError):
-        vault.serve(theirs, Upload(file))
-    assert vault.newest() is None
+        checkpoints.serve(theirs, Upload(file))
+    assert checkpoints.newest() is None
     assert names(folder) == []
 
 
-def test_upload_that_differs_from_what_was_announced_is_refused(vault: Vault, agent: Path, folder: Path) -> None:
+def test_upload_that_differs_from_what_was_announced_is_refused(
+    checkpoints: Checkpoints, agent: Path, folder: Path
+) -> None:
     file = write(agent, 1)
     flip_a_byte(agent / file.name)
     with pytest.raises(ValueError, match="the checkpoint of step 1 was damaged on its way"):
-        upload(vault, agent, file)
-    assert vault.newest() is None
+        upload(checkpoints, agent, file)
+    assert checkpoints.newest() is None
     assert names(folder) == []
 
 
-def test_upload_that_is_longer_than_announced_is_refused(vault: Vault, agent: Path, folder: Path) -> None:
+def test_upload_that_is_longer_than_announced_is_refused(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     file = write(agent, 1, size=1000)
     with (agent / file.name).open("ab") as longer:
         longer.write(b"more")
     with pytest.raises(ValueError, match="damaged on its way"):
-        upload(vault, agent, file)
+        upload(checkpoints, agent, file)
     assert names(folder) == []
 
 
-def test_damaged_upload_leaves_the_good_file_of_that_name(vault: Vault, agent: Path) -> None:
+def test_damaged_upload_leaves_the_good_file_of_that_name(checkpoints: Checkpoints, agent: Path) -> None:
     file = write(agent, 1)
-    upload(vault, agent, file)
+    upload(checkpoints, agent, file)
     flip_a_byte(agent / file.name)
     with pytest.raises(ValueError, match="damaged on its way"):
-        upload(vault, agent, file)
-    assert vault.newest() == file
+        upload(checkpoints, agent, file)
+    assert checkpoints.newest() == file
 
 
-def test_full_disk_leaves_nothing_and_the_checkpoint_before(vault: Vault, agent: Path, folder: Path) -> None:
+def test_full_disk_leaves_nothing_and_the_checkpoint_before(
+    checkpoints: Checkpoints, agent: Path, folder: Path
+) -> None:
     small, large = write(agent, 1, size=1000), write(agent, 2)
-    upload(vault, agent, small)
+    upload(checkpoints, agent, small)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as good as a full disk
     try:
         with pytest.raises(OSError, match="File too large"):
-            upload(vault, agent, large)
+            upload(checkpoints, agent, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert vault.newest() == small
+    assert checkpoints.newest() == small
     assert names(folder) == [small.name]
 
 
-def test_download_of_a_file_that_has_gone_fails(vault: Vault, agent: Path, folder: Path) -> None:
+def test_download_of_a_file_that_has_gone_fails(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     file = write(agent, 1)
-    upload(vault, agent, file)
+    upload(checkpoints, agent, file)
     shutil.rmtree(folder)
     ours, theirs = Pipe()
     with contextlib.closing(ours), pytest.raises(FileNotFoundError):
-        vault.serve(theirs, Download(file))
+        checkpoints.serve(theirs, Download(file))
 
 
 # ---- Without storage ------------------------------------------------------------------------------------------------
 
 
-def test_vault_without_storage_restores_nothing_and_has_nothing_to_wait_for(vault: Vault) -> None:
-    assert vault.restore() is None
-    assert vault.flush(0.0)
-    vault.close()
+def test_vault_without_storage_restores_nothing_and_has_nothing_to_wait_for(checkpoints: Checkpoints) -> None:
+    assert checkpoints.restore() is None
+    assert checkpoints.flush(0.0)
+    checkpoints.close()

@@ -39,9 +39,9 @@ def restarting(at: float, text: str, step: int | None) -> dict[str, object]:
     return {"kind": "restarting", "at": at, "text": text, "step": step}
 
 
-def trained(generation: int, start: int, end: int, at: float, num_ranks: int = 2) -> list[Note]:
+def trained(attempt: int, start: int, end: int, at: float, num_ranks: int = 2) -> list[Note]:
     return [
-        Note(rank, generation, kind, step, at, 1000 * generation + rank)
+        Note(rank, attempt, kind, step, at, 1000 * attempt + rank)
         for rank in range(num_ranks)
         for kind, step in [("start", start), *(("step", step) for step in range(start + 1, end + 1))]
     ]
@@ -103,16 +103,16 @@ def test_a_result_that_is_missing() -> None:
 def test_a_resume_below_the_newest_checkpoint() -> None:
     story = killed()
     story.events.insert(2, kept(3.5, 3))
-    assert judged(story) == "generation 1 starts from step 2, 3 was kept"
+    assert judged(story) == "attempt 1 starts from step 2, 3 was kept"
 
 
 def test_a_rank_that_starts_elsewhere_or_skips_a_step() -> None:
     story = killed()
     story.notes = [note for note in story.notes if (note.rank, note.kind, note.step) != (0, "step", 4)]
-    assert judged(story) == "rank 0 of generation 1 took the steps [3, 5, 6] after 2"
+    assert judged(story) == "rank 0 of attempt 1 took the steps [3, 5, 6] after 2"
     story = killed()
     story.notes = [replace(note, step=0) if note.kind == "start" else note for note in story.notes]
-    assert "rank 0 of generation 1 started from [0], the gang from 2" in judged(story)
+    assert "rank 0 of attempt 1 started from [0], the gang from 2" in judged(story)
 
 
 @pytest.mark.parametrize("reason", [REASON.replace("rank 1", "rank 0"), REASON.replace("SIGKILL", "SIGSEGV")])
@@ -131,7 +131,7 @@ def test_a_fault_that_nobody_is_blamed_for() -> None:
 def test_more_failures_than_faults() -> None:
     story = killed()
     story.events[4:4] = [restarting(7.5, REASON, 2), placed(7.6)]
-    story.notes = [replace(note, generation=2) if note.generation else note for note in story.notes]
+    story.notes = [replace(note, attempt=2) if note.attempt else note for note in story.notes]
     assert "no fault that was made explains it" in judged(story)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, Witness, find_hung, is_in_collective
+from flytekitplugins.daskpytorch.driver.hang_detector import RankState, Stillness, find_hung, is_in_collective
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):
@@ -54,10 +54,10 @@ Current thread 0x00007f67dc86db80 (most recent call first):
 """
 
 
-def witness(
+def state(
     num_collectives: int | None = 5, *, stacks: str = IN_BARRIER, still_for: float = 9.0, is_done: bool = False
-) -> Witness:
-    return Witness(is_done=is_done, num_collectives=num_collectives, still_for=still_for, stacks=stacks)
+) -> RankState:
+    return RankState(is_done=is_done, num_collectives=num_collectives, still_for=still_for, stacks=stacks)
 
 
 # ---- Stillness ------------------------------------------------------------------------------------------------------
@@ -96,51 +96,51 @@ def test_oldest_is_that_of_the_ranks_in_question() -> None:
 
 
 def test_rank_that_does_not_answer_comes_before_one_that_is_behind() -> None:
-    rank, why = find_hung({0: witness(1, stacks=IN_DATA_LOADING), 1: witness(None), 2: witness(9)})
+    rank, why = find_hung({0: state(1, stacks=IN_DATA_LOADING), 1: state(None), 2: state(9)})
     assert rank == 1
     assert "does not answer" in why
 
 
 def test_rank_with_the_fewest_collectives_holds_up_the_others() -> None:
-    rank, why = find_hung({0: witness(6), 1: witness(6), 2: witness(5, stacks=IN_DATA_LOADING, still_for=1.0)})
+    rank, why = find_hung({0: state(6), 1: state(6), 2: state(5, stacks=IN_DATA_LOADING, still_for=1.0)})
     assert rank == 2
     assert why == "it has entered 5 collectives, other ranks 6"
 
 
 def test_rank_behind_is_found_even_inside_a_collective() -> None:
-    assert find_hung({0: witness(6, stacks=IN_DATA_LOADING), 1: witness(4)})[0] == 1
+    assert find_hung({0: state(6, stacks=IN_DATA_LOADING), 1: state(4)})[0] == 1
 
 
 def test_rank_that_has_entered_none_is_behind_and_not_silent() -> None:
-    rank, why = find_hung({0: witness(1), 1: witness(0, stacks=IN_DATA_LOADING)})
+    rank, why = find_hung({0: state(1), 1: state(0, stacks=IN_DATA_LOADING)})
     assert rank == 1
     assert why == "it has entered 0 collectives, other ranks 1"
 
 
 def test_rank_whose_function_has_returned_too_early_is_named_with_the_reason() -> None:
-    rank, why = find_hung({0: witness(5), 1: witness(4, is_done=True, stacks=IN_DATA_LOADING)})
+    rank, why = find_hung({0: state(5), 1: state(4, is_done=True, stacks=IN_DATA_LOADING)})
     assert rank == 1
     assert why == "it has entered 4 collectives, other ranks 5; its function has returned"
 
 
 def test_among_equals_it_is_the_one_that_is_not_inside_a_collective() -> None:
-    rank, why = find_hung({0: witness(), 1: witness(stacks=IN_DATA_LOADING, still_for=0.1), 2: witness()})
+    rank, why = find_hung({0: state(), 1: state(stacks=IN_DATA_LOADING, still_for=0.1), 2: state()})
     assert rank == 1
     assert why == "it is not inside a collective"
 
 
 def test_among_several_outside_it_is_the_stillest() -> None:
-    witnesses = {rank: witness(stacks=IN_DATA_LOADING, still_for=still) for rank, still in enumerate([3.0, 5.0, 4.0])}
-    assert find_hung(witnesses)[0] == 1
+    states = {rank: state(stacks=IN_DATA_LOADING, still_for=still) for rank, still in enumerate([3.0, 5.0, 4.0])}
+    assert find_hung(states)[0] == 1
 
 
 def test_rank_that_is_done_is_not_blamed_for_being_outside() -> None:
-    done = witness(is_done=True, stacks=IN_DATA_LOADING, still_for=99.0)
-    assert find_hung({0: done, 1: witness(stacks=IN_DATA_LOADING, still_for=1.0)})[0] == 1
+    done = state(is_done=True, stacks=IN_DATA_LOADING, still_for=99.0)
+    assert find_hung({0: done, 1: state(stacks=IN_DATA_LOADING, still_for=1.0)})[0] == 1
 
 
 def test_when_all_are_inside_the_same_collective_the_stillest_is_named() -> None:
-    rank, why = find_hung({0: witness(still_for=8.0), 1: witness(still_for=9.5), 2: witness(still_for=9.0)})
+    rank, why = find_hung({0: state(still_for=8.0), 1: state(still_for=9.5), 2: state(still_for=9.0)})
     assert rank == 1
     assert why == "all ranks are inside the same collective"
 

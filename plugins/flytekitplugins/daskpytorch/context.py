@@ -54,7 +54,7 @@ class LogRecord:
 
 
 class Checkpoint:
-    """What a rank leaves for the next generation of its gang. Outside a gang nothing is kept."""
+    """What a rank leaves for the next attempt of its gang. Outside a gang nothing is kept."""
 
     def save(self, state: Any, step: int) -> None:
         """Keep `state` as the newest checkpoint; training goes on while it is written.
@@ -68,7 +68,7 @@ class Checkpoint:
         """
 
     def load(self) -> Any | None:
-        """The state that this generation of the gang starts from, the same on every rank; None on a fresh start.
+        """The state that this attempt of the gang starts from, the same on every rank; None on a fresh start.
 
         That is the newest state that was kept whole before the gang was started again, or by the attempt before.
         Tensors arrive on the CPU.
@@ -155,7 +155,7 @@ class RankContext:
     sink: Callable[[LogRecord], None] | None = field(default=None, repr=False)
     """Where log records go; None outside a gang."""
     progress: Progress = field(default_factory=Progress, repr=False)
-    """What the hang watchdog looks at."""
+    """What the hang hang detector looks at."""
     watcher: Callable[[torch.nn.Module, int], None] | None = field(default=None, repr=False)
     """Behind `watch`; None where no Weights & Biases run is fed from here."""
     submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)

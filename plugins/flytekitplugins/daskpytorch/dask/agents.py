@@ -165,7 +165,7 @@ def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
     if here.nanny is not None:
-        fork_client.bequeath(here.nanny)
+        fork_client.hand_over(here.nanny)
         _run_on(here, _end_as_the_nanny_says, here)
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving, worker_data.served(here) as data:

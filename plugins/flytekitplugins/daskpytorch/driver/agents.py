@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
 
-__all__ = ["Peer", "Roster"]
+__all__ = ["Agents", "Peer"]
 
 MAX_BROKEN = 2
 """How often a worker's agent may fail by itself."""
@@ -43,7 +43,7 @@ class Peer:
     node: Node
     connection: Connection
     heard_at: float
-    """When it last said anything; by the roster's clock."""
+    """When it last said anything; by the agents' clock."""
     joined_at: float = field(init=False)
     """When it said hello."""
 
@@ -57,7 +57,7 @@ class Peer:
 
 
 @dataclass
-class Roster:
+class Agents:
     """Keeps the list."""
 
     launcher: AgentLauncher

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.blame import find_culprit
+from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol import relay
@@ -20,12 +20,12 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
-__all__ = ["Generation"]
+__all__ = ["Attempt"]
 
 
 @dataclass
-class Generation:
-    """What has happened to the ranks of one generation."""
+class Attempt:
+    """What has happened to the ranks of one attempt."""
 
     number: int
     places: dict[int, tuple[Place, Node]]
@@ -50,7 +50,7 @@ class Generation:
     hangs_at: float = 0.0
     """Not before this moment can it count as hung: ranks that have not ended only move on."""
     stop_at: float | None = None
-    """When to end it: a better culprit may be found before, or the last rank may leave; by the clock."""
+    """When to end it: a better cause may be found before, or the last rank may leave; by the clock."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     """Seconds that only go forward."""
     began_at: float = field(init=False)
@@ -122,7 +122,7 @@ class Generation:
     @property
     def has_own_failure(self) -> bool:
         """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
-        return self.has_earnest_failure and not self.culprit().is_infrastructure
+        return self.has_earnest_failure and not self.root_failure().is_infrastructure
 
     def take(self, rank: int, reports: bytes) -> list[tuple[str, Any]]:
         """Open reports of a rank, and note what they say; the kind and value of each."""
@@ -180,12 +180,12 @@ class Generation:
             return False  # as for most of a large gang's answers, without going through all
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
 
-    def culprit(self) -> RankExit:
+    def root_failure(self) -> RankExit:
         """Whose fault it is, as far as is known."""
         here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
         for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
-        return find_culprit(here.values())
+        return find_root_failure(here.values())
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
         """The error that says which ranks have not met the others in time, and what those wrote."""

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
-__all__ = ["Audience", "logger"]
+__all__ = ["Observers", "logger"]
 
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
-class Audience:
+class Observers:
     """The observers of one gang. One that fails is left out from then on; the training goes on."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:

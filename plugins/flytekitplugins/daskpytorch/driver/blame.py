@@ -15,10 +15,10 @@ from flytekitplugins.daskpytorch.errors import (
 )
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
-__all__ = ["describe", "find_culprit", "verdict"]
+__all__ = ["describe", "error_of", "find_root_failure"]
 
 
-def find_culprit(exits: Iterable[RankExit]) -> RankExit:
+def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
     """The exit that caused the others.
 
     A rank's own exception comes before signals and unexpected exits, these before a lost worker, that before a hang,
@@ -68,45 +68,47 @@ def _signal_name(number: int) -> str:
         return "a real-time signal"
 
 
-def verdict(culprit: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
-    """What the driver raises for a failed gang: the culprit's own exception from a `GangError`, or that error alone.
+def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
+    """What the driver raises for a failed gang: the failed rank's own exception from a `GangError`, or that alone.
 
     Args:
-        culprit: From `find_culprit`.
+        root_failure: From `find_root_failure`.
         world_size: The number of ranks.
         refusal: Why the gang does not start again.
-        history: What ended its earlier generations, a line each.
+        history: What ended its earlier attempts, a line each.
     """
-    who, how = f"rank {culprit.rank}", describe(culprit)
-    rank_traceback = culprit.failure.traceback if culprit.failure else ""
-    step = culprit.position[0]
+    who, how = f"rank {root_failure.rank}", describe(root_failure)
+    rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
+    step = root_failure.position[0]
     where = f" after step {step}" if step is not None else ""
-    message = f"{who} of {world_size} failed on {culprit.worker} (host {culprit.host}){where}: {how}"
+    message = f"{who} of {world_size} failed on {root_failure.worker} (host {root_failure.host}){where}: {how}"
     if history:
         message += f"\n\nNot started again, because {refusal}. Failures before this one:\n" + "\n".join(history)
-    if culprit.hang is not None:
-        message += "\n" + culprit.hang.partition("\n")[2]
+    if root_failure.hang is not None:
+        message += "\n" + root_failure.hang.partition("\n")[2]
     if rank_traceback:
         message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
-    if culprit.agent_traceback:
-        message += f"\n\nTraceback of its agent:\n{culprit.agent_traceback.rstrip()}"
-    if culprit.log_tail:
-        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{culprit.log_tail}"
-    kind = GangHungError if culprit.hang is not None and culprit.failure is None else GangError
-    if culprit.is_infrastructure:
+    if root_failure.agent_traceback:
+        message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
+    if root_failure.log_tail:
+        message += (
+            f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{root_failure.log_tail}"
+        )
+    kind = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
+    if root_failure.is_infrastructure:
         kind = WorkerLostError
     error = kind(
         message,
-        rank=culprit.rank,
-        worker=culprit.worker,
-        host=culprit.host,
+        rank=root_failure.rank,
+        worker=root_failure.worker,
+        host=root_failure.host,
         cause=how,
         step=step,
-        time=culprit.failure.time if culprit.failure else culprit.time,
+        time=root_failure.failure.time if root_failure.failure else root_failure.time,
         rank_traceback=rank_traceback,
-        log_tail=culprit.log_tail,
+        log_tail=root_failure.log_tail,
     )
-    original = culprit.failure.rebuilt() if culprit.failure else None
+    original = root_failure.failure.rebuilt() if root_failure.failure else None
     if original is None:
         return error
     original.__cause__ = error

@@ -20,17 +20,18 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch.driver.agents import Peer, Roster
-from flytekitplugins.daskpytorch.driver.attempt import Generation
-from flytekitplugins.daskpytorch.driver.audience import Audience
-from flytekitplugins.daskpytorch.driver.blame import describe, verdict
-from flytekitplugins.daskpytorch.driver.checkpoints import Vault
-from flytekitplugins.daskpytorch.driver.failure_policy import Defeat, Restarts
-from flytekitplugins.daskpytorch.driver.fetch import Courier
-from flytekitplugins.daskpytorch.driver.hang_detector import Witness, report_hang
+from flytekitplugins.daskpytorch.driver.observers import Observers
+
+from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.blame import describe, error_of
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
+from flytekitplugins.daskpytorch.driver.fetch import Fetches
+from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
 from flytekitplugins.daskpytorch.driver.listener import Event
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
-from flytekitplugins.daskpytorch.driver.received import Inbox, Part
+from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -45,7 +46,7 @@ from flytekitplugins.daskpytorch.rank.wandb import RunSettings
 __all__ = ["Brain", "GangCancelledError", "Rendezvous"]
 
 BLAME_WINDOW = 0.7
-"""Seconds to wait for a better culprit while every failure so far reads like the loss of a peer."""
+"""Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0
 """Seconds for the ranks to leave once all have delivered; more than Weights & Biases may take to close its run."""
 MAX_STOP_WAIT = 15.0
@@ -58,7 +59,7 @@ MAX_LAST_UPLOAD_WAIT = 10.0
 """Seconds for a checkpoint that is on its way when the gang ends; one that starts again waits for it."""
 STACKS_WAIT = 1.5
 """Seconds for the ranks of a gang that hangs to say where they are."""
-MIRROR_GRACE = 7.0
+STORAGE_GRACE = 7.0
 """Seconds for the last checkpoint to reach storage after that."""
 TICK = 1.0
 """Seconds between looks at what may have changed without an event."""
@@ -87,11 +88,11 @@ class Brain:
     def __init__(
         self,
         request: Request,
-        roster: Roster,
-        vault: Vault,
+        agents: Agents,
+        checkpoints: Checkpoints,
         rendezvous: Rendezvous,
-        audience: Audience,
-        inbox: Inbox,
+        observers: Observers,
+        received: ReceivedResults,
         *,
         code: Code,
         checkpoint: CheckpointFile | None = None,
@@ -102,31 +103,31 @@ class Brain:
 
         Args:
             request: What the gang is to do.
-            roster: Its agents.
-            vault: Its checkpoints.
+            agents: Its agents.
+            checkpoints: Its checkpoints.
             rendezvous: For ranks that are to meet.
-            audience: Hears of everything.
-            inbox: Takes what the ranks submit.
+            observers: Hears of everything.
+            received: Takes what the ranks submit.
             code: The project's sources.
-            checkpoint: What the first generation starts from.
+            checkpoint: What the first attempt starts from.
             asked_at: When the gang was asked for; by the clock.
             clock: Seconds that only go forward.
         """
         self._request = request
         self._settings = request.settings
-        self._roster = roster
-        self._vault = vault
+        self._agents = agents
+        self._checkpoints = checkpoints
         self._rendezvous = rendezvous
-        self._audience = audience
-        self._inbox = inbox
+        self._observers = observers
+        self._received = received
         self._code = code
         self._checkpoint = checkpoint
         self._asked_at = asked_at
         self._now = clock
-        self._num_wanted = roster.launcher.num_wanted
+        self._num_wanted = agents.launcher.num_wanted
         self._num_least = self._settings.min_workers or self._num_wanted
-        self._courier = Courier()
-        self._restarts = Restarts(self._settings.max_restarts)
+        self._fetches = Fetches()
+        self._policy = FailurePolicy(self._settings.max_restarts)
         self._tracking: RunSettings | None = None
         self._noticed_at = asked_at
         # What has happened, and was not acted on yet.
@@ -136,7 +137,7 @@ class Brain:
         self._stop_request: StopRequest | None = None
         self._has_kept = False
         # What the gang is in the middle of.
-        self._generation: Generation | None = None
+        self._attempt: Attempt | None = None
         self._carriers: list[Peer] = []
         """The agents that have been given its ranks, those among them that have gone included."""
         self._number = 0
@@ -183,7 +184,7 @@ class Brain:
             case "gone":
                 self._lose(source)
             case "not launched":
-                self._roster.refuse(source, *value)
+                self._agents.refuse(source, *value)
             case "kept":
                 self._note_kept(source, value)
             case "preempt":
@@ -193,15 +194,15 @@ class Brain:
 
     def look_for_silence(self) -> None:
         """Give up agents that have said nothing for too long."""
-        for peer in self._roster.silent():
+        for peer in self._agents.silent():
             self._give_up(peer)
 
     def _hear(self, connection: Connection, message: object) -> None:
         if isinstance(message, messages.Hello):
-            if (displaced := self._roster.welcome(message, connection)) is not None:
+            if (displaced := self._agents.welcome(message, connection)) is not None:
                 self._note_loss(displaced)
             return
-        peer = self._roster.find(connection)
+        peer = self._agents.find(connection)
         if peer is None:  # it was given up, and may not have a say any more
             return
         peer.heard_at = self._now()
@@ -220,65 +221,65 @@ class Brain:
                 self._hear_of_rank(peer, message)
 
     def _hear_of_rank(self, peer: Peer, message: messages.Reported | messages.Exited | Part) -> None:
-        generation = self._generation
-        if generation is None or message.rank not in generation.places:
+        attempt = self._attempt
+        if attempt is None or message.rank not in attempt.places:
             return
-        if generation.places[message.rank][1].worker != peer.node.worker or message.rank in generation.exits:
+        if attempt.places[message.rank][1].worker != peer.node.worker or message.rank in attempt.exits:
             return  # it is not that agent's, or not any more
         if isinstance(message, messages.Exited):
-            generation.note_exit(message)
+            attempt.note_exit(message)
         elif isinstance(message, Part):
-            self._inbox.add(message)
+            self._received.add(message)
         else:
-            self._take_reports(peer, message.rank, message.report, generation)
+            self._take_reports(peer, message.rank, message.report, attempt)
 
-    def _take_reports(self, peer: Peer, rank: int, reports: bytes, generation: Generation) -> None:
-        for kind, value in generation.take(rank, reports):
+    def _take_reports(self, peer: Peer, rank: int, reports: bytes, attempt: Attempt) -> None:
+        for kind, value in attempt.take(rank, reports):
             if kind == "log":
                 self._observe("logged", value)
             elif kind == "saved":
-                self._courier.fetch(peer, value)
+                self._fetches.fetch(peer, value)
             elif kind == "folder":
-                self._inbox.folder_is_wanted = True
-            elif kind == "ready" and generation.is_formed:
-                began_at = self._asked_at if generation.number == 0 else generation.began_at
+                self._received.folder_is_wanted = True
+            elif kind == "ready" and attempt.is_formed:
+                began_at = self._asked_at if attempt.number == 0 else attempt.began_at
                 self._observe("formed", self._now() - began_at)
 
     def _lose(self, connection: Connection) -> None:
-        if (peer := self._roster.forget(connection)) is not None:
+        if (peer := self._agents.forget(connection)) is not None:
             self._note_loss(peer)
 
     def _give_up(self, peer: Peer) -> None:
         """An agent does not answer; it may be suspended."""
         self._lose(peer.connection)
-        self._roster.give_up_silent(peer)
+        self._agents.give_up_silent(peer)
 
     def _note_loss(self, peer: Peer) -> None:
         worker = peer.node.worker
         traceback = self._broken.pop(worker, None)
         if traceback is not None:
-            self._roster.note_broken(worker, traceback)
-        if self._generation is not None:
-            self._generation.lose(worker, traceback)
-        self._courier.forget(peer)
+            self._agents.note_broken(worker, traceback)
+        if self._attempt is not None:
+            self._attempt.lose(worker, traceback)
+        self._fetches.forget(peer)
 
     def _note_kept(self, file: CheckpointFile, error: Exception | None) -> None:
         if error is None:
-            self._courier.note_end(file)
+            self._fetches.note_end(file)
             self._has_kept = True
             self._observe("kept", file.step)
-        elif self._courier.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
+        elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
 
     def _note_leaving(self, peer: Peer) -> None:
-        self._roster.leaving.add(peer.node.worker)
-        if self._generation is None or peer.node.worker not in self._generation.ranks_of:
+        self._agents.leaving.add(peer.node.worker)
+        if self._attempt is None or peer.node.worker not in self._attempt.ranks_of:
             peer.send(messages.Close())
             return
         may_shrink = self._settings.min_workers is not None and self._settings.max_restarts > 0
-        goes_on = may_shrink and self._roster.num_nodes >= self._num_least
+        goes_on = may_shrink and self._agents.num_nodes >= self._num_least
         reason = f"the worker {peer.node.worker} was told to end"
-        if not self._roster.launcher.is_connected():  # then all the workers end by themselves
+        if not self._agents.launcher.is_connected():  # then all the workers end by themselves
             reason, goes_on = "the Dask scheduler was lost", False
         self._request_stop(reason, ends_gang=not goes_on)
 
@@ -289,12 +290,12 @@ class Brain:
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
 
-    # ---- forming a generation
+    # ---- forming a attempt
 
     def _begin_to_gather(self) -> Phase:
         now = self._now()
         is_first = self._number == 0
-        self._generation = None
+        self._attempt = None
         self._deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else now + SETTLE_TIME
         return self._gather
@@ -307,33 +308,33 @@ class Brain:
             raise self._preempted(self._stop_request.reason)
         is_first, now = self._number == 0, self._now()
         recruits = not is_first or self._settings.max_restarts > 0
-        if self._roster.num_nodes < self._num_wanted:
+        if self._agents.num_nodes < self._num_wanted:
             self._look_for_workers(recruits=recruits)
-        count = self._roster.num_nodes
-        is_settled = now >= self._settled_at and not (is_first and self._roster.expected)
+        count = self._agents.num_nodes
+        is_settled = now >= self._settled_at and not (is_first and self._agents.expected)
         if count == self._num_wanted or (count >= self._num_least and (is_settled or now >= self._deadline)):
             return self._start()
         if is_first and (now >= self._deadline or self._is_hopeless(recruits=recruits)):
-            raise self._roster.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
+            raise self._agents.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
         if now >= self._deadline:
             raise self._too_few_left(count)
         self._give_notice(f"{count} of {self._num_wanted} workers are here, waiting for the others")
         return self._wait(self._deadline, now + SETTLE_TIME)
 
     def _is_hopeless(self, *, recruits: bool) -> bool:
-        return self._roster.is_hopeless(self._num_wanted, self._num_least, recruits)
+        return self._agents.is_hopeless(self._num_wanted, self._num_least, recruits)
 
     def _look_for_workers(self, *, recruits: bool) -> None:
         try:
             if recruits:
-                self._roster.recruit(self._num_wanted)
+                self._agents.recruit(self._num_wanted)
             else:
-                self._roster.note_absences()
+                self._agents.note_absences()
         except ConnectionError as error:
             raise WorkerLostError(f"{self._request.name} cannot go on: {error}", cause=str(error)) from error
 
     def _too_few_left(self, count: int) -> Exception:
-        failures = "\n".join(defeat.what for defeat in self._restarts.defeats)
+        failures = "\n".join(failure.what for failure in self._policy.failures)
         return WorkerLostError(
             f"{count} of {self._num_wanted} workers are left of {self._request.name}, {self._num_least} are needed, "
             f"and no others came within {self._settings.start_timeout:g} s. Lower Gang(min_workers=...) to go on with "
@@ -342,18 +343,18 @@ class Brain:
 
     def _start(self) -> Phase:
         """Place the ranks on the workers that are here, and have them started."""
-        self._roster.dismiss_leaving()
-        nodes = self._roster.nodes()[: self._num_wanted]
+        self._agents.dismiss_leaving()
+        nodes = self._agents.nodes()[: self._num_wanted]
         _check_versions(nodes)
         places = placement.place_ranks(nodes, self._request.ranks_per_worker)
         backend = placement.choose_backend(self._settings.backend, nodes, places)
         shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
         self._observe("placed", shape)
-        if self._request.tracking is not None and self._tracking is None:  # one run for all generations
+        if self._request.tracking is not None and self._tracking is None:  # one run for all attempts
             self._tracking = self._request.tracking(shape)
         job = Job(
-            gang=hashlib.sha256(self._roster.token).hexdigest()[:16],
-            generation=self._number,
+            gang=hashlib.sha256(self._agents.token).hexdigest()[:16],
+            attempt=self._number,
             call=self._request.call,
             pass_local_rank=self._request.pass_local_rank,
             backend=backend,
@@ -364,88 +365,88 @@ class Brain:
             flyte=self._request.flyte,
             tracking=self._tracking,
         )
-        self._carriers = [self._roster.peers[node.worker] for node in nodes]
+        self._carriers = [self._agents.peers[node.worker] for node in nodes]
         for peer, here in zip(self._carriers, places, strict=True):
             peer.send(messages.Start(job, self._code, here))
         placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
-        self._generation = Generation(number=self._number, places=placed, clock=self._now)
+        self._attempt = Attempt(number=self._number, places=placed, clock=self._now)
         self._stop_request, self._has_kept = None, False
         return self._train
 
     # ---- seeing it through
 
     @property
-    def _gang(self) -> Generation:
-        if self._generation is None:
-            raise AssertionError("no generation has been started")
-        return self._generation
+    def _gang(self) -> Attempt:
+        if self._attempt is None:
+            raise AssertionError("no attempt has been started")
+        return self._attempt
 
     def _train(self) -> Phase | None:
         """Until every rank has left, or all must be ended because something happened."""
-        generation, now = self._gang, self._now()
-        if generation.is_over:
+        attempt, now = self._gang, self._now()
+        if attempt.is_over:
             return self._begin_to_settle()
-        is_time = generation.stop_at is not None and now >= generation.stop_at
-        if is_time or generation.has_earnest_failure or self._is_cancelled or self._stopped_early is not None:
+        is_time = attempt.stop_at is not None and now >= attempt.stop_at
+        if is_time or attempt.has_earnest_failure or self._is_cancelled or self._stopped_early is not None:
             return self._stop()
-        if generation.is_failing:
-            generation.stop_at = generation.stop_at or now + BLAME_WINDOW
-        elif generation.has_delivered:
-            self._let_leave(generation)
-        elif self._is_to_end(generation):
+        if attempt.is_failing:
+            attempt.stop_at = attempt.stop_at or now + BLAME_WINDOW
+        elif attempt.has_delivered:
+            self._let_leave(attempt)
+        elif self._is_to_end(attempt):
             return self._stop()
-        return self._wait(*self._moments(generation))
+        return self._wait(*self._moments(attempt))
 
-    def _is_to_end(self, generation: Generation) -> bool:
+    def _is_to_end(self, attempt: Attempt) -> bool:
         """Whether a training in which nothing has failed is to be stopped all the same."""
         has_kept, self._has_kept = self._has_kept, False
-        if not generation.is_formed and self._now() >= generation.began_at + self._settings.start_timeout:
-            self._late = generation.places.keys() - generation.ready
+        if not attempt.is_formed and self._now() >= attempt.began_at + self._settings.start_timeout:
+            self._late = attempt.places.keys() - attempt.ready
             return True
         if self._stop_request is not None:
-            return self._stop_request.pursue(generation, self._tell)
-        if self._is_hung(generation):
+            return self._stop_request.pursue(attempt, self._tell)
+        if self._is_hung(attempt):
             return True
-        if len(generation.ranks_of) < self._num_wanted:
-            self._is_growing = has_kept and self._has_newcomers(generation)
+        if len(attempt.ranks_of) < self._num_wanted:
+            self._is_growing = has_kept and self._has_newcomers(attempt)
             self._look_for_more_workers()
         return self._is_growing
 
-    def _moments(self, generation: Generation) -> list[float | None]:
+    def _moments(self, attempt: Attempt) -> list[float | None]:
         """When something is due in the training though nothing happens."""
-        asked = self._stop_request is not None and not generation.has_delivered
+        asked = self._stop_request is not None and not attempt.has_delivered
         return [
-            generation.stop_at,
-            None if generation.is_formed else generation.began_at + self._settings.start_timeout,
+            attempt.stop_at,
+            None if attempt.is_formed else attempt.began_at + self._settings.start_timeout,
             self._stop_request.deadline if asked and self._stop_request is not None else None,
-            self._stacks_until or self._hangs_at(generation),
+            self._stacks_until or self._hangs_at(attempt),
         ]
 
-    def _let_leave(self, generation: Generation) -> None:
+    def _let_leave(self, attempt: Attempt) -> None:
         """All have delivered: nobody needs the others any more."""
-        if generation.stop_at is None:
-            generation.stop_at = self._now() + MAX_LEAVE_WAIT
+        if attempt.stop_at is None:
+            attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             self._tell(messages.Tell("end"))
 
-    def _has_newcomers(self, generation: Generation) -> bool:
+    def _has_newcomers(self, attempt: Attempt) -> bool:
         """Whether it is time to take more workers in: right after a checkpoint, so that no steps are lost."""
-        if generation.results:
+        if attempt.results:
             return False
-        carrying = generation.ranks_of.keys() - self._roster.leaving
-        spare = [peer for worker, peer in self._roster.peers.items() if worker not in carrying | self._roster.leaving]
-        if not spare or len(carrying) != len(generation.ranks_of):
+        carrying = attempt.ranks_of.keys() - self._agents.leaving
+        spare = [peer for worker, peer in self._agents.peers.items() if worker not in carrying | self._agents.leaving]
+        if not spare or len(carrying) != len(attempt.ranks_of):
             return False
         is_whole = len(carrying) + len(spare) >= self._num_wanted
         return is_whole or self._now() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
 
     def _look_for_more_workers(self) -> None:
         try:
-            self._roster.recruit(self._num_wanted)
+            self._agents.recruit(self._num_wanted)
         except ConnectionError:  # a lost scheduler takes the workers along by itself
             return
 
     def _tell(self, message: object) -> None:
-        """Tell all agents that carry ranks of this generation; those of newcomers wait for orders of their own."""
+        """Tell all agents that carry ranks of this attempt; those of newcomers wait for orders of their own."""
         for peer in self._carriers:
             peer.send(message)
 
@@ -459,32 +460,32 @@ class Brain:
 
     def _end_ranks(self) -> Phase | None:
         """Wait until all ranks are gone; late failures still count for the blame."""
-        generation = self._gang
-        if not generation.is_over and self._now() < self._deadline:
+        attempt = self._gang
+        if not attempt.is_over and self._now() < self._deadline:
             return self._wait(self._deadline)
-        for worker in generation.unaccounted():
-            if (peer := self._roster.peers.get(worker)) is not None:
+        for worker in attempt.unaccounted():
+            if (peer := self._agents.peers.get(worker)) is not None:
                 self._give_up(peer)
         return self._begin_to_settle()
 
     def _is_last(self) -> bool:
-        """Whether no other generation follows, as far as is known."""
-        generation = self._gang
+        """Whether no other attempt follows, as far as is known."""
+        attempt = self._gang
         if self._is_cancelled or self._stopped_early is not None or self._late:
             return True
         if self._stop_request is not None:
             return self._stop_request.ends_gang
-        if generation.is_failing:
-            return self._restarts.refusal(self._defeat(generation)) is not None
+        if attempt.is_failing:
+            return self._policy.refusal(self._failure(attempt)) is not None
         return not self._is_growing
 
-    # ---- after a generation's end
+    # ---- after a attempt's end
 
     def _begin_to_settle(self) -> Phase:
-        generation = self._gang
-        if generation.has_delivered and not generation.stopped_early and not self._is_cancelled:
-            self._results = [generation.results[rank] for rank in range(generation.world_size)]
-            if (num_workers := len(generation.ranks_of)) < self._num_wanted:
+        attempt = self._gang
+        if attempt.has_delivered and not attempt.stopped_early and not self._is_cancelled:
+            self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
+            if (num_workers := len(attempt.ranks_of)) < self._num_wanted:
                 self._note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
         self._ended_at = self._now()
         return self._settle
@@ -500,18 +501,18 @@ class Brain:
         if self._late:
             raise self._gang.not_formed(self._settings.start_timeout, self._late)
         limit = MAX_LAST_UPLOAD_WAIT if self._is_last() else self._settings.start_timeout
-        if self._courier.is_busy and self._now() < self._ended_at + limit:
+        if self._fetches.is_busy and self._now() < self._ended_at + limit:
             self._give_notice("waiting for the newest checkpoint, which is on its way")
             return self._wait(self._ended_at + limit)
-        self._courier.clear()
+        self._fetches.clear()
         return self._go_on()
 
     def _go_on(self) -> Phase:
         reason = self._reason_to_go_on(self._gang)
         self._is_growing, self._stop_request = False, None
         self._number += 1
-        self._vault.fence(self._number)
-        self._checkpoint = self._vault.newest()
+        self._checkpoints.fence(self._number)
+        self._checkpoint = self._checkpoints.newest()
         step = self._checkpoint.step if self._checkpoint else None
         self._observe("restarting", reason, step)
         start = f"step {step}" if step is not None else "the beginning, since no checkpoint was saved"
@@ -519,41 +520,45 @@ class Brain:
         self._note(f"going on from {start}")
         return self._begin_to_gather()
 
-    def _reason_to_go_on(self, generation: Generation) -> str:
+    def _reason_to_go_on(self, attempt: Attempt) -> str:
         """Why the gang starts again; raises what ends it if it does not."""
         request = self._stop_request
-        if request is not None and not generation.has_own_failure:  # losses are what such requests are made of
+        if request is not None and not attempt.has_own_failure:  # losses are what such requests are made of
             return self._go_on_without(request)
-        if self._is_growing and not generation.has_earnest_failure:
+        if self._is_growing and not attempt.has_earnest_failure:
             return "more workers have come"
-        defeat = self._defeat(generation)
-        if (refusal := self._restarts.refusal(defeat)) is not None:
-            history = [earlier.what for earlier in self._restarts.defeats]
-            raise verdict(generation.culprit(), generation.world_size, refusal, history)
+        failure = self._failure(attempt)
+        if (refusal := self._policy.refusal(failure)) is not None:
+            history = [earlier.what for earlier in self._policy.failures]
+            raise error_of(attempt.root_failure(), attempt.world_size, refusal, history)
         if request is not None and request.ends_gang:  # the next attempt may try again
-            raise self._preempted(request.reason, defeat.what) from verdict(generation.culprit(), generation.world_size)
-        self._restarts.note(defeat)
-        return f"{defeat.what}; starting again (failure {len(self._restarts.defeats)})"
+            raise self._preempted(request.reason, failure.what) from error_of(
+                attempt.root_failure(), attempt.world_size
+            )
+        self._policy.note(failure)
+        return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
     def _go_on_without(self, request: StopRequest) -> str:
         """The worker that is being taken away is all that the gang lacks, unless the gang is to end itself."""
-        defeat = Defeat(what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True)
-        if request.ends_gang or self._restarts.refusal(defeat) is not None:
+        failure = AttemptFailure(
+            what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True
+        )
+        if request.ends_gang or self._policy.refusal(failure) is not None:
             raise self._preempted(request.reason)
-        self._restarts.note(defeat)
-        return defeat.what
+        self._policy.note(failure)
+        return failure.what
 
-    def _defeat(self, generation: Generation) -> Defeat:
-        culprit = generation.culprit()
-        how = describe(culprit)
-        step = culprit.position[0]
+    def _failure(self, attempt: Attempt) -> AttemptFailure:
+        root_failure = attempt.root_failure()
+        how = describe(root_failure)
+        step = root_failure.position[0]
         where = f" after step {step}" if step is not None else ""
-        return Defeat(
-            what=f"rank {culprit.rank} on {culprit.worker}{where}: {how}",
-            cause="a hang" if culprit.hang is not None else how,
-            position=culprit.position,
-            is_infrastructure=culprit.is_infrastructure,
-            is_final=culprit.failure is not None and culprit.failure.is_final,
+        return AttemptFailure(
+            what=f"rank {root_failure.rank} on {root_failure.worker}{where}: {how}",
+            cause="a hang" if root_failure.hang is not None else how,
+            position=root_failure.position,
+            is_infrastructure=root_failure.is_infrastructure,
+            is_final=root_failure.failure is not None and root_failure.failure.is_final,
         )
 
     def _cancelled(self) -> Exception:
@@ -561,61 +566,61 @@ class Brain:
 
     def _preempted(self, reason: str, failure: str | None = None) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
-        newest = self._vault.newest()
-        is_stored = self._vault.flush(MIRROR_GRACE)
+        newest = self._checkpoints.newest()
+        is_stored = self._checkpoints.flush(STORAGE_GRACE)
         if newest is None:
             rest = "there is no checkpoint, so the next attempt starts afresh"
-        elif self._request.mirror is None:
+        elif self._request.storage is None:
             rest = f"the newest checkpoint was that of step {newest.step}"
         elif is_stored:
             rest = f"the next attempt goes on from the checkpoint of step {newest.step}"
         else:
-            rest = f"the checkpoint of step {newest.step} did not reach {self._request.mirror.own} in time"
+            rest = f"the checkpoint of step {newest.step} did not reach {self._request.storage.own} in time"
         failed = f" while it was failing ({failure})" if failure else ""
         return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)
 
     # ---- hanging
 
-    def _is_hung(self, generation: Generation) -> bool:
+    def _is_hung(self, attempt: Attempt) -> bool:
         """Whether nothing has moved for too long; asks the ranks where they are before it says so."""
         if self._stacks_until is None:
-            hangs_at = self._hangs_at(generation)
+            hangs_at = self._hangs_at(attempt)
             if hangs_at is not None and self._now() >= hangs_at:
                 self._stacks.clear()
-                generation.num_collectives.clear()
+                attempt.num_collectives.clear()
                 self._tell(messages.Dump())
                 self._stacks_until = self._now() + STACKS_WAIT
             return False
-        has_all = len(self._stacks) == len(generation.num_collectives) == generation.world_size
+        has_all = len(self._stacks) == len(attempt.num_collectives) == attempt.world_size
         if not has_all and self._now() < self._stacks_until:
             return False
         self._stacks_until = None
-        generation.hangs_at = 0.0  # somebody may have moved since
-        if (hangs_at := self._hangs_at(generation)) is None or self._now() < hangs_at:
+        attempt.hangs_at = 0.0  # somebody may have moved since
+        if (hangs_at := self._hangs_at(attempt)) is None or self._now() < hangs_at:
             return False
-        generation.hang = report_hang(self._witnesses(generation), self._settings.hang_timeout or 0.0)
+        attempt.hang = report_hang(self._rank_states(attempt), self._settings.hang_timeout or 0.0)
         return True
 
-    def _hangs_at(self, generation: Generation) -> float | None:
+    def _hangs_at(self, attempt: Attempt) -> float | None:
         """When the gang counts as hung unless something moves."""
-        if self._settings.hang_timeout is None or generation.stillness is None:
+        if self._settings.hang_timeout is None or attempt.stillness is None:
             return None
-        if self._now() >= generation.hangs_at:  # else there is no need to go through all ranks
-            oldest = generation.stillness.oldest(generation.running)
-            generation.hangs_at = math.inf if oldest is None else oldest + self._settings.hang_timeout
-        return generation.hangs_at
+        if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
+            oldest = attempt.stillness.oldest(attempt.running)
+            attempt.hangs_at = math.inf if oldest is None else oldest + self._settings.hang_timeout
+        return attempt.hangs_at
 
-    def _witnesses(self, generation: Generation) -> dict[int, Witness]:
-        if generation.stillness is None:
+    def _rank_states(self, attempt: Attempt) -> dict[int, RankState]:
+        if attempt.stillness is None:
             return {}
         return {
-            rank: Witness(
-                is_done=rank in generation.results,
-                num_collectives=generation.num_collectives.get(rank),
-                still_for=generation.stillness.still_for(rank, self._now()),
+            rank: RankState(
+                is_done=rank in attempt.results,
+                num_collectives=attempt.num_collectives.get(rank),
+                still_for=attempt.stillness.still_for(rank, self._now()),
                 stacks=self._stacks.get(rank, "it did not answer"),
             )
-            for rank in generation.places
+            for rank in attempt.places
         }
 
     # ---- talking
@@ -629,7 +634,7 @@ class Brain:
         self._observe("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
 
     def _observe(self, method: str, *args: object) -> None:
-        self._stopped_early = self._audience.tell(method, *args) or self._stopped_early
+        self._stopped_early = self._observers.tell(method, *args) or self._stopped_early
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:

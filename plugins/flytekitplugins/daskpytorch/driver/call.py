@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.settings import Gang
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.driver.upload import MirrorPaths
+    from flytekitplugins.daskpytorch.driver.upload import StoragePaths
 
 __all__ = ["named", "request_for"]
 
@@ -40,10 +40,10 @@ def request_for(
 
 def named(request: Request, key: str) -> Request:
     """The same under a key, by which its checkpoints are found in Flyte's storage."""
-    return replace(request, key=key, mirror=_checkpoint_paths(key))
+    return replace(request, key=key, storage=_checkpoint_paths(key))
 
 
-def _checkpoint_paths(key: str) -> MirrorPaths | None:
+def _checkpoint_paths(key: str) -> StoragePaths | None:
     """Where Flyte's storage has the gang's checkpoints; None outside a Flyte task, where nobody waits for flytekit."""
     if "flytekit" not in sys.modules:
         return None

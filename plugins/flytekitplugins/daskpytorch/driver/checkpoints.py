@@ -1,7 +1,7 @@
 """Where a gang's checkpoints are safe: on the driver's disk, out of reach of workers that die. Runs in the driver.
 
-The vault is the only writer. It takes files whole or not at all, refuses those of older generations, keeps the last
-few, and hands the newest on to storage (see `mirror`), so that the task's next attempt starts from it.
+The driver is the only writer. It takes files whole or not at all, refuses those of older attempts, keeps the last
+few, and hands the newest on to storage (see `upload`), so that the task's next attempt starts from it.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.driver.upload import Mirror
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
 
-__all__ = ["Vault"]
+__all__ = ["Checkpoints"]
 
 NUM_KEPT = 3
 """How many checkpoints stay on disk: the newest, and those before it should it turn out to be damaged."""
 
 
-class Vault:
+class Checkpoints:
     """Keeps the newest checkpoints of one gang."""
 
-    def __init__(self, folder: Path, mirror: Mirror | None) -> None:
+    def __init__(self, folder: Path, storage: StorageUpload | None) -> None:
         self._folder = folder
-        self._mirror = mirror
+        self._storage = storage
         self._lock = threading.Lock()
         self._kept: list[CheckpointFile] = []
-        self._generation = 0
+        self._attempt = 0
 
     def restore(self) -> CheckpointFile | None:
         """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
-        found = self._mirror.restore(self._folder) if self._mirror else None
+        found = self._storage.restore(self._folder) if self._storage else None
         if found is not None:
             self._keep(found)
         return found
 
-    def fence(self, generation: int) -> None:
-        """From now on only this generation's checkpoints are taken."""
+    def fence(self, attempt: int) -> None:
+        """From now on only this attempt's checkpoints are taken."""
         with self._lock:
-            self._generation = generation
+            self._attempt = attempt
 
     def newest(self) -> CheckpointFile | None:
         """The newest checkpoint that is still whole; damaged ones are dropped."""
@@ -58,19 +58,19 @@ class Vault:
 
     def flush(self, timeout: float) -> bool:
         """Wait until the newest checkpoint is in storage, too; whether it is."""
-        return self._mirror is None or self._mirror.flush(timeout)
+        return self._storage is None or self._storage.flush(timeout)
 
     def close(self) -> None:
         """Send nothing more to storage."""
-        if self._mirror is not None:
-            self._mirror.close()
+        if self._storage is not None:
+            self._storage.close()
 
     def serve(self, connection: Connection, request: Upload | Download) -> None:
         """Take or give one file, in a thread of the listener.
 
         Raises:
             OSError: The connection broke, or the disk is full.
-            ValueError: The file is damaged, or is that of an older generation.
+            ValueError: The file is damaged, or is that of an older attempt.
         """
         if isinstance(request, Download):
             send_file(connection, self._folder / request.file.name)
@@ -93,11 +93,9 @@ class Vault:
             for old in self._kept[:-NUM_KEPT]:
                 (self._folder / old.name).unlink(missing_ok=True)
             self._kept = self._kept[-NUM_KEPT:]
-        if self._mirror is not None:
-            self._mirror.offer(file, self._folder / file.name)
+        if self._storage is not None:
+            self._storage.offer(file, self._folder / file.name)
 
     def _check(self, file: CheckpointFile) -> None:
-        if file.generation < self._generation:
-            raise ValueError(
-                f"a checkpoint of generation {file.generation} came when generation {self._generation} was running"
-            )
+        if file.attempt < self._attempt:
+            raise ValueError(f"a checkpoint of attempt {file.attempt} came when attempt {self._attempt} was running")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Defeat", "Restarts"]
+__all__ = ["AttemptFailure", "FailurePolicy"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defeat:
-    """How a generation ended."""
+class AttemptFailure:
+    """How a attempt ended."""
 
     what: str
     """Who failed and how, in a line."""
@@ -24,32 +24,32 @@ class Defeat:
 
 
 @dataclass
-class Restarts:
+class FailurePolicy:
     """Two budgets: for losses of infrastructure, and for errors of the function."""
 
     limit: int
-    """Restarts for each of the two."""
-    defeats: list[Defeat] = field(default_factory=list)
+    """FailurePolicy for each of the two."""
+    failures: list[AttemptFailure] = field(default_factory=list)
     """Those noted so far, the newest last."""
 
-    def refusal(self, defeat: Defeat) -> str | None:
-        """Why this further defeat would end the gang; None if the gang may start again."""
-        alike = [earlier for earlier in self.defeats if earlier.is_infrastructure == defeat.is_infrastructure]
+    def refusal(self, failure: AttemptFailure) -> str | None:
+        """Why this further failure would end the gang; None if the gang may start again."""
+        alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
         if self.limit == 0:
             return "max_restarts is 0"
-        if defeat.is_final:
+        if failure.is_final:
             return "the function had returned, and would return the same again"
-        if not defeat.is_infrastructure and alike and _is_same(alike[-1], defeat):
+        if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
             return "the same error came at the same step twice"
         if len(alike) >= self.limit:
-            kind = "losses of infrastructure" if defeat.is_infrastructure else "errors of the function"
+            kind = "losses of infrastructure" if failure.is_infrastructure else "errors of the function"
             return f"max_restarts={self.limit} is used up by {kind}"
         return None
 
-    def note(self, defeat: Defeat) -> None:
-        """Count a defeat after which the gang starts again."""
-        self.defeats.append(defeat)
+    def note(self, failure: AttemptFailure) -> None:
+        """Count a failure after which the gang starts again."""
+        self.failures.append(failure)
 
 
-def _is_same(one: Defeat, other: Defeat) -> bool:
+def _is_same(one: AttemptFailure, other: AttemptFailure) -> bool:
     return one.cause == other.cause and one.position == other.position

@@ -1,4 +1,4 @@
-"""Has checkpoints brought from the agents to the vault: one at a time, and the newest next. Runs in the driver."""
+"""Has checkpoints brought from the agents' nodes: one at a time, and the newest next. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.messages import Fetch
 
-__all__ = ["Courier"]
+__all__ = ["Fetches"]
 
 
 MAX_RETRIES = 2
@@ -16,7 +16,7 @@ MAX_RETRIES = 2
 
 
 @dataclass
-class Courier:
+class Fetches:
     """Knows what is on its way, and what comes next."""
 
     _on_its_way: tuple[Peer, CheckpointFile] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, overload
 
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 
@@ -25,9 +25,9 @@ TURN = 1.0
 class GangFuture(Future[Any]):
     """Settled when its gang ends; leads to what the gang's ranks submit until then."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, received: ReceivedResults) -> None:
         super().__init__()
-        self.inbox = inbox
+        self.received = received
         self.is_missing = False
         """The gang has ended well with fewer ranks, as its `min_workers` allows, and this one was not among them."""
 
@@ -62,7 +62,7 @@ class GangFutures(Sequence["Future[Any]"]):
     def __init__(self, supervisor: Supervisor, world_size: int) -> None:
         self._supervisor = supervisor
         self._num_ranks = world_size
-        self._futures: list[GangFuture] = [GangFuture(supervisor.inbox) for _ in range(world_size)]
+        self._futures: list[GangFuture] = [GangFuture(supervisor.received) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
@@ -111,7 +111,7 @@ class GangFutures(Sequence["Future[Any]"]):
         try:
             results = self._supervisor.run()
         except BaseException as error:
-            self._supervisor.inbox.drop_returned()
+            self._supervisor.received.drop_returned()
             cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
             for future in self._futures:
                 future.set_exception(cause)
@@ -122,14 +122,14 @@ class GangFutures(Sequence["Future[Any]"]):
         # The last first: `result` waits for future 0 alone.
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
             try:
-                with self._supervisor.inbox.open_returned(rank, result) as file:
+                with self._supervisor.received.open_returned(rank, result) as file:
                     returned = pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
             except Exception as error:
                 self._futures[rank].set_exception(error)
             else:
                 self._futures[rank].set_result(returned)
                 del returned
-        self._supervisor.inbox.drop_returned()
+        self._supervisor.received.drop_returned()
 
     def _settle_missing(self) -> None:
         how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"

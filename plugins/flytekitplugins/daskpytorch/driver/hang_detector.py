@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Stillness", "Witness", "find_hung", "is_in_collective", "report_hang"]
+__all__ = ["RankState", "Stillness", "find_hung", "is_in_collective", "report_hang"]
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
@@ -35,7 +35,7 @@ class Stillness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Witness:
+class RankState:
     """What is known of one rank when the gang hangs."""
 
     is_done: bool
@@ -48,35 +48,35 @@ class Witness:
     """The tracebacks of its threads."""
 
 
-def report_hang(witnesses: Mapping[int, Witness], hang_timeout: float) -> tuple[int, str]:
+def report_hang(states: Mapping[int, RankState], hang_timeout: float) -> tuple[int, str]:
     """The rank that holds up the others, and the report: its first line says why, the rest what all were doing."""
-    rank, why = find_hung(witnesses)
-    still = max((witness.still_for for witness in witnesses.values() if not witness.is_done), default=0.0)
-    stacks = "".join(f"\n\nrank {other}:\n{witness.stacks.rstrip()}" for other, witness in witnesses.items())
+    rank, why = find_hung(states)
+    still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
+    stacks = "".join(f"\n\nrank {other}:\n{state.stacks.rstrip()}" for other, state in states.items())
     told = f"no sign of life for {still:.1f} s (hang_timeout={hang_timeout:g}); {why}"
     return rank, f"it hangs, or holds up the others: {told}\nWhat all ranks were doing:{stacks}"
 
 
-def find_hung(witnesses: Mapping[int, Witness]) -> tuple[int, str]:
+def find_hung(states: Mapping[int, RankState]) -> tuple[int, str]:
     """The rank that holds up the others, and why it is thought to.
 
     A rank that does not answer comes first: something keeps its process, or its interpreter, from running. Then the
     one that has entered the fewest collectives: the others wait for it in the next. Among equals one that is not
     inside a collective, and then the one that has stood still the longest.
     """
-    silent = [rank for rank, witness in witnesses.items() if witness.num_collectives is None]
+    silent = [rank for rank, state in states.items() if state.num_collectives is None]
     if silent:
         return silent[0], "it does not answer: suspended, or inside C code that holds the interpreter"
-    entered = {rank: witness.num_collectives or 0 for rank, witness in witnesses.items()}
+    entered = {rank: state.num_collectives or 0 for rank, state in states.items()}
     fewest = min(entered.values())
     behind = [rank for rank, count in entered.items() if count == fewest]
-    if len(behind) < len(witnesses):
+    if len(behind) < len(states):
         rank = behind[0]
         told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
-        return rank, f"{told}; its function has returned" if witnesses[rank].is_done else told
-    running = [rank for rank in behind if not witnesses[rank].is_done]
-    outside = [rank for rank in running if not is_in_collective(witnesses[rank].stacks)]
-    rank = max(outside or running or behind, key=lambda rank: witnesses[rank].still_for)
+        return rank, f"{told}; its function has returned" if states[rank].is_done else told
+    running = [rank for rank in behind if not states[rank].is_done]
+    outside = [rank for rank in running if not is_in_collective(states[rank].stacks)]
+    rank = max(outside or running or behind, key=lambda rank: states[rank].still_for)
     return rank, "it is not inside a collective" if outside else "all ranks are inside the same collective"
 
 

@@ -52,7 +52,7 @@ END_TIME = 5.0
 
 
 class Listener:
-    """Accepts agents and turns what they say into events; a gang's files go to the vault, its results to the inbox.
+    """Accepts agents and turns what they say into events; its files and results are kept as they come.
 
     Each file travels in a thread of its own; all callers are met, and all agents heard, by a single one. Of many
     threads that have something to say at once, each would wake every 5 ms to ask for the interpreter.

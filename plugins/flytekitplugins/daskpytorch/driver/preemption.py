@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flytekitplugins.daskpytorch.driver.attempt import Generation
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 
 __all__ = ["StopRequest"]
@@ -36,15 +36,15 @@ class StopRequest:
     def __post_init__(self) -> None:
         self.deadline = self.clock() + PREEMPTION_GRACE
 
-    def pursue(self, generation: Generation, tell: Callable[[Tell], None]) -> bool:
-        """Do what is next, by telling the generation's agents; whether the time is up."""
+    def pursue(self, attempt: Attempt, tell: Callable[[Tell], None]) -> bool:
+        """Do what is next, by telling the attempt's agents; whether the time is up."""
         if not self._is_asked:
             self._is_asked = True
             tell(Tell("hold"))
-        elif not self._is_released and generation.have_answered(generation.held):
+        elif not self._is_released and attempt.have_answered(attempt.held):
             self._is_released = True
-            last_call = max(generation.held.values(), default=0)
+            last_call = max(attempt.held.values(), default=0)
             tell(Tell("release", last_call))
             if last_call == 0:
                 self.deadline = min(self.deadline, self.clock() + UNHEEDED_GRACE)
-        return self.clock() >= self.deadline and not generation.has_delivered
+        return self.clock() >= self.deadline and not attempt.has_delivered

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from flytekitplugins.daskpytorch.driver.spool import Kept, Spool
+from flytekitplugins.daskpytorch.driver.result_buffer import Kept, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.messages import Reported
 from flytekitplugins.daskpytorch.protocol.result_frames import Reader, unpack
 
-__all__ = ["Inbox", "Part", "Submission"]
+__all__ = ["Part", "ReceivedResults", "Submission"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Submission:
     parts: list[Kept]
 
 
-class Inbox:
-    """One gang's results, for all of its generations, in the order in which they came."""
+class ReceivedResults:
+    """One gang's results, for all of its attempts, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._spool = Spool()
+        self._buffer = ResultBuffer()
         self._unfinished: dict[int, list[Kept]] = {}
         self._returned: dict[int, list[Kept]] = {}
         self._lock = threading.Lock()
@@ -56,18 +56,18 @@ class Inbox:
     def keep(self, message: Reported) -> Part:
         """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
         piece = unpack(message.report)
-        return Part(message.rank, piece.key, piece.path, piece.is_first, piece.is_last, self._spool.put(piece.data))
+        return Part(message.rank, piece.key, piece.path, piece.is_first, piece.is_last, self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
         """Let a piece count; on the supervisor's thread, which knows whether its rank still has a say."""
         if part.is_first:  # what came before it was cut short by its rank's end
-            self._spool.drop(self._unfinished.pop(part.rank, ()))
+            self._buffer.drop(self._unfinished.pop(part.rank, ()))
         parts = self._unfinished.setdefault(part.rank, [])
         parts.append(part.kept)
         if part.is_last:
             del self._unfinished[part.rank]
             if part.path is None:
-                self._spool.drop(self._returned.pop(part.rank, ()))  # of an older generation
+                self._buffer.drop(self._returned.pop(part.rank, ()))  # of an older attempt
                 self._returned[part.rank] = parts
                 return
             with self._lock:
@@ -94,11 +94,11 @@ class Inbox:
 
     def read(self, submission: Submission) -> Iterator[bytes]:
         """A result's bytes, piece by piece."""
-        return map(self._spool.get, submission.parts)
+        return map(self._buffer.get, submission.parts)
 
     def drop(self, submission: Submission) -> None:
         """It has been processed."""
-        self._spool.drop(submission.parts)
+        self._buffer.drop(submission.parts)
 
     def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
         """What a rank has returned, pickled, to be read once: what was small, or else the pieces that are here."""
@@ -109,11 +109,11 @@ class Inbox:
     def drop_returned(self) -> None:
         """Nobody will read the rest."""
         while self._returned:
-            self._spool.drop(self._returned.popitem()[1])
+            self._buffer.drop(self._returned.popitem()[1])
 
     def _take(self, parts: list[Kept]) -> Iterator[bytes]:
         """Each piece; here it is forgotten."""
         for kept in parts:
-            data = self._spool.get(kept)
-            self._spool.drop([kept])  # at once: nobody asks for more after the last
+            data = self._buffer.get(kept)
+            self._buffer.drop([kept])  # at once: nobody asks for more after the last
             yield data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flytekitplugins.daskpytorch.driver.upload import MirrorPaths
+from flytekitplugins.daskpytorch.driver.upload import StoragePaths
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
 from flytekitplugins.daskpytorch.protocol.observer import Shape
@@ -26,7 +26,7 @@ class Request:
     pass_local_rank: bool = False
     flyte: FlyteSettings | None = None
     tracking: Callable[[Shape], RunSettings] | None = None
-    mirror: MirrorPaths | None = None
+    storage: StoragePaths | None = None
     """Where the checkpoints of other attempts are; None outside a Flyte backend."""
     code: Code | None = None
     """The project's sources, where they are packed already."""

@@ -12,15 +12,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.driver.agents import Roster
-from flytekitplugins.daskpytorch.driver.audience import Audience
-from flytekitplugins.daskpytorch.driver.brain import MIRROR_GRACE, Brain, GangCancelledError
-from flytekitplugins.daskpytorch.driver.checkpoints import Vault
+from flytekitplugins.daskpytorch.driver.observers import Observers
+
+from flytekitplugins.daskpytorch.driver.agents import Agents
+from flytekitplugins.daskpytorch.driver.brain import STORAGE_GRACE, Brain, GangCancelledError
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.listener import Event, Listener
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.running import running
-from flytekitplugins.daskpytorch.driver.upload import Mirror
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
@@ -42,12 +43,16 @@ class Supervisor:
     """Runs one gang from its first worker to its last exit."""
 
     def __init__(
-        self, request: Request, launcher: AgentLauncher, observers: Sequence[Observer] = (), inbox: Inbox | None = None
+        self,
+        request: Request,
+        launcher: AgentLauncher,
+        observers: Sequence[Observer] = (),
+        received: ReceivedResults | None = None,
     ) -> None:
         self._request = request
         self._launcher = launcher
-        self._audience = Audience(observers)
-        self.inbox = inbox or Inbox()
+        self._observers = Observers(observers)
+        self.received = received or ReceivedResults()
         """What the ranks have submitted."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
         self._asked_at = time.monotonic()
@@ -77,28 +82,28 @@ class Supervisor:
         try:
             with contextlib.ExitStack() as stack:
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                mirror = Mirror(self._request.mirror) if self._request.mirror else None
-                vault = Vault(folder, mirror)
-                stack.callback(vault.close)
-                self._roster = self._listen(vault, stack)
+                storage = StorageUpload(self._request.storage) if self._request.storage else None
+                checkpoints = Checkpoints(folder, storage)
+                stack.callback(checkpoints.close)
+                self._agents = self._listen(checkpoints, stack)
                 try:
-                    return self._see_through(vault)
+                    return self._see_through(checkpoints)
                 except (GangCancelledError, StoppedEarlyError):
                     raise
                 except Exception:
-                    vault.flush(MIRROR_GRACE)  # for the next attempt, if Flyte makes one
+                    checkpoints.flush(STORAGE_GRACE)  # for the next attempt, if Flyte makes one
                     raise
         except Exception as caught:
             error = caught
             raise
         finally:
             running.discard(self)
-            self._audience.tell("ended", error)
+            self._observers.tell("ended", error)
 
-    def _listen(self, vault: Vault, stack: contextlib.ExitStack) -> Roster:
+    def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
         token = os.urandom(32)
-        listener = Listener(self._launcher.host, token, self._events, vault.serve, self.inbox.keep)
-        roster = Roster(
+        listener = Listener(self._launcher.host, token, self._events, checkpoints.serve, self.received.keep)
+        agents = Agents(
             launcher=self._launcher,
             num_ranks=self._request.ranks_per_worker,
             address=listener.address,
@@ -109,24 +114,24 @@ class Supervisor:
         stack.callback(listener.end)
         stack.callback(self._dismiss)
         stack.callback(listener.close)
-        return roster
+        return agents
 
-    def _see_through(self, vault: Vault) -> list[Any]:
-        self._roster.launch(self._launcher.workers)
+    def _see_through(self, checkpoints: Checkpoints) -> list[Any]:
+        self._agents.launch(self._launcher.workers)
         code = self._request.code or pack_code()  # while the agents are on their way
-        if (checkpoint := vault.restore()) is not None:
+        if (checkpoint := checkpoints.restore()) is not None:
             text = f"going on from the previous attempt's checkpoint of step {checkpoint.step}"
-            self._audience.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
+            self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
             if self._launcher.num_wanted * self._request.ranks_per_worker > 1:
                 rendezvous.address()  # torch's imports take seconds, and run beside those of the workers
             brain = Brain(
                 self._request,
-                self._roster,
-                vault,
+                self._agents,
+                checkpoints,
                 rendezvous,
-                self._audience,
-                self.inbox,
+                self._observers,
+                self.received,
                 code=code,
                 checkpoint=checkpoint,
                 asked_at=self._asked_at,
@@ -139,8 +144,8 @@ class Supervisor:
 
     def _dismiss(self) -> None:
         """Let the agents go, and wait until they have cleaned up."""
-        self._roster.broadcast(messages.Close())
-        staying = {peer.connection for peer in self._roster.peers.values()}
+        self._agents.broadcast(messages.Close())
+        staying = {peer.connection for peer in self._agents.peers.values()}
         deadline = time.monotonic() + DISMISS_TIMEOUT
         while staying and (left := deadline - time.monotonic()) > 0:
             event = self._next_event(left)

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 if TYPE_CHECKING:
     from flytekit.core.data_persistence import FileAccessProvider
 
-__all__ = ["Mirror", "MirrorPaths"]
+__all__ = ["StoragePaths", "StorageUpload"]
 
 MANIFEST = "manifest.json"
 NUM_KEPT = 2
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorPaths:
+class StoragePaths:
     """Where checkpoints come from and go to."""
 
     file_access: FileAccessProvider
@@ -44,10 +44,10 @@ class MirrorPaths:
     """The folder of this attempt."""
 
 
-class Mirror:
+class StorageUpload:
     """Copies the newest checkpoint to storage; one copy at a time, and the training never waits for it."""
 
-    def __init__(self, paths: MirrorPaths, retry_after: float = RETRY_AFTER) -> None:
+    def __init__(self, paths: StoragePaths, retry_after: float = RETRY_AFTER) -> None:
         self._paths = paths
         self._retry_after = retry_after
         self._changed = threading.Condition()
@@ -58,7 +58,7 @@ class Mirror:
         """Somebody waits: the pauses between attempts stay short."""
         self._closed = False
         self._has_complained = False
-        threading.Thread(target=self._copy_all, name="daskpytorch-mirror", daemon=True).start()
+        threading.Thread(target=self._copy_all, name="daskpytorch-storage", daemon=True).start()
 
     def restore(self, folder: Path) -> CheckpointFile | None:
         """Fetch the newest whole checkpoint of the attempt before; None where there is none, or none that is whole."""
@@ -70,7 +70,7 @@ class Mirror:
                 target = folder / file.name
                 self._patiently(functools.partial(self._fetch, f"{previous}/{file.name}", target))
                 if target.is_file() and digest_of(target) == file.digest:
-                    return CheckpointFile(**asdict(file) | {"generation": 0})
+                    return CheckpointFile(**asdict(file) | {"attempt": 0})
                 print(f"the previous attempt's checkpoint of step {file.step} is not whole", file=sys.stderr)
         except Exception as error:  # whatever a store's client raises: the training can start without it
             print(

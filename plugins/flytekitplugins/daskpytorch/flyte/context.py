@@ -17,7 +17,7 @@ from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteCon
 from flytekit.core.interface import Interface
 from flytekit.models.literals import LiteralMap
 
-from flytekitplugins.daskpytorch.driver.upload import MirrorPaths
+from flytekitplugins.daskpytorch.driver.upload import StoragePaths
 from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
 
 __all__ = ["capture", "checkpoint_paths", "current_task", "execution_name", "known_to_threads"]
@@ -100,7 +100,7 @@ def current_task() -> object:
     return ctx.execution_state if _is_in_task(ctx) else None
 
 
-def checkpoint_paths(name: str) -> MirrorPaths | None:
+def checkpoint_paths(name: str) -> StoragePaths | None:
     """Where the checkpoints of a gang of this name go, and where the attempt before left its own, in Flyte's storage.
 
     None in local runs, which have no attempts.
@@ -112,7 +112,7 @@ def checkpoint_paths(name: str) -> MirrorPaths | None:
     own, previous = getattr(checkpoint, "_checkpoint_dest", None), getattr(checkpoint, "_checkpoint_src", None)
     if not own:
         return None
-    return MirrorPaths(
+    return StoragePaths(
         file_access=ctx.file_access,
         previous=f"{previous}/{CHECKPOINTS}/{name}" if previous else None,
         own=f"{own}/{CHECKPOINTS}/{name}",

@@ -125,8 +125,8 @@ class _InRanks(_Resumable):
             recorder, results = Recorder(), TaskResults()
             request = self._request(kwargs, results.folder)
             try:
-                with results.received() as inbox, self._launcher() as launcher:
-                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], inbox).run()
+                with results.received() as received, self._launcher() as launcher:
+                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], received).run()
             finally:
                 if self.enable_deck:
                     Deck("Training", recorder.html())
@@ -163,7 +163,7 @@ class _InRanks(_Resumable):
             settings=config.gang,
             flyte=context.capture(self.name, self.python_interface, _input_literals.get(), results),
             tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
-            mirror=context.checkpoint_paths("gang"),
+            storage=context.checkpoint_paths("gang"),
         )
 
     def _tracking(self, wandb: Wandb, inputs: dict[str, Any]) -> Callable[[Shape], wandb_run.RunSettings]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flytekit.core.context_manager import FlyteContextManager
 
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
@@ -34,8 +34,8 @@ class TaskResults:
         self._is_remote = self._files.is_remote(self.folder)
 
     @contextlib.contextmanager
-    def received(self) -> Iterator[Inbox]:
-        """Write what arrives in this inbox, as it comes: to the folder, or, if that is remote, to be uploaded at last.
+    def received(self) -> Iterator[ReceivedResults]:
+        """Write what arrives here, as it comes: to the folder, or, if that is remote, to be uploaded at last.
 
         Raises:
             OSError: The disk took not all of it. An error of the gang's own goes before this and the next.
@@ -45,11 +45,11 @@ class TaskResults:
             writer = _Writer(folder, self.folder)
             try:
                 with writer.at_work():
-                    yield writer.inbox
+                    yield writer.received
             except BaseException as error:
                 self._try_to_deliver(writer, PREEMPTED_LIMIT if isinstance(error, PreemptedError) else FAILED_LIMIT)
                 raise
-            if not self._deliver(writer) and writer.inbox.folder_is_wanted:
+            if not self._deliver(writer) and writer.received.folder_is_wanted:
                 self._make_empty_folder()
 
     def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
@@ -94,7 +94,7 @@ class _Writer:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
-        self.inbox = Inbox()
+        self.received = ReceivedResults()
         self._name = name
         self._target: ResultFolder | None = None
         self._is_over = threading.Event()
@@ -114,13 +114,13 @@ class _Writer:
         """Write what has come.
 
         Raises:
-            OSError: It cannot be written now, and stays in the inbox.
+            OSError: It cannot be written now, and is kept.
         """
-        if self.inbox.is_empty:
+        if self.received.is_empty:
             return
         if self._target is None:
             self._target = ResultFolder(self.folder, self._name)
-        write_out(self.inbox, self._target)
+        write_out(self.received, self._target)
 
     def _work(self) -> None:
         while not self._is_over.wait(POLL_INTERVAL):

@@ -31,13 +31,13 @@ from flytekitplugins.daskpytorch.protocol.code import unpack_code
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import (
     AgentOrder,
-    Beat,
     Broken,
     Close,
     Download,
     Dump,
     Exited,
     Fetch,
+    Heartbeat,
     Hello,
     Leaving,
     Lines,
@@ -62,8 +62,8 @@ STOP_GRACE = 0.5
 TRACKED_STOP_GRACE = 10.0
 """The same for the rank that has a Weights & Biases run to close ..."""
 TRACKED_RESTART_GRACE = 1.0
-"""... which the next generation will open again."""
-BEAT_INTERVAL = 1.0
+"""... which the next attempt will open again."""
+HEARTBEAT_INTERVAL = 1.0
 """Seconds between signs of life."""
 ANSWER_TIME = 0.4
 """Seconds for the ranks to write down their stacks by themselves ..."""
@@ -193,7 +193,7 @@ class _Agent:
         self._job: Job | None = None
         self._num_kills_for_memory = 0
         self._open = True
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._dump_at: float | None = None
         self._stacks_at: float | None = None
         self._lock = threading.Lock()
@@ -217,7 +217,7 @@ class _Agent:
         self._driver = driver
         self._interface = interface_of(_own_address(driver))
         self._say(Hello(describe_node(self._order.worker, self._interface)))
-        self._beat_at = time.monotonic() + BEAT_INTERVAL
+        self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
             handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
             if self._leaving is not None:
@@ -271,7 +271,7 @@ class _Agent:
                 rank.channel.send(asked)
 
     def _change_server(self) -> None:
-        """Start the next generation from the fork server as it is now: it may have imported more than at first."""
+        """Start the next attempt from the fork server as it is now: it may have imported more than at first."""
         old, self._server = self._server, fork_client.connect(self._start_method)
         old.close()
 
@@ -314,13 +314,13 @@ class _Agent:
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             self._send_stacks()
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_INTERVAL
-            self._say(Beat())
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_INTERVAL
+            self._say(Heartbeat())
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
-        deadlines += [due for due in (self._beat_at, self._dump_at, self._stacks_at) if due is not None]
+        deadlines += [due for due in (self._heartbeat_at, self._dump_at, self._stacks_at) if due is not None]
         return max(0.01, min(deadlines) - time.monotonic())
 
     def _say_leaving(self) -> None:

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from flytekitplugins.daskpytorch.node.fork_wire import AHEAD, END, MAX_PACKET, _is_of_this_user, _python
 from flytekitplugins.daskpytorch.process import sigterm
 
-__all__ = ["ForkServerClient", "ForkServerLostError", "bequeath", "connect", "shutdown", "start_ahead"]
+__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "shutdown", "start_ahead"]
 
 
 class ForkServerLostError(ConnectionError):
@@ -86,8 +86,8 @@ class _Owned:
 
 
 _owned: _Owned | None = None
-_legacy: str | None = None
-"""The name of the socket by which an heir finds the server."""
+_hand_over: str | None = None
+"""The name of the socket by which the next owner finds the server."""
 _lock = threading.Lock()
 
 
@@ -111,18 +111,18 @@ def start_ahead() -> None:
         _running(is_for_tasks=True).control.send(AHEAD)
 
 
-def bequeath(key: str) -> None:
+def hand_over(key: str) -> None:
     """Let this process's fork server survive it, should it be killed, for the one that its parent starts in its place.
 
-    The heir finds the server, with its imports done, by calling this with the same key. Where none comes the server
+    The next owner finds it, with its imports done, by calling this with the same key. Where none comes the server
     ends after a minute; it ends at once with the parent, and with this process where that ends in good order.
 
     Args:
         key: The same for both processes, and not for others of the same parent.
     """
-    global _legacy
+    global _hand_over
     with _lock:
-        _legacy = f"daskpytorch-{hashlib.sha256(f'{os.getppid()} {key}'.encode()).hexdigest()}"
+        _hand_over = f"daskpytorch-{hashlib.sha256(f'{os.getppid()} {key}'.encode()).hexdigest()}"
 
 
 def shutdown() -> None:
@@ -157,11 +157,11 @@ def _running(*, is_for_tasks: bool = False) -> _Owned:
 
 def _inherit() -> socket.socket | None:
     """The way to the fork server of the process before this one."""
-    if _legacy is None:
+    if _hand_over is None:
         return None
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.suppress(OSError):  # there is none
-        control.connect(f"\0{_legacy}")
+        control.connect(f"\0{_hand_over}")
         if _is_of_this_user(control):
             return control
     control.close()
@@ -170,10 +170,10 @@ def _inherit() -> socket.socket | None:
 
 def _start(*, is_for_tasks: bool) -> _Owned:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, _open_legacy() as legacy:
+    with theirs, _open_hand_over() as hand_over:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.
         path = [str(entry) for entry in sys.path if entry]
-        descriptors = [theirs.fileno(), *legacy]
+        descriptors = [theirs.fileno(), *hand_over]
         command = _python("main_for_tasks" if is_for_tasks else "main", descriptors, path)
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
@@ -186,17 +186,17 @@ def _start(*, is_for_tasks: bool) -> _Owned:
 
 
 @contextlib.contextmanager
-def _open_legacy() -> Iterator[list[int]]:
-    """What the server needs to survive this process: a listening socket for the heir, and the parent's life to watch.
+def _open_hand_over() -> Iterator[list[int]]:
+    """What the server needs to survive this process: a socket for the next owner, and the parent's life to watch.
 
     Empty where it is not to survive, and where it cannot: before Linux 5.3, or while another has the socket's name.
     """
     with contextlib.ExitStack() as stack:
         descriptors: list[int] = []
-        if _legacy is not None:
+        if _hand_over is not None:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             with contextlib.suppress(OSError):
-                listener.bind(f"\0{_legacy}")  # an abstract name: no file is left, however all this ends
+                listener.bind(f"\0{_hand_over}")  # an abstract name: no file is left, however all this ends
                 listener.listen()
                 stack.callback(os.close, parent := os.pidfd_open(os.getppid()))
                 descriptors += [listener.fileno(), parent]

@@ -4,15 +4,15 @@ Why not `multiprocessing`'s fork server: it refuses to start children from a Das
 daemonic), imports the parent's `__main__` into every child, and leaves ranks alive when their parent is killed.
 
     owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server, unless
-                                                   an heir may come
+                                                   another owner may come
     agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
                                                    client's ranks, which are fresh interpreters where it asked for that
-    heir          ──legacy socket───▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
+    next owner    ──hand-over socket▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
                                                    place of a killed one
     fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, makes
                                                    itself cheap to fork, takes over the control socket, and so starts
                                                    later ranks warmer; once its own are gone the first only waits for it
-All sockets are Unix SOCK_SEQPACKET, so a message is one packet; but for the legacy's, nothing has a name or a port.
+All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = []
 
 SUCCESSION_DELAY = 3.0
 """Seconds from the first rank to the successor's imports, so that they do not slow the gang's start."""
-HEIR_PATIENCE = 60.0
-"""Seconds from the owner's death to that of a fork server that no heir has come for."""
+HAND_OVER_PATIENCE = 60.0
+"""Seconds from the owner's death to that of a fork server that no other owner has come for."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: the signal a process gets when the thread that made it ends."""
 
@@ -61,13 +61,13 @@ class _Client:
 
 
 @dataclass(frozen=True)
-class _Legacy:
+class _HandOver:
     """What a server needs to survive its owner."""
 
     listener: socket.socket
-    """Where the heir asks for it."""
+    """Where the next owner asks for it."""
     parent: int
-    """A file descriptor that becomes readable when the owner's parent ends: there will be no heir."""
+    """A file descriptor that becomes readable when the owner's parent ends: there will be no next owner."""
 
     def close(self) -> None:
         self.listener.close()
@@ -80,14 +80,14 @@ class _Server:
     def __init__(
         self,
         control: socket.socket | None,
-        legacy: _Legacy | None,
+        hand_over: _HandOver | None,
         predecessor: socket.socket | None = None,
         *,
         is_for_tasks: bool,
     ) -> None:
         self._control = control
-        """None while an heir is waited for."""
-        self._legacy = legacy
+        """None while the next owner is waited for."""
+        self._hand_over = hand_over
         self._is_for_tasks = is_for_tasks
         """Its ranks are those of Flyte tasks."""
         self._relative = predecessor
@@ -105,16 +105,16 @@ class _Server:
         self._running = True
         self._end_at: float | None = None
         self._obey(control)
-        if legacy is not None:
-            self._selector.register(legacy.listener, selectors.EVENT_READ, self._welcome_heir)
-            self._selector.register(legacy.parent, selectors.EVENT_READ, self._end)
+        if hand_over is not None:
+            self._selector.register(hand_over.listener, selectors.EVENT_READ, self._welcome_next_owner)
+            self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
         self._needs_successor = predecessor is None
         self._has_successor = False
         """It has taken over the control socket."""
         self._succeed_at: float | None = None
 
     def serve(self) -> None:
-        """Until the owner says so, or dies without an heir."""
+        """Until the owner says so, or dies and nobody takes over."""
         while self._running:
             for key, _ in self._selector.select(self._patience()):
                 if isinstance(key.data, _Client):
@@ -141,10 +141,10 @@ class _Server:
     # ---- the owner
 
     def _obey(self, control: socket.socket | None) -> None:
-        """Serve the owner at this end of its socket, or nobody until the heir comes."""
+        """Serve the owner at this end of its socket, or nobody until the next owner comes."""
         self._control = control
         if control is None:
-            self._end_at = time.monotonic() + HEIR_PATIENCE
+            self._end_at = time.monotonic() + HAND_OVER_PATIENCE
         else:
             self._end_at = None
             self._selector.register(control, selectors.EVENT_READ, functools.partial(self._accept, control))
@@ -155,15 +155,15 @@ class _Server:
             self._control.close()
             self._control = None
 
-    def _welcome_heir(self) -> None:
-        if self._legacy is None:  # the successor has it
+    def _welcome_next_owner(self) -> None:
+        if self._hand_over is None:  # the successor has it
             return
-        heir, _ = self._legacy.listener.accept()
-        if not _is_of_this_user(heir):
-            heir.close()
+        next_owner, _ = self._hand_over.listener.accept()
+        if not _is_of_this_user(next_owner):
+            next_owner.close()
             return
         self._leave_owner()  # who may be dead already, and its socket kept open by a child of its own
-        self._obey(heir)
+        self._obey(next_owner)
 
     # ---- the successor
 
@@ -186,7 +186,7 @@ class _Server:
             packet, descriptors, _, _ = socket.recv_fds(theirs, MAX_PACKET, 1)
             if packet:
                 control = socket.socket(fileno=descriptors[0]) if descriptors else None
-                _Server(control, self._legacy, predecessor=theirs, is_for_tasks=self._is_for_tasks).serve()
+                _Server(control, self._hand_over, predecessor=theirs, is_for_tasks=self._is_for_tasks).serve()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -200,11 +200,11 @@ class _Server:
             socket.send_fds(successor, [b"."], [] if self._control is None else [self._control.fileno()])
             self._leave_owner()
             self._end_at = None
-            if self._legacy is not None:
-                for end in (self._legacy.listener, self._legacy.parent):
+            if self._hand_over is not None:
+                for end in (self._hand_over.listener, self._hand_over.parent):
                     self._selector.unregister(end)
-                self._legacy.close()
-                self._legacy = None
+                self._hand_over.close()
+                self._hand_over = None
             self._has_successor = True
         elif self._has_successor:  # it ended with the owner, or was killed: nobody hears the owner any more
             self._running = False
@@ -212,13 +212,13 @@ class _Server:
             self._selector.unregister(successor)
 
     def _accept(self, control: socket.socket) -> None:
-        if control is not self._control:  # the heir came in the same moment, or the successor
+        if control is not self._control:  # the next owner came in the same moment, or the successor
             return
         try:
             packet, descriptors, _, _ = socket.recv_fds(control, MAX_PACKET, 1)
         except ConnectionResetError:
             packet, descriptors = b"", []
-        if packet == END or (not packet and self._legacy is None):
+        if packet == END or (not packet and self._hand_over is None):
             self._end()
             return
         if not packet:
@@ -318,8 +318,8 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored; see `_be_rank`
         self._close_inherited()
-        if self._legacy is not None:
-            self._legacy.close()
+        if self._hand_over is not None:
+            self._hand_over.close()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
@@ -398,12 +398,12 @@ def _kill_session(pid: int, signum: int) -> None:
 
 
 def main(*, is_for_tasks: bool = False) -> None:
-    """Serve the owner of the socket whose descriptor is the first argument; two more are its legacy's."""
+    """Serve the owner of the socket whose descriptor is the first argument; two more are the hand-over's."""
     gc.enable()
-    control, *legacy = map(int, sys.argv[1:])
-    for descriptor in (control, *legacy):
+    control, *hand_over = map(int, sys.argv[1:])
+    for descriptor in (control, *hand_over):
         os.set_inheritable(descriptor, False)
-    left = _Legacy(socket.socket(fileno=legacy[0]), legacy[1]) if legacy else None
+    left = _HandOver(socket.socket(fileno=hand_over[0]), hand_over[1]) if hand_over else None
     _Server(socket.socket(fileno=control), left, is_for_tasks=is_for_tasks).serve()
 
 

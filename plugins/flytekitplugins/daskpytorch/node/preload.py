@@ -18,5 +18,5 @@ __all__ = ["dask_setup"]
 def dask_setup(worker: Worker) -> None:
     """Called by Dask in the worker."""
     if worker.nanny is not None:
-        fork_client.bequeath(worker.nanny)
+        fork_client.hand_over(worker.nanny)
     fork_client.start_ahead()

@@ -13,7 +13,7 @@ __all__ = ["CheckpointFile", "digest_of", "failure_path"]
 class CheckpointFile:
     """A whole checkpoint, written by `torch.save`."""
 
-    generation: int
+    attempt: int
     """The incarnation of the gang that wrote it."""
     step: int
     """The training step that it belongs to."""

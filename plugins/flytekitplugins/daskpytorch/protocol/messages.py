@@ -13,7 +13,6 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 __all__ = [
     "AgentOrder",
     "Arrived",
-    "Beat",
     "Broken",
     "Close",
     "Download",
@@ -21,6 +20,7 @@ __all__ = [
     "Exited",
     "Failed",
     "Fetch",
+    "Heartbeat",
     "Hello",
     "Leaving",
     "Lines",
@@ -104,7 +104,7 @@ class NotSent:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """The agent is alive; said every second."""
 
 
@@ -137,7 +137,7 @@ class Stop:
     """End all ranks: something failed, or the training is not to go on."""
 
     is_last: bool
-    """No other generation follows: rank 0 may take its time to close the Weights & Biases run."""
+    """No other attempt follows: rank 0 may take its time to close the Weights & Biases run."""
     reason: str | None = None
     """Why a training that did not fail is not to go on; goes into that run."""
 

@@ -32,7 +32,7 @@ class Job:
 
     gang: str
     """The gang's name."""
-    generation: int
+    attempt: int
     """Which incarnation of the gang; each has rendezvous keys of its own."""
     call: bytes
     """From `ship.pack_call`."""
@@ -44,7 +44,7 @@ class Job:
     timeout: float
     """Seconds for all ranks to meet."""
     checkpoint: CheckpointFile | None
-    """What the generation starts from."""
+    """What the attempt starts from."""
     pulse: float | None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
     flyte: FlyteSettings | None

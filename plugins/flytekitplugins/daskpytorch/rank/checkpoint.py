@@ -1,6 +1,6 @@
 """A rank's checkpoints: states copied at once, written in the background, whole or not at all. Runs in a rank.
 
-rank 0 --file--> its agent --connection--> the driver's vault; and back to every rank of the next generation.
+rank 0 --file--> its agent --connection--> the driver's checkpoints; and back to every rank of the next attempt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RankCheckpoint(Checkpoint):
         self,
         *,
         folder: Path,
-        generation: int,
+        attempt: int,
         start: CheckpointFile | None,
         is_main: bool,
         progress: Progress,
@@ -51,15 +51,15 @@ class RankCheckpoint(Checkpoint):
 
         Args:
             folder: The agent's: new files are left here, and what `start` names arrives here.
-            generation: The gang's present incarnation.
-            start: What the generation starts from.
+            attempt: The gang's present incarnation.
+            start: What the attempt starts from.
             is_main: Whether this is rank 0.
             progress: Notes the steps.
             announce: Called, in the writing thread, for each file that is whole.
             timeout: Seconds to wait for the file that `start` names.
         """
         self._folder = folder
-        self._generation = generation
+        self._attempt = attempt
         self._start = start
         self._is_main = is_main
         self._progress = progress
@@ -90,7 +90,7 @@ class RankCheckpoint(Checkpoint):
             self._writing.join(timeout)
 
     def load(self) -> Any | None:
-        """Read what this generation starts from.
+        """Read what this attempt starts from.
 
         Raises:
             OSError: The checkpoint did not arrive.
@@ -108,12 +108,12 @@ class RankCheckpoint(Checkpoint):
     def _write(self, state: Any, step: int) -> None:
         import torch
 
-        unfinished = self._folder / f"unfinished-{self._generation}-{step}"
+        unfinished = self._folder / f"unfinished-{self._attempt}-{step}"
         try:
             with unfinished.open("wb") as file:
                 torch.save(state, file)
             written = CheckpointFile(
-                generation=self._generation,
+                attempt=self._attempt,
                 step=step,
                 size=unfinished.stat().st_size,
                 digest=digest_of(unfinished),

@@ -232,14 +232,14 @@ def _join_gang(order: RankOrder) -> None:
 
 
 def _store(job: Job) -> Store:
-    """Where the ranks of a generation find each other."""
+    """Where the ranks of a attempt find each other."""
     from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if job.store is None:
         return HashStore()
     host, port = job.store
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
-    return PrefixStore(f"{job.gang}/{job.generation}", store)
+    return PrefixStore(f"{job.gang}/{job.attempt}", store)
 
 
 @functools.cache
@@ -276,7 +276,7 @@ def _context(order: RankOrder, link: _Link, tracker: wandb.Tracker | None, progr
     place = order.place
     checkpoint = RankCheckpoint(
         folder=Path(order.scratch),
-        generation=order.job.generation,
+        attempt=order.job.attempt,
         start=order.job.checkpoint,
         is_main=place.rank == 0,
         progress=progress,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import Inbox, Submission
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults, Submission
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.results.result_folder import MAX_FOLDERS, ResultFolder, ResultPathError
 
@@ -133,40 +133,41 @@ class DaskResultsHandler:
             TypeError: Not a future of a gang.
         """
         futures = list(futures)
-        inboxes = _inboxes(futures)
+        all_received = _all_received(futures)
         folder = ResultFolder(prefix)
         refusals: list[ResultPathError] = []
         pending = futures
         while pending:
             wait(pending, POLL_INTERVAL)
             pending = [future for future in pending if not future.done()]
-            for inbox in inboxes:  # after the look at the futures: what a gang submitted is here before they are done
-                refusals += write_out(inbox, folder, _keys.alive() - {self.pub_sub_key})
+            # After the look at the futures: what a gang submitted is here before they are done.
+            for received in all_received:
+                refusals += write_out(received, folder, _keys.alive() - {self.pub_sub_key})
         if raise_errors:
             _raise_first([*map(_error_of, futures), *refusals[:1]])
 
 
-def write_out(inbox: Inbox, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
+def write_out(received: ReceivedResults, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
     """Write what waits, but for results with the keys of other handlers; the refusals, each of which costs a line.
 
     Raises:
-        OSError: The folder cannot be written now; what is not written stays in the inbox.
+        OSError: The folder cannot be written now; what is not written is kept.
     """
-    claimed = inbox.claim(lambda key: key not in others)
+    claimed = received.claim(lambda key: key not in others)
     refusals = []
     try:
         while claimed:
             submission = claimed[0]
             try:
-                folder.write(submission.rank, submission.path, inbox.read(submission))
+                folder.write(submission.rank, submission.path, received.read(submission))
             except OSError:
                 raise
             except Exception as error:  # this one's own, which must not hold up those behind it
                 refusals.append(_refusal(error, submission, folder))
                 sys.stderr.write(f"{refusals[-1]}\n")
-            inbox.drop(claimed.popleft())
+            received.drop(claimed.popleft())
     finally:
-        inbox.restore(claimed)  # where the disk is full, or the user has interrupted it
+        received.restore(claimed)  # where the disk is full, or the user has interrupted it
     return refusals
 
 
@@ -200,17 +201,17 @@ class _LiveKeys:
 _keys = _LiveKeys()
 
 
-def _inboxes(futures: Iterable[Future[Any]]) -> list[Inbox]:
+def _all_received(futures: Iterable[Future[Any]]) -> list[ReceivedResults]:
     """Those of all the gangs, each once."""
-    inboxes = []
+    all_received = []
     for future in futures:
         if not isinstance(future, GangFuture):
             raise TypeError(
                 f"process_results takes what dispatch.run returned, or a list of such futures, not {future!r}"
             )
-        if future.inbox not in inboxes:
-            inboxes.append(future.inbox)
-    return inboxes
+        if future.received not in all_received:
+            all_received.append(future.received)
+    return all_received
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:

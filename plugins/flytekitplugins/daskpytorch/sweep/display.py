@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.process.screen import one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.redaction import without_secrets
 
-__all__ = ["Scoreboard"]
+__all__ = ["SweepDisplay"]
 
 COUNT_INTERVAL = 5.0
 """Seconds between plain lines that say how many models have ended."""
@@ -26,7 +26,7 @@ MAX_LABEL = 48
 """Characters of an experiment that are shown."""
 
 
-class Scoreboard:
+class SweepDisplay:
     """Shows all models of one `dispatch.map`, on standard error."""
 
     def __init__(self, num_models: int, console: Console | None = None) -> None:
@@ -93,7 +93,7 @@ class Scoreboard:
 
 
 class _Line(Observer):
-    def __init__(self, board: Scoreboard, name: str, experiment: str) -> None:
+    def __init__(self, board: SweepDisplay, name: str, experiment: str) -> None:
         self._board = board
         self._name = name
         self._experiment = experiment

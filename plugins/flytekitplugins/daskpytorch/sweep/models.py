@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.dask.residents import Residents
 from flytekitplugins.daskpytorch.driver import keys
 from flytekitplugins.daskpytorch.driver.call import named, request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
-from flytekitplugins.daskpytorch.driver.received import Inbox
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.running import running
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.rank.wandb import RunSettings, model_settings, sweep_settings
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
-from flytekitplugins.daskpytorch.sweep.display import Scoreboard
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.halving import Halving
 from flytekitplugins.daskpytorch.sweep.packing import Pool
 
@@ -56,7 +56,7 @@ def train_all(
     _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
     runs = _runs(pytorch_function, wandb) if wandb is not None else None
     settings = replace(settings, ranks_per_worker=cluster.ranks_per_worker(settings))
-    code, board = pack_code(), Scoreboard(len(experiments))
+    code, board = pack_code(), SweepDisplay(len(experiments))
     requests = [
         request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
         for experiment, size in zip(experiments, sizes, strict=True)
@@ -94,7 +94,7 @@ class ModelFuture(GangFuture):
     """
 
     def __init__(self, index: int, experiment: Any, log: _Log, cancel: Callable[[], bool]) -> None:
-        super().__init__(Inbox())
+        super().__init__(ReceivedResults())
         self.index = index
         """The experiment's place among all."""
         self.experiment = experiment
@@ -137,7 +137,7 @@ class _Model:
     num_workers: int
     request: Request
     line: Observer
-    """Of the scoreboard."""
+    """Of the sweep display."""
     log: _Log = field(default_factory=_Log)
     future: ModelFuture = field(init=False)
     gang: GangFutures | None = None
@@ -261,7 +261,7 @@ class ModelFutures(Sequence[ModelFuture]):
         observers = [model.line, model.log]
         if self._halving is not None:
             observers.append(self._halving.judge(model.index, model.line.noted))
-        supervisor = Supervisor(model.request, share, observers, inbox=model.future.inbox)
+        supervisor = Supervisor(model.request, share, observers, received=model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))

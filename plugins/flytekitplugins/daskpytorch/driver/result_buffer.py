@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
-__all__ = ["Kept", "Spool"]
+__all__ = ["Kept", "ResultBuffer"]
 
 MAX_IN_MEMORY = 1 << 20
 """Bytes; also why a thousand small gangs do not hold a thousand files open."""
@@ -31,7 +31,7 @@ class Kept:
     """... and its place there."""
 
 
-class Spool:
+class ResultBuffer:
     """Any thread may put, get and drop; a slow disk holds up only the one that puts."""
 
     def __init__(self) -> None:
