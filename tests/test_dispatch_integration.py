@@ -369,7 +369,7 @@ def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: 
 
 PRETEND = """
 import os
-from flytekitplugins.daskpytorch import node
+from flytekitplugins.daskpytorch.node import hardware as node
 
 node.gpus_here = lambda: {gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS"].split()}
 """

@@ -70,7 +70,7 @@ def test_no_import_is_left_for_two_threads_to_race_for() -> None:
     """As in a rank, which imports torch first."""
     script = """
 import importlib.util, sys, torch
-from flytekitplugins.daskpytorch import flyte
+from flytekitplugins.daskpytorch.flyte import context as flyte
 kinds = {name: object.__getattribute__(module, "__class__") for name, module in sys.modules.items()}
 print([name for name, kind in kinds.items() if kind is importlib.util._LazyModule])
 """

@@ -356,7 +356,7 @@ def test_handlers_and_children_of_a_ranks_code_heed_sigterm_as_everywhere(client
 OWNER = """
     import json, os, sys, time
     from multiprocessing.connection import Pipe
-    from flytekitplugins.daskpytorch import forkserver
+    from flytekitplugins.daskpytorch.node import fork_client as forkserver
 
     client = forkserver.connect()
     for key in (0, 1):
@@ -428,7 +428,7 @@ def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> Non
 WORKER = """
     import os, sys, time
     from multiprocessing.connection import Pipe
-    from flytekitplugins.daskpytorch import forkserver
+    from flytekitplugins.daskpytorch.node import fork_client as forkserver
 
     class Rank:
         def __reduce__(self):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 LOADING = """
     import multiprocessing, os, time
     from torch.utils.data import DataLoader
-    from flytekitplugins.daskpytorch import loaders
+    from flytekitplugins.daskpytorch.rank import loaders
 
     # Without a change of sys.path some editable installations of this package are not found; see `forkserver`.
     os.environ["PYTHONPATH"] = {folder!r}
@@ -59,7 +59,7 @@ def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) 
 STARTING = """
     import gc, os, weakref
     from torch.utils.data import DataLoader, Dataset
-    from flytekitplugins.daskpytorch import loaders
+    from flytekitplugins.daskpytorch.rank import loaders
 
     class Decoded(Dataset):
         def __len__(self):

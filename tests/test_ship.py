@@ -194,7 +194,7 @@ def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path
         from pathlib import Path
 
         sys.path.insert(0, sys.argv[1])
-        from flytekitplugins.daskpytorch import ship
+        from flytekitplugins.daskpytorch.protocol import code as ship
 
         call = ship.unpack_call(Path(sys.argv[2]).read_bytes())
         print(repr(call.function(*call.args, **call.kwargs)))
@@ -238,7 +238,7 @@ def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) 
 def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) -> None:
     script = """
         import torch
-        from flytekitplugins.daskpytorch import ship
+        from flytekitplugins.daskpytorch.protocol import code as ship
 
         def count(folder):
             return torch.tensor(len(folder.classes)).item()  # there is a torch.classes, of a type of its own
