@@ -468,7 +468,7 @@ def test_a_scheduler_that_is_busy_for_a_while_is_not_lost(cluster: Cluster, clie
 def test_a_scheduler_that_says_nothing_is_named(
     cluster: Cluster, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "FIRST_LOOK_TIMEOUT", 0.5)
+    monkeypatch.setattr(dask_agents, "FIRST_LOOK_TIMEOUT", 0.5)
     cluster.scheduler.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(GangStartError, match=rf"{cluster.address} is connected, but did not say within 0.5 s"):

@@ -29,7 +29,7 @@ import atexit
 import json
 from pathlib import Path
 from flytekitplugins.daskpytorch import Gang, dispatch
-from flytekitplugins.daskpytorch.node import fork_client as forkserver
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     results = run({SIZE})
     growth = mebibytes("VmHWM") - before
     print(json.dumps([[returned.mean().item() for returned in results], growth]))
-    forkserver.shutdown()
+    fork_client.shutdown()
 """
 
 
