@@ -28,6 +28,7 @@ from flytekitplugins.daskpytorch.image_decoder import (
     prepare,
 )
 from flytekitplugins.daskpytorch.image_index import ImageIndex
+from flytekitplugins.daskpytorch.rank_loader import RankLoader
 from flytekitplugins.daskpytorch.sampling import RankBatches, split_by_class
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "DaskPartitions",
     "ImageTooLargeError",
     "RankBatches",
+    "RankLoader",
     "S3ImageFolder",
     "Share",
     "split_by_class",
