@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
+from flytekitplugins.daskpytorch.data import RankLoader
 from tasks.checks import is_between, is_whole, raise_if_wrong
 from tasks.names import ALPHABET
-from tasks.together import gather_from_ranks, generators, set_generators, sum_over_ranks
+from tasks.together import sum_over_ranks
+from tasks.training import EpochMetrics as CommonMetrics
+from tasks.training import Rows, Trainer
 
 __all__ = [
     "CharLSTM",
@@ -97,21 +97,11 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochMetrics:
-    """One epoch, as the whole gang saw it."""
+class EpochMetrics(CommonMetrics):
+    """One epoch, as the whole gang saw it; losses are per character, padding left out."""
 
-    epoch: int
-    """1 … epochs."""
-    loss: float
-    """Mean cross-entropy in nats per character over the epoch's training steps, with dropout."""
-    held_out_loss: float
-    """The same over the held-out windows, at the end of the epoch and without dropout."""
-    held_out_accuracy: float
-    """The share of the held-out characters that the model ranks first."""
     samples_seen: int
     """Training windows that the ranks saw; equal to their number, or the training fails."""
-    samples_per_second: float
-    """Training windows per second of all ranks together."""
     epoch_seconds: float
     """Seconds that the epoch's training steps took, without the evaluation and what an interruption lost."""
 
@@ -124,38 +114,6 @@ class TrainingResult:
     """The trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""
     epochs: list[EpochMetrics]
     """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RankState:
-    """What only one rank knows of the training."""
-
-    loss_sum: float
-    """The loss over the windows that this rank saw in the epoch so far."""
-    generators: dict[str, Tensor]
-    """The states of torch's global random generators, by the type of device; they draw the dropout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainingState:
-    """A checkpoint: all that the steps to come depend on. The epoch that they are in is the one after `epochs`."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    step: int
-    """Steps taken in all epochs."""
-    epochs: list[EpochMetrics]
-    """Of the epochs that are over."""
-    order: Tensor
-    """The state of the generator that draws the epoch's order, before it did."""
-    position: int
-    """How many windows of that order the gang has been through: samples, since other ranks may cut other batches."""
-    times_seen: Tensor
-    """How often the ranks together saw each window in the epoch so far."""
-    seconds: float
-    """What the epoch took so far."""
-    ranks: list[_RankState]
-    """Of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,13 +246,8 @@ def train(
 
     The loss is the cross-entropy of the next character at all eight positions of a window, except where that next
     character is a blank: padding takes no skill to predict and would flatter the loss. Every window is seen exactly
-    once per epoch, in an order that all ranks draw alike from the seed, so that two ranks with batch size B make the
-    same steps as one rank with 2B. Seeds torch's global random generator.
-
-    Saves a checkpoint after each epoch, every `hp.checkpoint_interval` steps, and when the gang is to stop; then it
-    returns with what there is. Starts from the gang's checkpoint, where there is one: on a CPU and with as many ranks
-    as before, the weights and losses are bit for bit those of a training without interruption. With another number of
-    ranks it goes on with the next window, cutting the rest of the epoch into the batches of the new gang.
+    once per epoch, and two ranks with batch size B make the same steps as one rank with 2B. What becomes of
+    checkpoints and of a gang that is to stop, `Trainer` says.
 
     Args:
         training_windows: (num_windows, 9), as from `windows`.
@@ -310,216 +263,58 @@ def train(
             another number of training windows.
         RuntimeError: The ranks together did not see every training window exactly once, or `start` is of another model.
     """
-    rank = current_rank()
-    if len(training_windows) < rank.world_size:
-        raise ValueError(
-            f"{len(training_windows)} training windows are too few for {rank.world_size} ranks: every rank needs one. "
-            "Give more names, hold out fewer of them, or use fewer ranks."
-        )
     if not len(held_out_windows):
         raise ValueError("there are no held-out windows, so that no epoch can be judged; hold out at least one name")
-    trainer = _Trainer(training_windows, hp, start)
-    if (state := rank.checkpoint.load()) is not None:
-        trainer.resume(state)
-    trainer.run(held_out_windows)
-    return TrainingResult(state_dict=trainer.state_dict(), epochs=trainer.epochs)
+    trainer = _Trainer(training_windows, held_out_windows, hp, start)
+    trainer.train()
+    return TrainingResult(state_dict=trainer.weights(), epochs=trainer.epochs)
 
 
-class _Trainer:
+class _Trainer(Trainer):
     """One rank's part in the training."""
 
-    def __init__(self, training_windows: Tensor, hp: Hyperparameters, start: Mapping[str, Tensor] | None) -> None:
-        self.rank = current_rank()
-        self.hp = hp
-        self.windows = training_windows.to(self.rank.device)
-        self.num_targets = _is_target(self.windows).sum(dim=1)
-        self.global_batch_size = hp.batch_size * self.rank.world_size
-        self.step = 0
-        self.epochs: list[EpochMetrics] = []
-        self.order = torch.Generator().manual_seed(hp.seed)
-        self._start_epoch()
-        self.num_steps = self._count_steps()
-        torch.manual_seed(hp.seed)  # the same initial weights on every rank …
-        self.model = CharLSTM(hp.dropout).to(self.rank.device)
-        if start:
-            self.model.load_state_dict(start)
-        else:
-            self._start_from_frequencies()
-        self.gang_model = DistributedDataParallel(self.model) if self.rank.world_size > 1 else self.model
-        torch.manual_seed(hp.seed + self.rank.rank + 1)  # … but dropout of its own
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=hp.learning_rate, fused=True)
-        if self.rank.is_main and self.global_batch_size > len(self.windows):
-            logger.warning(
-                "batch_size=%d on %d ranks is more than the %d training windows: every epoch is one step",
-                hp.batch_size,
-                self.rank.world_size,
-                len(self.windows),
-            )
+    def __init__(
+        self, training: Tensor, held_out: Tensor, hp: Hyperparameters, start: Mapping[str, Tensor] | None
+    ) -> None:
+        self.held_out = held_out
+        self.num_targets = _is_target(training).sum(dim=1)
+        device = current_rank().device
+        torch.manual_seed(hp.seed)  # the same initial weights on every rank
+        model = CharLSTM(hp.dropout).to(device)
+        model.load_state_dict(start or model.state_dict() | {"dense.bias": _frequencies(training)})
+        super().__init__(
+            model,
+            torch.optim.Adam(model.parameters(), lr=hp.learning_rate, fused=True),
+            RankLoader(Rows(training.to(device)), hp.batch_size, seed=hp.seed, collate_fn=tuple),
+            epochs=hp.epochs,
+            seed=hp.seed,
+            log_interval=hp.log_interval,
+            checkpoint_interval=hp.checkpoint_interval,
+        )
 
-    def _start_from_frequencies(self) -> None:
-        """Let the model know how frequent each character is, or it would spend its first hundred steps on that."""
-        counts = torch.bincount(self.windows[:, 1:][_is_target(self.windows)], minlength=NUM_SYMBOLS) + 1
-        with torch.no_grad():
-            self.model.dense.bias.copy_((counts / counts.sum()).log())
+    def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over the characters of the gang's batch; its sum over this rank's, and how many these are."""
+        loss_sum = _predict(self.gang_model, windows)[2].sum() * bool(self.loader.weight)
+        # DDP takes the mean of the ranks' gradients, as if every rank had equally many characters.
+        loss = loss_sum * self.rank.world_size / self.num_targets[self.loader.global_batch].sum()
+        num_targets = torch.full_like(loss_sum, self.num_targets[self.loader.share].sum())
+        return loss, torch.stack([loss_sum.detach(), num_targets]).double()
 
-    def run(self, held_out_windows: Tensor) -> None:
-        """Train to the end of the last epoch, or until the gang is to stop."""
-        while len(self.epochs) < self.hp.epochs:
-            if not self._take_steps():
-                return
-            self._end_epoch(held_out_windows)
-            self._save()
+    def try_out(self) -> Tensor:
+        return _predict(self.gang_model, self.held_out[:1].to(self.rank.device))[2].sum()
 
-    def resume(self, state: _TrainingState) -> None:
-        """Go on from a checkpoint; every rank is given the same.
-
-        Raises:
-            ValueError: It is the checkpoint of another number of windows.
-        """
-        if len(state.times_seen) != len(self.windows):
-            raise ValueError(
-                f"the checkpoint of step {state.step} was saved with {len(state.times_seen)} training windows, but now "
-                f"there are {len(self.windows)}. The likely cause is that the data changed between two starts of the "
-                "task; give it the same data, or start a new execution."
-            )
-        # After its first backward pass DDP deals the gradients out anew, and with them the order in which the ranks add
-        # them up. That pass is made here, for nothing, so that all steps to come add as they would have.
-        _predict(self.gang_model, self.windows[:1])[2].sum().backward()
-        self.model.load_state_dict(state.model)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.step = state.step
-        self.epochs = list(state.epochs)
-        self.order.set_state(state.order)
-        self._start_epoch()
-        self.position = state.position
-        self.started -= state.seconds
-        self.num_steps = self._count_steps()
-        if self.rank.rank < len(state.ranks):  # else the rank is new, and keeps the generators that it seeded
-            own = state.ranks[self.rank.rank]
-            self.loss_sum += own.loss_sum
-            set_generators(own.generators)
-        if self.rank.is_main:  # takes what the ranks found together, and the sums of ranks that are gone
-            self.times_seen += state.times_seen.to(self.rank.device)
-            self.loss_sum += sum(gone.loss_sum for gone in state.ranks[self.rank.world_size :])
-        logger.info("goes on after step %d, in epoch %d", self.step, len(self.epochs) + 1)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights as CPU tensors, under the names that a `CharLSTM` without a gang gives them."""
-        return {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
-
-    def _count_steps(self) -> int:
-        """How many steps there will be at the end: those taken, and those left with batches of this gang's size."""
-        this_epoch = math.ceil((len(self.windows) - self.position) / self.global_batch_size)
-        later_epochs = self.hp.epochs - len(self.epochs) - 1  # -1 after the last, when it makes up for "this"
-        return self.step + this_epoch + later_epochs * math.ceil(len(self.windows) / self.global_batch_size)
-
-    def _start_epoch(self) -> None:
-        """Before the first window of an epoch."""
-        self.started = time.perf_counter()
-        self.position = 0
-        self.order_state = self.order.get_state()
-        self.times_seen = torch.zeros(len(self.windows), dtype=torch.int32, device=self.rank.device)
-        # The loss stays on the device: to read it at every step would make the host wait for each.
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.rank.device)
-
-    def _take_steps(self) -> bool:
-        """See the windows that are left of the epoch; False if the gang is to stop before it is over."""
-        self.model.train()
-        for batch, share in self._batches():
-            self.times_seen[share] += 1
-            batch_loss = self._take_step(batch, share)
-            self.loss_sum += batch_loss
-            self.position += len(batch)
-            if self.step % self.hp.log_interval == 0:
-                self._log_step(batch, batch_loss)
-            stops = self.rank.should_stop()
-            if stops or self._is_save_due():
-                self._save()
-            if stops:
-                return False
-        return True
-
-    def _end_epoch(self, held_out_windows: Tensor) -> None:
-        """Evaluate, report, and be ready for the next epoch."""
-        samples_seen = self._count_samples()
-        loss = float(sum_over_ranks(self.loss_sum) / self.num_targets.sum())
-        seconds = time.perf_counter() - self.started
-        evaluation = evaluate(self.model, held_out_windows)
-        metrics = EpochMetrics(
+    def judge(self, sums: Tensor, seconds: float) -> EpochMetrics:
+        evaluation = evaluate(self.model, self.held_out)
+        loss_sum, num_targets = sums.tolist()
+        return EpochMetrics(
             epoch=len(self.epochs) + 1,
-            loss=loss,
+            loss=loss_sum / num_targets,
             held_out_loss=evaluation.loss,
             held_out_accuracy=evaluation.accuracy,
-            samples_seen=samples_seen,
-            samples_per_second=samples_seen / seconds,
+            samples_seen=self.loader.num_items,
+            samples_per_second=self.loader.num_items / seconds,
             epoch_seconds=seconds,
         )
-        self.rank.log(asdict(metrics), step=self.step, num_steps=self.num_steps)
-        self.epochs.append(metrics)
-        self._start_epoch()
-
-    def _is_save_due(self) -> bool:
-        """Whether to save within the epoch; at its end that is done after the evaluation."""
-        interval = self.hp.checkpoint_interval
-        return interval > 0 and self.step % interval == 0 and self.position < len(self.windows)
-
-    def _save(self) -> None:
-        """Save a checkpoint; all ranks call this at the same steps, since each has something to tell."""
-        own = _RankState(loss_sum=float(self.loss_sum), generators=generators())
-        state = _TrainingState(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            step=self.step,
-            epochs=self.epochs,
-            order=self.order_state,
-            position=self.position,
-            times_seen=sum_over_ranks(self.times_seen.clone()),
-            seconds=time.perf_counter() - self.started,
-            ranks=gather_from_ranks(own),
-        )
-        self.rank.checkpoint.save(state, self.step)
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches that are left of the epoch, and this rank's share of each, as indices of windows.
-
-        All ranks draw the same permutation and cut it alike. Of the last batch the shares may differ in size, down to
-        no window at all.
-        """
-        order = torch.randperm(len(self.windows), generator=self.order).to(self.rank.device)
-        for start in range(self.position, len(order), self.global_batch_size):
-            batch = order[start : start + self.global_batch_size]
-            yield batch, batch.tensor_split(self.rank.world_size)[self.rank.rank]
-
-    def _take_step(self, batch: Tensor, share: Tensor) -> Tensor:
-        """Follow the gradient of the batch's mean loss; returns the loss summed over this rank's share."""
-        # A rank without a window runs one with weight zero, since the others wait for its gradients.
-        windows = self.windows[share if len(share) else batch[:1]]
-        loss_sum = _predict(self.gang_model, windows)[2].sum() * (len(share) > 0)
-        # DDP takes the mean of the ranks' gradients, as if every rank had equally many characters.
-        loss = loss_sum * self.rank.world_size / self.num_targets[batch].sum()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.step += 1
-        return loss_sum.detach()
-
-    def _log_step(self, batch: Tensor, batch_loss: Tensor) -> None:
-        """Report the loss over the gang's batch; all ranks call this at the same steps."""
-        loss = sum_over_ranks(batch_loss.clone()) / self.num_targets[batch].sum()
-        samples_per_second = self.position / (time.perf_counter() - self.started)
-        metrics = {"epoch": len(self.epochs) + 1, "loss": loss, "samples_per_second": samples_per_second}
-        self.rank.log(metrics, step=self.step, num_steps=self.num_steps)
-
-    def _count_samples(self) -> int:
-        """How many windows the ranks saw in this epoch, after proof that it was each of them once."""
-        times_seen = sum_over_ranks(self.times_seen)
-        if not bool((times_seen == 1).all()):
-            raise RuntimeError(
-                f"the ranks saw {int((times_seen == 0).sum())} of {len(times_seen)} training windows not at all and "
-                f"{int((times_seen > 1).sum())} more than once, but each must be seen once. The likely cause is that "
-                "the ranks were given different windows or seeds; give all of them the same."
-            )
-        return int(times_seen.sum())
 
 
 @torch.no_grad()
@@ -681,6 +476,12 @@ def _tree_of(characters: Tensor) -> _Tree:
         prefixes.append(prefix + offset)
         offset += len(distinct)
     return _Tree(symbols=symbols, parents=parents, prefixes=torch.stack(prefixes, dim=1))
+
+
+def _frequencies(windows: Tensor) -> Tensor:
+    """What lets a model know how frequent each character is, or it would spend its first hundred steps on that."""
+    counts = torch.bincount(windows[:, 1:][_is_target(windows)], minlength=NUM_SYMBOLS) + 1
+    return (counts / counts.sum()).log()
 
 
 def _is_target(windows: Tensor) -> Tensor:

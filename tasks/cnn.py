@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
+from flytekitplugins.daskpytorch.data import RankLoader
 from tasks.checks import is_number, is_whole, raise_if_wrong
 from tasks.digits import Digits, DigitSet
 from tasks.pictures import predictions_table
 from tasks.together import sum_over_ranks
+from tasks.training import EpochMetrics, Rows, Trainer
 
-__all__ = ["CNN", "EpochMetrics", "Evaluation", "Hyperparameters", "Recorded", "TrainingResult", "evaluate", "train"]
+__all__ = ["CNN", "Evaluation", "Hyperparameters", "Recorded", "TrainingResult", "evaluate", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,22 +107,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochMetrics:
-    """One epoch, as the whole gang saw it."""
-
-    epoch: int
-    """1 … epochs."""
-    loss: float
-    """Mean cross-entropy in nats per image over the epoch's training steps."""
-    held_out_loss: float
-    """The same over the test set, at the end of the epoch."""
-    held_out_accuracy: float
-    """The share of the test images whose digit the model ranks first."""
-    samples_per_second: float
-    """Training images per second of all ranks together."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingResult:
     """What a training run leaves; the same on every rank."""
 
@@ -133,17 +116,6 @@ class TrainingResult:
     """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
     evaluation: Evaluation | None
     """That of the last epoch; None if none came to its end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainingState:
-    """A checkpoint at the end of an epoch: all that the steps to come depend on."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    step: int
-    epochs: list[EpochMetrics]
-    evaluation: Evaluation
 
 
 class CNN(nn.Module):
@@ -189,11 +161,7 @@ def train(digits: Digits, hp: Hyperparameters, recorded: Recorded = Recorded()) 
     """Train a `CNN` together with the other ranks of the gang; every rank calls this with the same arguments.
 
     Gangs of any size start from the same weights and draw the same order, and cut it into the same batches where their
-    ranks can share them evenly; at the end of an epoch, ranks that miss an image get one from its beginning again.
-    Seeds torch's global random generator.
-
-    Saves a checkpoint after each epoch, and goes on after the last whole epoch where the gang has one. Returns at once,
-    with what there is, when the gang is to stop.
+    ranks can share them evenly. What becomes of checkpoints and of a gang that is to stop, `Trainer` says.
 
     Args:
         digits: What to train on, and to test on after every epoch.
@@ -201,138 +169,83 @@ def train(digits: Digits, hp: Hyperparameters, recorded: Recorded = Recorded()) 
         recorded: What rank 0 records besides the curves.
 
     Raises:
-        ValueError: `hp.backend` is nccl and this rank has no GPU.
+        ValueError: `hp.backend` is nccl and this rank has no GPU, or there are fewer digits than ranks.
     """
     trainer = _Trainer(digits, hp, recorded)
-    if (state := current_rank().checkpoint.load()) is not None:
-        trainer.resume(state)
-    trainer.run()
-    return TrainingResult(state_dict=trainer.state_dict(), epochs=trainer.epochs, evaluation=trainer.evaluation)
+    trainer.train()
+    return TrainingResult(state_dict=trainer.weights(), epochs=trainer.epochs, evaluation=trainer.evaluation)
 
 
-class _Trainer:
+class _Trainer(Trainer):
     """One rank's part in the training."""
 
     def __init__(self, digits: Digits, hp: Hyperparameters, recorded: Recorded) -> None:
-        self.rank = current_rank()
-        self.hp = hp
-        self.recorded = recorded
-        self.group = _group(hp.backend)
-        self.training, self.test = (part.to(self.rank.device) for part in (digits.training, digits.test))
-        self.sampler: DistributedSampler[int] = DistributedSampler(
-            range(len(self.training)), num_replicas=self.rank.world_size, rank=self.rank.rank, seed=hp.seed
-        )
-        self.batch_size = math.ceil(hp.batch_size / self.rank.world_size)
-        self.num_steps = hp.epochs * math.ceil(len(self.sampler) / self.batch_size)
-        self.step = 0
-        self.epochs: list[EpochMetrics] = []
+        rank = current_rank()
+        self.hp, self.recorded = hp, recorded
+        self.test = digits.test.to(rank.device)
         self.evaluation: Evaluation | None = None
+        group = _group(hp.backend)
         torch.manual_seed(hp.seed)  # the same initial weights, whatever the number of ranks
-        self.model = CNN().to(self.rank.device)
-        self.gang_model = (
-            DistributedDataParallel(self.model, process_group=self.group) if self.rank.world_size > 1 else self.model
+        model = CNN().to(rank.device)
+        training = digits.training.to(rank.device)
+        batch_size = math.ceil(hp.batch_size / rank.world_size)
+        super().__init__(
+            model,
+            torch.optim.SGD(model.parameters(), lr=hp.learning_rate, momentum=hp.sgd_momentum),
+            RankLoader(Rows(training.images, training.labels), batch_size, seed=hp.seed, collate_fn=tuple),
+            epochs=hp.epochs,
+            seed=hp.seed,
+            log_interval=hp.log_interval,
+            group=group,
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=hp.learning_rate, momentum=hp.sgd_momentum)
         if recorded.gradients:
             self.rank.watch(self.model)
 
-    def run(self) -> None:
-        """Train to the end of the last epoch, or until the gang is to stop."""
-        while len(self.epochs) < self.hp.epochs:
-            self._start_epoch()
-            if not self._take_steps():
-                return
-            self._end_epoch()
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over this rank's share, weighted; its sum, and the number of images."""
+        loss = F.cross_entropy(self.gang_model(images), labels)
+        count = torch.full_like(loss, len(self.loader.share))
+        return loss * self.loader.weight, torch.stack([loss.detach() * count, count]).double()
 
-    def resume(self, state: _TrainingState) -> None:
-        """Go on after the last epoch of a checkpoint; every rank is given the same."""
-        self.model.load_state_dict(state.model)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.step = state.step
-        self.epochs = list(state.epochs)
-        self.evaluation = state.evaluation
-        logger.info("goes on after epoch %d, step %d", len(self.epochs), self.step)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights as CPU tensors, under the names that a `CNN` without a gang gives them."""
-        return {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
-
-    def _start_epoch(self) -> None:
-        """Before the first step of an epoch."""
-        self.started = time.perf_counter()
-        self.num_seen = 0
-        # The loss stays on the device: to read it at every step would make the host wait for each.
-        self.loss_sum = torch.zeros((), device=self.rank.device)
-        self.sampler.set_epoch(len(self.epochs))
-        self.model.train()
-
-    def _take_steps(self) -> bool:
-        """See this rank's share of the epoch; False if the gang is to stop before it is over."""
-        for share in torch.tensor(list(self.sampler), device=self.rank.device).split(self.batch_size):
-            loss = self._take_step(share)
-            self.loss_sum += loss * len(share)
-            self.num_seen += len(share)
-            if self.step % self.hp.log_interval == 0:
-                self._log_step(loss)
-            if self.rank.should_stop():
-                return False
-        return True
-
-    def _take_step(self, share: Tensor) -> Tensor:
-        """Follow the gradient of the mean loss; returns it for this rank's share."""
+    def follow(self, loss: Tensor) -> None:
+        """As always, by a step whose size falls evenly to zero."""
         for parameters in self.optimizer.param_groups:
-            parameters["lr"] = self.hp.learning_rate * (1 - self.step / self.num_steps)
-        loss = F.cross_entropy(self.gang_model(self.training.images[share]), self.training.labels[share])
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.step += 1
-        return loss.detach()
+            parameters["lr"] = self.hp.learning_rate * (1 - (self.step - 1) / self.num_steps)
+        super().follow(loss)
 
-    def _log_step(self, loss: Tensor) -> None:
-        """Report the loss over the gang's batch; all ranks call this at the same steps."""
-        metrics = {
-            "epoch": len(self.epochs) + 1,
-            "loss": sum_over_ranks(loss.clone(), self.group) / self.rank.world_size,  # all shares are of one size
-            "samples_per_second": self._samples_per_second(),
-        }
-        self.rank.log(metrics, step=self.step, num_steps=self.num_steps)
+    def try_out(self) -> Tensor:
+        return self.gang_model(self.test.images[:1]).sum()
 
-    def _end_epoch(self) -> None:
-        """Evaluate, report and save."""
-        loss = float(sum_over_ranks(self.loss_sum, self.group)) / (self.num_seen * self.rank.world_size)
-        samples_per_second = self._samples_per_second()
+    def judge(self, sums: Tensor, seconds: float) -> EpochMetrics:
         self.evaluation = evaluate(self.model, self.test, self.hp.test_batch_size, self.group)
-        metrics = EpochMetrics(
+        loss_sum, count = sums.tolist()
+        return EpochMetrics(
             epoch=len(self.epochs) + 1,
-            loss=loss,
+            loss=loss_sum / count,
             held_out_loss=self.evaluation.loss,
             held_out_accuracy=self.evaluation.accuracy,
-            samples_per_second=samples_per_second,
+            samples_per_second=count / seconds,
         )
-        self.epochs.append(metrics)
-        self.rank.log(asdict(metrics) | self._table(self.evaluation), step=self.step, num_steps=self.num_steps)
-        state = _TrainingState(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            step=self.step,
-            epochs=self.epochs,
-            evaluation=self.evaluation,
-        )
-        self.rank.checkpoint.save(state, self.step)
 
-    def _samples_per_second(self) -> float:
-        return self.num_seen * self.rank.world_size / (time.perf_counter() - self.started)
+    def shown(self, metrics: EpochMetrics) -> dict[str, Any]:
+        """With the predictions to record, on rank 0; where there is no run for them, they go nowhere."""
+        return super().shown(metrics) | self._table()
 
-    def _table(self, evaluation: Evaluation) -> dict[str, Any]:
-        """The predictions to record, on rank 0; where there is no run for them, they go nowhere."""
-        if not (self.rank.is_main and self.recorded.num_batches and self.recorded.num_images):
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"evaluation": self.evaluation}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        super().resume(state)
+        self.evaluation = state["evaluation"]
+
+    def _table(self) -> dict[str, Any]:
+        if not (self.rank.is_main and self.recorded.num_batches and self.recorded.num_images and self.evaluation):
             return {}
         try:
             table = predictions_table(
                 self.test.images,
                 self.test.labels,
-                evaluation.scores,
+                self.evaluation.scores,
                 batch_size=self.hp.test_batch_size,
                 num_batches=self.recorded.num_batches,
                 num_images=self.recorded.num_images,

@@ -5,12 +5,9 @@ There is neither Flyte nor Dask in here: `current_rank()` says who this process 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import multiprocessing
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -18,22 +15,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Subset
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
-from flytekitplugins.daskpytorch.data import RankBatches, split_by_class
+from flytekitplugins.daskpytorch.data import RankLoader, split_by_class
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from tasks import backbones
 from tasks.backbones import Classifier, Start
 from tasks.checks import is_between, is_number, is_whole, raise_if_wrong
 from tasks.records import EVALUATION, TRAINING, Record, as_files
-from tasks.together import gather_from_ranks, generators, set_generators, sum_over_ranks
+from tasks.together import sum_over_ranks
+from tasks.training import EpochMetrics as CommonMetrics
+from tasks.training import Trainer
 
-__all__ = ["EpochMetrics", "Hyperparameters", "Pictures", "TrainingResult", "read", "split", "train", "transform"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["EpochMetrics", "Hyperparameters", "Pictures", "TrainingResult", "split", "train", "transform"]
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("raise", "skip")
@@ -152,23 +148,13 @@ class Hyperparameters(StrictInputs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochMetrics:
-    """One epoch, as the whole gang saw it."""
+class EpochMetrics(CommonMetrics):
+    """One epoch, as the whole gang saw it; losses are per image."""
 
-    epoch: int
-    """1 … epochs."""
-    loss: float
-    """Mean cross-entropy in nats per image over the epoch's training steps."""
     accuracy: float
     """The share of the training images whose class the model ranked first when it saw them."""
-    held_out_loss: float
-    """The same over the held-out images, at the end of the epoch."""
-    held_out_accuracy: float
-    """The share of the held-out images whose class the model ranks first."""
     learning_rate: float
     """That of the epoch's steps."""
-    samples_per_second: float
-    """Training images per second of all ranks together, as far as this process has seen the epoch."""
     num_skipped: int
     """Images that all ranks together left out as broken, in training and evaluation; see `on_error`."""
     waiting_share: float
@@ -185,62 +171,6 @@ class TrainingResult:
     """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
     records: list[Record]
     """This rank's statistics; on rank 0 also those of ranks that are gone."""
-
-
-@dataclass
-class _Sums:
-    """What was found so far in a phase of an epoch."""
-
-    loss: float = 0.0
-    correct: int = 0
-    count: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RankState:
-    """What only one rank knows of the training."""
-
-    sums: _Sums
-    records: list[Record]
-    generators: dict[str, Tensor]
-    """The states of torch's global random generators, by the type of device; they draw the dropout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainingState:
-    """A checkpoint: all that the steps to come depend on. The epoch that they are in is the one after `epochs`."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    scaler: dict[str, Any]
-    classes: list[str]
-    num_training: int
-    step: int
-    """Steps taken in all epochs."""
-    num_seen: int
-    """Images of the epoch that all ranks together have been given: other ranks may cut other batches."""
-    epochs: list[EpochMetrics]
-    ranks: list[_RankState]
-    """Of each rank."""
-
-
-class _Batches(Dataset[Any]):
-    """Lets a rank have no image at all, as it may after a restart with more ranks than there are images left."""
-
-    def __init__(self, pictures: Pictures) -> None:
-        self.pictures = pictures
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-        return read(self.pictures, indices) if indices else []
-
-
-def read(pictures: Pictures, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-    """Some pictures, all at once where they can be had so, and without those that it leaves out."""
-    if hasattr(pictures, "__getitems__"):
-        found: list[tuple[Tensor, int]] = pictures.__getitems__(indices)
-        return found
-    return [pictures[index] for index in indices]
 
 
 def transform(hp: Hyperparameters) -> Callable[[Any], Tensor]:
@@ -264,13 +194,8 @@ def split(pictures: Pictures, hp: Hyperparameters) -> tuple[list[int], list[int]
 def train(pictures: Pictures, hp: Hyperparameters, start: Start | None = None) -> TrainingResult:
     """Train together with the other ranks of the gang; every rank calls this with the same arguments.
 
-    All ranks together see each training image exactly once per epoch, and evaluate each held-out one once after it.
-    Seeds torch's global random generator.
-
-    Saves a checkpoint after each epoch, every `hp.checkpoint_interval` steps, and when the gang is to stop; then it
-    returns with what there is. Starts from the gang's checkpoint, where there is one: on a CPU and with as many ranks
-    as before, the weights and losses are bit for bit those of a training without interruption. With another number of
-    ranks it goes on with the next image, and the learning rate of as many ranks.
+    Each held-out image is evaluated once after every epoch. With another number of ranks than before, a training goes
+    on with the learning rate of as many. What becomes of checkpoints and of a gang that is to stop, `Trainer` says.
 
     Args:
         pictures: With `transform(hp)`.
@@ -282,90 +207,87 @@ def train(pictures: Pictures, hp: Hyperparameters, start: Start | None = None) -
             checkpoint is that of other pictures.
         RuntimeError: The ranks together did not see every image exactly once.
     """
-    trainer = _Trainer(pictures, hp, start)
-    if (state := current_rank().checkpoint.load()) is not None:
-        trainer.resume(state)
-    trainer.run()
+    trainer = _Trainer(pictures, hp, start or Start(weights={}))
+    trainer.train()
     return TrainingResult(classifier=trainer.model.eval(), epochs=trainer.epochs, records=trainer.records)
 
 
-class _Trainer:
+class _Trainer(Trainer):
     """One rank's part in the training."""
 
-    def __init__(self, pictures: Pictures, hp: Hyperparameters, start: Start | None) -> None:
-        self.rank = current_rank()
+    model: Classifier
+
+    def __init__(self, pictures: Pictures, hp: Hyperparameters, start: Start) -> None:
         self.hp = hp
+        rank = current_rank()
         training, held_out = split(pictures, hp)
-        self.num_training, self.num_held_out = len(training), len(held_out)
-        self.batches = RankBatches(training, hp.batch_size, seed=hp.seed)
-        self.tests = RankBatches(held_out, hp.batch_size, shuffle=False)
-        self.training_loader = self._loader(pictures, self.batches)
-        self.test_loader = self._loader(pictures, self.tests)
-        torch.manual_seed(hp.seed)  # the same initial weights on every rank …
-        self.model = Classifier(hp.backbone, pictures.classes)
-        backbones.load_start(self.model.model, start or Start(weights={}), pictures.classes)
-        self.model.to(self.rank.device)
-        torch.manual_seed(hp.seed + self.rank.rank + 1)  # … but dropout of its own
-        # Frozen weights have no gradients, and the optimizer passes over them.
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=hp.base_lr * self.rank.world_size, momentum=hp.momentum
-        )
-        self.scheduler = ReduceLROnPlateau(self.optimizer, patience=hp.patience)
-        self.precision = _precision(hp.precision, self.rank.device)
-        self.scaler = torch.amp.GradScaler(self.rank.device.type, enabled=self.precision == torch.float16)  # type: ignore[attr-defined]
-        self.step = 0
-        self.epochs: list[EpochMetrics] = []
-        self.records: list[Record] = []
+        self.tests = RankLoader(Subset(pictures, held_out), hp.batch_size, shuffle=False, **_options(hp))
         self.results = DaskResultsHandler()
-        self._start_epoch()
-        self._wrap()
+        self.precision = _precision(hp.precision, rank.device)
+        self.scaler = torch.amp.GradScaler(rank.device.type, enabled=self.precision == torch.float16)
+        self.unread: list[tuple[int, Tensor]] = []
+        torch.manual_seed(hp.seed)  # the same initial weights on every rank
+        model = Classifier(hp.backbone, pictures.classes)
+        backbones.load_start(model.model, start, pictures.classes)
+        model.to(rank.device)
+        # Frozen weights have no gradients, and the optimizer passes over them.
+        optimizer = torch.optim.SGD(model.parameters(), lr=hp.base_lr * rank.world_size, momentum=hp.momentum)
+        self.scheduler = ReduceLROnPlateau(optimizer, patience=hp.patience)
+        super().__init__(
+            model,
+            optimizer,
+            RankLoader(Subset(pictures, training), hp.batch_size, seed=hp.seed, **_options(hp)),
+            epochs=hp.epochs,
+            seed=hp.seed,
+            log_interval=hp.log_interval,
+            checkpoint_interval=hp.checkpoint_interval,
+        )
+        self.parts |= {"scheduler": self.scheduler, "scaler": self.scaler}
 
-    def run(self) -> None:
-        """Train to the end of the last epoch, or until the gang is to stop."""
-        while len(self.epochs) < self.hp.epochs:
-            if not self._take_steps():
-                return
-            self._end_epoch()
-            self._save()
+    # ---- Steps
 
-    def resume(self, state: _TrainingState) -> None:
-        """Go on from a checkpoint; every rank is given the same.
+    # ---- Steps
 
-        Raises:
-            ValueError: It is the checkpoint of other pictures.
-        """
-        if (state.classes, state.num_training) != (self.model.classes, self.num_training):
-            raise ValueError(
-                f"the checkpoint of step {state.step} was saved with {state.num_training} training images of "
-                f"{len(state.classes)} classes, but now there are {self.num_training} of {len(self.model.classes)}. "
-                "The likely cause is that the bucket changed between two starts of the task; start a new execution."
-            )
-        self.step, self.epochs = state.step, list(state.epochs)
-        self._start_epoch(state.num_seen)
-        self._wrap()
-        self.model.model.load_state_dict(state.model)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.scheduler.load_state_dict(state.scheduler)
-        self.scaler.load_state_dict(state.scaler)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= self.rank.world_size / len(state.ranks)
-        if self.rank.rank < len(state.ranks):  # else the rank is new, and keeps the generators that it seeded
-            own = state.ranks[self.rank.rank]
-            set_generators(own.generators)
-        self._take_over(state.ranks)
-        logger.info("goes on after step %d, in epoch %d", self.step, len(self.epochs) + 1)
+    def wrap(self) -> None:
+        self.model.requires_grad_(not self._is_frozen)
+        backbones.head_of(self.model)[1].requires_grad_(requires_grad=True)
+        self.model.eval()  # trying it out is to leave no trace
+        super().wrap()
 
-    def _take_over(self, ranks: Sequence[_RankState]) -> None:
-        """Keep what this rank has found; rank 0 also keeps that of ranks that are gone."""
-        kept = ranks[self.rank.rank : self.rank.rank + 1]
-        if self.rank.is_main:
-            kept = [*kept, *ranks[self.rank.world_size :]]
-        self.records = [record for state in kept for record in state.records]
-        for state in kept:
-            self.sums.loss += state.sums.loss
-            self.sums.correct += state.sums.correct
-            self.sums.count += state.sums.count
-        self._submit(self.records)  # the driver may be another one
+    def try_out(self) -> Tensor:
+        blank = torch.zeros(1, 3, self.hp.crop, self.hp.crop, device=self.rank.device)
+        return self.gang_model(blank).sum()
+
+    def set_mode(self) -> None:
+        """Thaw the backbone when it is time; frozen layers do not even count the means of their batch normalisation."""
+        if self._is_frozen == next(self.model.parameters()).requires_grad:
+            self.wrap()
+        self.model.train(not self._is_frozen)
+        backbones.head_of(self.model)[1].train()
+
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss_sum, sums = self._score(self.gang_model, images, labels)
+        is_own = bool(self.loader.weight)
+        sums *= is_own
+        self.unread.append((self.step, sums))
+        # DDP takes the mean of the ranks' gradients, as if every rank had equally many images.
+        return loss_sum * is_own * self.rank.world_size / len(self.loader.global_batch), sums
+
+    def follow(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def log_step(self, sums: Tensor) -> None:
+        self._read_statistics()
+
+    def _read_statistics(self) -> None:
+        """Have the steps since the last time logged and written down, as far as this rank knows of them."""
+        unread, self.unread = self.unread, []
+        for record in self._note(TRAINING, unread):
+            metrics = {name: value for name, value in asdict(record).items() if name != "step"}
+            self.log(metrics, step=record.step)
 
     @property
     def _is_frozen(self) -> bool:
@@ -373,153 +295,110 @@ class _Trainer:
         return len(self.epochs) < self.hp.frozen_epochs
 
     @property
-    def _num_steps(self) -> int:
-        """How many steps there will be at the end: those taken, those left of the epoch and of the later ones."""
-        per_epoch = math.ceil(self.num_training / (self.hp.batch_size * self.rank.world_size))
-        this_epoch = len(self.batches) - self.num_steps_of_epoch
-        return self.step + this_epoch + (self.hp.epochs - len(self.epochs) - 1) * per_epoch
-
-    def _loader(self, pictures: Pictures, batches: RankBatches) -> DataLoader[Any]:
-        num_workers = self.hp.num_loader_workers
-        own: dict[str, Any] = {}
-        if num_workers:
-            # A rank has threads (the process group's, Weights & Biases') and perhaps a GPU, which do not bear forking.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torchvision.transforms.v2"])  # imported once, not by each worker
-            own = {"multiprocessing_context": context, "persistent_workers": True}
-        return DataLoader(
-            _Batches(pictures),
-            batch_sampler=batches,
-            num_workers=num_workers,
-            collate_fn=_collate,
-            pin_memory=self.rank.device.type == "cuda",
-            generator=torch.Generator().manual_seed(self.hp.seed),  # else each epoch would draw from the dropout's
-            **own,
-        )
-
-    def _wrap(self) -> None:
-        """Share the gradients of all weights that are trained now; DDP asks which these are only when it is made."""
-        head = backbones.head_of(self.model)[1]
-        self.model.requires_grad_(not self._is_frozen)
-        head.requires_grad_(requires_grad=True)
-        self.gang_model: nn.Module = self.model
-        if self.rank.world_size > 1:
-            self.gang_model = DistributedDataParallel(self.model)
-        # After its first backward pass DDP deals the gradients out anew, and with them the order in which the ranks add
-        # them up. That pass is made here, for nothing, so that all steps of a resumed training add as they would have.
-        self.model.eval()
-        blank = torch.zeros(1, 3, self.hp.crop, self.hp.crop, device=self.rank.device)
-        self.gang_model(blank).sum().backward()
-        self.optimizer.zero_grad()
-
-    def _start_epoch(self, num_seen: int = 0) -> None:
-        """Before the first image of an epoch, or those that are left of it."""
-        self.batches.set_epoch(len(self.epochs), num_seen)
-        self.num_seen, self.num_steps_of_epoch = num_seen, 0
-        self.sums = _Sums()
-        self.started, self.waited, self.num_timed = time.perf_counter(), 0.0, 0
-        self.unread: list[tuple[int, float, int, Tensor]] = []
-
-    def _take_steps(self) -> bool:
-        """See the images that are left of the epoch; False if the gang is to stop before it is over."""
-        self._set_training_mode()
-        sizes = self.batches.global_batch_sizes
-        for global_size, (images, labels) in zip(sizes, self._timed(self.training_loader), strict=True):
-            self._take_step(images, labels, global_size)
-            stops = self.rank.should_stop()
-            is_save_due = self._is_save_due()
-            if stops or is_save_due or self.step % self.hp.log_interval == 0:
-                self._read_statistics()
-            if stops or is_save_due:
-                self._save()
-            if stops:
-                return False
-        self._read_statistics()
-        return True
-
-    def _set_training_mode(self) -> None:
-        """Frozen layers do not even count the means of their batch normalisation."""
-        self.model.train(not self._is_frozen)
-        backbones.head_of(self.model)[1].train()
-
-    def _timed(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The loader's batches on the device; takes the time of waiting for them."""
-        batches = iter(loader)
-        while True:
-            asked = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self.waited += time.perf_counter() - asked
-            yield tuple(part.to(self.rank.device, non_blocking=True) for part in batch)  # type: ignore[misc]
-
-    def _take_step(self, images: Tensor, labels: Tensor, global_size: int) -> None:
-        """Follow the gradient of the mean loss over the gang's batch."""
-        count = len(labels)
-        if not count:
-            # Stand-ins with weight zero, since the others wait for this rank's gradients; two, for their statistics.
-            images, labels = images.new_zeros(2, 3, self.hp.crop, self.hp.crop), labels.new_zeros(2)
-        with self._autocast():
-            logits = self.gang_model(images).float()
-        loss_sum = F.cross_entropy(logits, labels, reduction="sum") * (count > 0)
-        # DDP takes the mean of the ranks' gradients, as if every rank had equally many images.
-        self.scaler.scale(loss_sum * self.rank.world_size / global_size).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.num_steps_of_epoch += 1
-        self.num_seen += global_size
-        self.num_timed += global_size
-        correct = (logits.detach().argmax(dim=1) == labels).sum() * (count > 0)
-        # They stay on the device: to read them at every step would make the host wait for each.
-        self.unread.append((self.step, self._learning_rate, count, torch.stack([loss_sum.detach(), correct])))
-
-    @property
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.rank.device.type, dtype=self.precision)
+    def _score(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss summed over the images; and as float64 it, how many are ranked right, and how many there are."""
+        with torch.autocast(images.device.type, dtype=self.precision, enabled=self.precision != torch.float32):
+            logits = model(images).float()
+        loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+        correct, count = (logits.argmax(dim=1) == labels).sum(), torch.full_like(loss_sum, len(labels))
+        return loss_sum, torch.stack([loss_sum.detach().double(), correct.double(), count.double()])
 
-    def _read_statistics(self) -> None:
-        """Have the steps since the last time counted, logged and written down."""
-        if not self.unread:
-            return
-        found = self._note(TRAINING, self.sums, self.unread)
-        self.unread = []
-        for record in found:
-            metrics = {name: value for name, value in asdict(record).items() if name != "step"}
-            self.rank.log(metrics, step=record.step, num_steps=self._num_steps)
-
-    def _note(self, phase: str, sums: _Sums, unread: Sequence[tuple[int, float, int, Tensor]]) -> list[Record]:
-        """Make records of what lies on the device."""
-        sample = next((r.sample for r in reversed(self.records) if self._is_own(r) and r.phase == phase), 0)
-        found = []
-        rows = torch.stack([row for *_, row in unread]).tolist()
-        for (step, learning_rate, count, _), (loss_sum, correct) in zip(unread, rows, strict=True):
-            sums.loss, sums.correct, sums.count = sums.loss + loss_sum, sums.correct + int(correct), sums.count + count
-            sample += count
+    def _note(self, phase: str, found: Sequence[tuple[int, Tensor]]) -> list[Record]:
+        """Make records of what lies on the device: the sums of each batch, and at which step."""
+        own = (record for record in reversed(self.records) if (record.worker, record.phase) == (self.rank.rank, phase))
+        sample = next((record.sample for record in own), 0)
+        rows = torch.stack([sums for _, sums in found]).tolist() if found else []
+        records = []
+        for (step, _), (loss_sum, correct, count) in zip(found, rows, strict=True):
+            sample += int(count)
             record = Record(
                 step=step,
                 loss=loss_sum / max(1, count),
-                lr=learning_rate,
+                lr=self._learning_rate,
                 correct=int(correct),
                 epoch=len(self.epochs) + 1,
-                count=count,
+                count=int(count),
                 worker=self.rank.rank,
                 sample=sample,
                 phase=phase,
             )
-            found.append(record)
-        self.records += found
-        return found
+            records.append(record)
+        self.records += records
+        return records
 
-    def _is_own(self, record: Record) -> bool:
-        return record.worker == self.rank.rank
+    # ---- Epochs
+
+    def judge(self, sums: Tensor, seconds: float) -> EpochMetrics:
+        self._read_statistics()
+        waiting_share = self.waited / seconds  # before the evaluation waits, too
+        loss, accuracy, num_skipped = self._means(sums, self.loader, "training")
+        learning_rate = self._learning_rate
+        held_out_loss, held_out_accuracy, num_untested = self._evaluate()
+        self.scheduler.step(held_out_loss)  # the same number on all ranks, and so the same learning rate
+        return EpochMetrics(
+            epoch=len(self.epochs) + 1,
+            loss=loss,
+            accuracy=accuracy,
+            held_out_loss=held_out_loss,
+            held_out_accuracy=held_out_accuracy,
+            learning_rate=learning_rate,
+            samples_per_second=self.loader.num_items / seconds,
+            num_skipped=num_skipped + num_untested,
+            waiting_share=waiting_share,
+        )
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[float, float, int]:
+        """As `_means`, over the held-out images; each rank tests its share of them once."""
+        if self.rank.world_size > 1:  # one and the same model: DDP brings rank 0's batch statistics before a step only
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+        self.model.eval()
+        found = [(self.step, self._score(self.model, *batch)[1]) for batch in self.timed(self.tests)]
+        self._note(EVALUATION, found)
+        return self._means(sum_over_ranks(sum(sums for _, sums in found)), self.tests, "held-out")
+
+    def _means(self, sums: Tensor, loader: RankLoader, kind: str) -> tuple[float, float, int]:
+        """Loss and accuracy per image over all ranks, and how many they skipped; proves that it was each image once."""
+        loss, correct, count = sums.tolist()
+        num_skipped = loader.num_items - int(count)
+        if num_skipped and (self.hp.on_error == "raise" or num_skipped < 0 or not count):
+            raise RuntimeError(
+                f"the ranks saw {count:.0f} {kind} images in epoch {len(self.epochs) + 1}, but there are "
+                f"{loader.num_items}, and each must be seen once. The likely cause is that the ranks were given "
+                "different pictures or seeds, or with on_error='skip' that all of them are broken."
+            )
+        return loss / count, correct / count, num_skipped
+
+    # ---- Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"classes": self.model.classes}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Also with the learning rate of as many ranks.
+
+        Raises:
+            ValueError: It is the checkpoint of other pictures.
+        """
+        if state["classes"] != self.model.classes:
+            raise ValueError(
+                f"the checkpoint of step {state['step']} was saved with {len(state['classes'])} classes, but now there "
+                f"are {len(self.model.classes)} or others. The likely cause is that the bucket changed between two "
+                "starts of the task; start a new execution."
+            )
+        super().resume(state)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self.rank.world_size / len(state["ranks"])
+        self._submit(self.records)  # the driver may be another one
+
+    def save(self) -> None:
+        self._read_statistics()
+        super().save()
+        self._submit(record for record in self.records if record.epoch == self.records[-1].epoch)
 
     def _submit(self, records: Iterable[Record]) -> None:
         """Have the driver write them down, where there is one that does, in place of those of the same epoch and rank.
@@ -530,92 +409,24 @@ class _Trainer:
             for path, text in as_files(records).items():
                 self.results.submit_result(path, text)
 
-    def _end_epoch(self) -> None:
-        """Evaluate, report, and be ready for the next epoch."""
-        seconds, num_timed, waited = time.perf_counter() - self.started, self.num_timed, self.waited
-        loss, accuracy, num_skipped = self._means(self.sums, self.num_training, "training")
-        learning_rate = self._learning_rate
-        held_out_loss, held_out_accuracy, num_untested = self._evaluate()
-        metrics = EpochMetrics(
-            epoch=len(self.epochs) + 1,
-            loss=loss,
-            accuracy=accuracy,
-            held_out_loss=held_out_loss,
-            held_out_accuracy=held_out_accuracy,
-            learning_rate=learning_rate,
-            samples_per_second=num_timed / seconds,
-            num_skipped=num_skipped + num_untested,
-            waiting_share=waited / seconds,
-        )
-        self.scheduler.step(held_out_loss)  # the same number on all ranks, and so the same learning rate
-        self.rank.log(asdict(metrics), step=self.step, num_steps=self._num_steps)
-        was_frozen = self._is_frozen
-        self.epochs.append(metrics)
-        self._start_epoch()
-        if was_frozen and not self._is_frozen and len(self.epochs) < self.hp.epochs:
-            self._wrap()
 
-    @torch.no_grad()
-    def _evaluate(self) -> tuple[float, float, int]:
-        """As `_means`, over the held-out images; each rank tests its share of them once."""
-        self._share_buffers()
-        self.model.eval()
-        unread = []
-        for images, labels in self._timed(self.test_loader):
-            with self._autocast():
-                logits = self.model(images).float()
-            found = [F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(dim=1) == labels).sum()]
-            unread.append((self.step, self._learning_rate, len(labels), torch.stack(found)))
-        sums = _Sums()
-        self._note(EVALUATION, sums, unread)
-        return self._means(sums, self.num_held_out, "held-out")
-
-    def _share_buffers(self) -> None:
-        """Test one and the same model: DDP brings rank 0's batch statistics to all before a step, not after it."""
-        if self.rank.world_size > 1:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, src=0)
-
-    def _means(self, sums: _Sums, num_images: int, kind: str) -> tuple[float, float, int]:
-        """Loss and accuracy per image over all ranks, and how many they skipped; proves that it was each image once."""
-        totals = torch.tensor([sums.loss, sums.correct, sums.count], dtype=torch.float64, device=self.rank.device)
-        loss, correct, count = sum_over_ranks(totals).tolist()
-        if count != num_images and (self.hp.on_error == "raise" or count > num_images or not count):
-            raise RuntimeError(
-                f"the ranks saw {count:.0f} {kind} images in epoch {len(self.epochs) + 1}, but there are {num_images}, "
-                "and each must be seen once. The likely cause is that the ranks were given different pictures or "
-                "seeds, or with on_error='skip' that all of them are broken."
-            )
-        return loss / count, correct / count, num_images - int(count)
-
-    def _is_save_due(self) -> bool:
-        """Whether to save within the epoch; at its end that is done after the evaluation."""
-        interval = self.hp.checkpoint_interval
-        return interval > 0 and self.step % interval == 0 and self.num_seen < self.num_training
-
-    def _save(self) -> None:
-        """Save a checkpoint; all ranks call this at the same steps, since each has something to tell."""
-        own = _RankState(sums=replace(self.sums), records=list(self.records), generators=generators())
-        state = _TrainingState(
-            model=self.model.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            scheduler=self.scheduler.state_dict(),
-            scaler=self.scaler.state_dict(),
-            classes=self.model.classes,
-            num_training=self.num_training,
-            step=self.step,
-            num_seen=self.num_seen,
-            epochs=self.epochs,
-            ranks=gather_from_ranks(own),
-        )
-        self.rank.checkpoint.save(state, self.step)
-        self._submit(record for record in self.records if record.epoch == self.records[-1].epoch)
+def _options(hp: Hyperparameters) -> dict[str, Any]:
+    """How pictures are loaded."""
+    options: dict[str, Any] = {
+        "num_workers": hp.num_loader_workers,
+        "collate_fn": _collate,
+        "pin_memory": current_rank().device.type == "cuda",
+    }
+    if hp.num_loader_workers:
+        # A rank has threads (the process group's, Weights & Biases') and perhaps a GPU, which do not bear forking.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torchvision.transforms.v2"])  # imported once, not by each worker
+        options |= {"multiprocessing_context": context, "persistent_workers": True}
+    return options
 
 
 def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """A batch of images and their labels; of none at all, too."""
-    if not items:
-        return torch.zeros(0, 3, 1, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+    """A batch of images and their labels."""
     images, labels = zip(*items, strict=True)
     return torch.stack(images), torch.tensor(labels)
 

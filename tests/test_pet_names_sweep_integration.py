@@ -28,7 +28,7 @@ from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, wi
 from tasks.names import load_names, split_by_name
 from tasks.sweeps import Experiment, ScalingRow, SweepRow, TimeToLoss
 from wandb_file import read_run
-from workflows.pet_names import NUM_SCALING_WORKERS, prepare_scaling, prepare_sweep
+from workflows import pet_names_scaling, pet_names_sweep
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -80,7 +80,7 @@ def run(folder: Path, command: str) -> Run:
 
 def readme_command(workflow: str) -> str:
     (command,) = re.findall(
-        rf"^pyflyte run workflows/pet_names\.py {workflow} .*", (REPOSITORY / "README.md").read_text(), re.MULTILINE
+        rf"^pyflyte run workflows/{workflow}\.py {workflow} .*", (REPOSITORY / "README.md").read_text(), re.MULTILINE
     )
     return str(command)
 
@@ -220,14 +220,14 @@ SCALING = {k: v for k, v in SWEEP.items() if k != "num_names"} | {"ranks": [1], 
 )
 def test_a_bad_sweep_is_refused_before_a_cluster_starts(given: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        prepare_sweep(**SWEEP | given)
+        pet_names_sweep.prepare(**SWEEP | given)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (
-            {"ranks": [1, NUM_SCALING_WORKERS + 1]},
+            {"ranks": [1, pet_names_scaling.NUM_WORKERS + 1]},
             r"ranks=\[1, \d+\]: \d+ ranks need as many workers, and there are \d+; set PET_NAMES_SCALING_WORKERS=",
         ),
         ({"ranks": [0]}, r"ranks=\[0\]: must be"),
@@ -242,7 +242,7 @@ def test_a_bad_scaling_is_refused_before_a_cluster_starts(
     monkeypatch.setattr(sweeps.char_lstm, "windows", lambda names: torch.zeros(len(names), 9))
     Path("two.json").write_text('["a", "b"]')
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        prepare_scaling(**SCALING | given)
+        pet_names_scaling.prepare(**SCALING | given)
 
 
 @pytest.fixture(scope="module")
@@ -263,15 +263,22 @@ def test_a_training_that_fails_in_its_rank_fails_alone(client: Client, capsys: p
     assert len(sweeps.sweep_rows(outcomes)) == 1
 
 
-def test_the_environment_says_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"PET_NAMES_WORKERS": "3", "PET_NAMES_SWEEP_WORKERS": "4", "PET_NAMES_SCALING_WORKERS": "16"}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    found = runpy.run_path(str(REPOSITORY / "workflows" / "pet_names.py"), run_name="pet_names_on_many_workers")
-    tasks = [found[name] for name in ("train", "sweep", "scale")]
-    assert [task.task_config.num_workers for task in tasks] == [3, 4, 16]
-    for task in (*tasks, found["prepare"], found["prepare_sweep"], found["prepare_scaling"]):
-        assert settings.items() <= task.environment.items()  # the pods read it again
+@pytest.mark.parametrize(
+    ("workflow", "training", "variable"),
+    [
+        ("pet_names", "train", "PET_NAMES_WORKERS"),
+        ("pet_names_sweep", "sweep", "PET_NAMES_SWEEP_WORKERS"),
+        ("pet_names_scaling", "scale", "PET_NAMES_SCALING_WORKERS"),
+    ],
+)
+def test_the_environment_says_how_many_workers_there_are(
+    monkeypatch: pytest.MonkeyPatch, workflow: str, training: str, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "16")
+    found = runpy.run_path(str(REPOSITORY / "workflows" / f"{workflow}.py"), run_name=f"{workflow}_on_many_workers")
+    assert found[training].task_config.num_workers == 16
+    for task in (found[training], found["prepare"]):
+        assert task.environment[variable] == "16"  # the pods read it again
 
 
 # ---- The defaults
@@ -279,7 +286,7 @@ def test_the_environment_says_how_many_workers_there_are(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_the_default_sweep_beats_a_bigram_model(tmp_path: Path) -> None:
-    done = run(tmp_path, "pyflyte run workflows/pet_names.py pet_names_sweep")
+    done = run(tmp_path, "pyflyte run workflows/pet_names_sweep.py pet_names_sweep")
     final = {(row.batch_size, row.lr): row.loss for row in done.outputs["rows"]}
     assert len(final) == 4
     assert min(final.values()) < bigrams_loss() - 0.1
@@ -288,7 +295,7 @@ def test_the_default_sweep_beats_a_bigram_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_default_scaling_comes_to_the_bigram_models_loss(tmp_path: Path) -> None:
-    done = run(tmp_path, "pyflyte run workflows/pet_names.py pet_names_scaling")
+    done = run(tmp_path, "pyflyte run workflows/pet_names_scaling.py pet_names_scaling")
     assert done.outputs["target_loss"] == pytest.approx(bigrams_loss())
     assert all(time.seconds is not None for time in done.outputs["times"])
     assert len(done.shown("Scaling")) == 3

@@ -292,8 +292,12 @@ def test_the_learning_rate_falls_when_the_held_out_loss_does_not(photos: Path) -
 
 def test_other_pictures_than_the_checkpoints(photos: Path, tmp_path: Path) -> None:
     train_once(photos, HP, FakeCheckpoint(tmp_path / "state", die_after=1))
-    with pytest.raises(ValueError, match="was saved with 100 training images of 20 classes, but now there are 80 of"):
+    with pytest.raises(ValueError, match="was saved with num_items=100, but now there is num_items=80"):
         train_once(photos, replace(HP, held_out=0.4), FakeCheckpoint(tmp_path / "state"))
+    state = torch.load(tmp_path / "state", weights_only=False)
+    torch.save(state | {"classes": [*BREEDS[1:], "wolf"]}, tmp_path / "state")
+    with pytest.raises(ValueError, match="was saved with 20 classes, but now there are 20 or others"):
+        train_once(photos, HP, FakeCheckpoint(tmp_path / "state"))
 
 
 def test_images_that_go_missing_are_an_error(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

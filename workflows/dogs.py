@@ -42,6 +42,7 @@ import torch
 from flytekit import Cache, Deck, HashMethod, current_context, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
+from torch.utils.data import Subset
 
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb, current_rank
 from flytekitplugins.daskpytorch.data import RankBatches, S3ImageFolder
@@ -300,7 +301,7 @@ def _sample(held_out: Sequence[int]) -> list[int]:
 @torch.no_grad()
 def _classify(classifier: Classifier, pictures: Pictures, chosen: Sequence[int]) -> list[Picture]:
     """The chosen images with the likeliest classes and their scores."""
-    items = transfer.read(pictures, chosen)
+    items = Subset(pictures, chosen).__getitems__(range(len(chosen)))  # at once, where they can be had so
     images = torch.stack([image for image, _ in items])
     device = current_rank().device
     scores, guesses = classifier.to(device)(images.to(device)).softmax(dim=1).cpu().sort(dim=1, descending=True)

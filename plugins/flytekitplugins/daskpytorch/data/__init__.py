@@ -7,6 +7,7 @@ from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransfe
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_folder import S3ImageFolder
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
+from flytekitplugins.daskpytorch.data.rank_loader import RankLoader
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "DaskPartitions",
     "ImageTooLargeError",
     "RankBatches",
+    "RankLoader",
     "S3ImageFolder",
     "Share",
     "split_by_class",

@@ -112,9 +112,10 @@ def _hash(seed: int, content: str) -> bytes:
 class RankBatches(Sampler[list[int]]):
     """Gives every rank its batches, so that all ranks together see each index exactly once per epoch.
 
-    For `DataLoader(batch_sampler=...)`. All ranks take the same number of steps, and their batches differ by one item
-    at most; nothing is repeated or left out, as it is by `DistributedSampler`. What DDP averages over the ranks should
-    therefore be weighted: `loss * len(batch) * world_size / global_batch_sizes[step]`, with the loss a mean.
+    For `DataLoader(batch_sampler=...)`; `RankLoader` is both in one, and keeps the position. All ranks take the same
+    number of steps, and their batches differ by one item at most; nothing is repeated or left out, as it is by
+    `DistributedSampler`. What DDP averages over the ranks should therefore be weighted:
+    `loss * len(batch) * world_size / global_batch_sizes[step]`, with the loss a mean.
     """
 
     def __init__(
@@ -166,7 +167,10 @@ class RankBatches(Sampler[list[int]]):
             allowed = f"a whole number from 0 and below world_size={self.world_size}"
             problems.append(f"rank={shown(self.rank)}: must be {allowed}")
         if len(self._indices) < self.world_size:
-            problems.append(f"{len(self._indices)} items cannot be shared by {self.world_size} ranks")
+            problems.append(
+                f"{len(self._indices)} items cannot be shared by {self.world_size} ranks, each of which needs one: "
+                "give more items, or use fewer ranks"
+            )
         return problems
 
     def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
@@ -184,22 +188,31 @@ class RankBatches(Sampler[list[int]]):
         if not 0 <= num_seen <= len(self._indices):
             raise ValueError(f"num_seen={num_seen!r}: must be a whole number from 0 to {len(self._indices)}")
         rest = self._order(epoch)[num_seen:]
-        num_steps = -(-len(rest) // (self.batch_size * self.world_size))
-        num_steps = min(num_steps, max(1, len(rest) // self.world_size)) if len(rest) else 0  # no rank goes without
-        self._steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
+        num_steps = self.num_steps(len(rest))
+        self.steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
+        """What all ranks together are given at each step of what is left of the epoch."""
+
+    def num_steps(self, num_items: int) -> int:
+        """How many steps it takes to see so many items."""
+        wanted = -(-num_items // (self.batch_size * self.world_size))
+        return min(wanted, max(1, num_items // self.world_size))  # no rank goes without
+
+    def share_of(self, step: Tensor) -> Tensor:
+        """This rank's part of what all ranks together are given."""
+        return step.tensor_split(self.world_size)[self.rank]
 
     @property
     def global_batch_sizes(self) -> list[int]:
         """The items of all ranks together in each step of what is left of the epoch."""
-        return [len(step) for step in self._steps]
+        return [len(step) for step in self.steps]
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's share of each step."""
-        for step in self._steps:
-            yield step.tensor_split(self.world_size)[self.rank].tolist()
+        for step in self.steps:
+            yield self.share_of(step).tolist()
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:

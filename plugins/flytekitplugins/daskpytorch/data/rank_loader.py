@@ -1,0 +1,143 @@
+"""A data loader that a gang of any size goes on with where the last one was. Runs in every rank; all agree unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from flytekitplugins.daskpytorch.data.sampling import RankBatches
+
+__all__ = ["RankLoader"]
+
+
+class MapStyle(Sized, Protocol):
+    """A data set whose items have numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        """The item with this number."""
+
+
+class RankLoader:
+    """Gives every rank its batches of any map-style data set, and knows how far the gang has come.
+
+    All ranks together see each item exactly once per epoch, in an order that they draw alike from the seed and share as
+    `RankBatches` says. The position is counted in items that the gang was given, not in batches that loader workers
+    have fetched ahead. A gang that starts from `state_dict`, be it of another size, goes on with the next item: none
+    is lost, none comes twice. A loop over the loader is an epoch, or what is left of it:
+
+        loader = RankLoader(dataset, batch_size=64, num_workers=2)
+        if (state := rank.checkpoint.load()) is not None:
+            loader.load_state_dict(state["loader"])
+        while loader.epoch < epochs:
+            for images, labels in loader:
+                loss = cross_entropy(model(images), labels) * loader.weight
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Load with the options of torch's `DataLoader`.
+
+        Args:
+            dataset: What to see once per epoch; the same on every rank. `torch.utils.data.Subset` makes a part of one.
+            batch_size: As `RankBatches` has it, and so have the next four.
+            shuffle: Draw another order in every epoch.
+            seed: Of these orders, and of the loader workers' own random numbers, in which the ranks differ.
+            rank: Whose batches these are.
+            world_size: Of how many.
+            options: Such as `num_workers`, `collate_fn` and `pin_memory`.
+
+        Raises:
+            ValueError: There are fewer items than ranks, or a number is out of range.
+        """
+        self.batch_size = batch_size
+        """The most items of one rank per step."""
+        self.epoch = 0
+        """The epoch that the next batch is of; 0 … at first."""
+        self.num_seen = 0
+        """How many items of it all ranks together have been given."""
+        self.global_batch = torch.empty(0, dtype=torch.int64)
+        """The numbers of the items that all ranks together were given last."""
+        self.share = self.global_batch
+        """This rank's part of these."""
+        self._batches = _Given(
+            range(len(dataset)), batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
+        )
+        self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
+        self._loader = DataLoader(dataset, batch_sampler=self._batches, generator=self._generator, **options)  # type: ignore[arg-type, var-annotated]
+
+    @property
+    def num_items(self) -> int:
+        """Of the data set."""
+        return len(self._loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> float:
+        """By which to multiply the mean loss of the last batch, so that DDP averages over the items of all ranks alike.
+
+        1 where the ranks' batches are of one size. Only after a restart with more ranks than items are left in the
+        epoch, there are ranks without one. Since the others wait for their gradients, these are given an item of
+        another rank's, with weight 0.
+        """
+        return len(self.share) * self._batches.world_size / max(1, len(self.global_batch))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches that are left of the epoch; then the next epoch is at its beginning."""
+        self._batches.set_epoch(self.epoch, self.num_seen)
+        self._generator.manual_seed(hash((self._batches.seed, self.epoch, self._batches.rank)))
+        for step, batch in zip(self._batches.steps, self._loader, strict=True):
+            self.global_batch, self.share = step, self._batches.share_of(step)
+            self.num_seen += len(step)
+            yield batch
+        self.epoch, self.num_seen = self.epoch + 1, 0
+
+    def __len__(self) -> int:
+        """How many batches are left of the epoch."""
+        return self._batches.num_steps(self.num_items - self.num_seen)
+
+    def num_batches_left(self, epochs: int) -> int:
+        """How many batches there will be until so many epochs are over."""
+        return len(self) + (epochs - self.epoch - 1) * self._batches.num_steps(self.num_items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the gang has come: plain numbers, the same on every rank."""
+        return {"epoch": self.epoch, "num_seen": self.num_seen} | self._order()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the next item; with batches of this loader's own size.
+
+        Raises:
+            ValueError: The state is that of another order.
+        """
+        there = self._order()
+        if changed := [name for name in there if state[name] != there[name]]:
+            raise ValueError(
+                f"the state was saved with {', '.join(f'{name}={state[name]}' for name in changed)}, but now there is "
+                f"{', '.join(f'{name}={there[name]}' for name in changed)}: another order, in which the position means "
+                "nothing. The likely cause is that the data or the seed changed between two starts; give the same "
+                "ones, or start from the beginning."
+            )
+        self.epoch, self.num_seen = state["epoch"], state["num_seen"]
+
+    def _order(self) -> dict[str, Any]:
+        """What decides on the order."""
+        return {"num_items": self.num_items, "seed": self._batches.seed, "shuffle": self._batches.shuffle}
+
+
+class _Given(RankBatches):
+    """What a rank is given: its share, or in place of an empty one an item of another rank's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step, share in zip(self.steps, super().__iter__(), strict=True):
+            yield share or step[:1].tolist()

@@ -1,0 +1,171 @@
+"""Which batch size and learning rate? Train a model of pet names for each pair, as a Flyte workflow.
+
+names -> sweep (several models at once, on a Dask cluster) -> evaluate and sample by the best one -> report
+
+Four models on the embedded names (about a minute on two cores); tiny; and batches for the 56,000 names of Seattle's pet
+licences, each model on a worker of its own:
+
+    pyflyte run workflows/pet_names_sweep.py pet_names_sweep
+    pyflyte run workflows/pet_names_sweep.py pet_names_sweep --batch_sizes '[2048]' --learning_rates '[0.01]' \
+        --hp '{"epochs": 1}'
+    PET_NAMES_SWEEP_WORKERS=4 pyflyte run workflows/pet_names_sweep.py pet_names_sweep \
+        --data s3://bucket/names.csv --batch_sizes '[4096, 16384]' --learning_rates '[0.001, 0.01]' \
+        --hp '{"epochs": 40}'
+
+`PET_NAMES_SWEEP_WORKERS` sets the number of Dask workers when the workflow is registered or run here, and
+`DASKPYTORCH_PROFILE=gpu` gives each a GPU. There may be more models than workers: they queue. A model whose rank fails
+starts again from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import NamedTuple
+
+from flytekit import Deck, current_context, task, workflow
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flytekitplugins.daskpytorch import DaskCluster, Wandb, current_client
+from tasks import char_lstm, curves, sweeps
+from tasks.char_lstm import Hyperparameters
+from tasks.curves import Chart
+from tasks.names import split_by_name
+from tasks.sweeps import Experiment, Outcome, SweepRow
+from workflows import pet_names, resources
+from workflows.pet_names import NamesFile
+
+PngFile = FlyteFile["png"]
+NUM_WORKERS = resources.number("PET_NAMES_SWEEP_WORKERS", 2)
+SETTINGS = resources.SETTINGS | {"PET_NAMES_SWEEP_WORKERS": str(NUM_WORKERS)}
+"""For the tasks' pods, which import this file again."""
+BATCH_SIZES = [256, 1024]
+LEARNING_RATES = [0.003, 0.01]
+
+
+class SweepOutputs(NamedTuple):
+    """What a sweep leaves: all losses, and the model whose held-out loss is the lowest at the end."""
+
+    rows: list[SweepRow]
+    """One for each epoch of each experiment that has not failed."""
+    hp: Hyperparameters
+    """How the best model was trained."""
+    epoch_losses: list[float]
+    """The best model's, as those of `pet_names.TrainingOutputs`."""
+    epoch_accuracies: list[float]
+    model_state: PythonPickledFile
+    """The best model's weights."""
+    pictures: list[PngFile]
+    """Loss against epoch and against elapsed time."""
+
+
+class PetNamesSweep(NamedTuple):
+    """The outputs of the workflow."""
+
+    rows: list[SweepRow]
+    hp: Hyperparameters
+    model_state: PythonPickledFile
+    pictures: list[PngFile]
+    names: list[str]
+    """Invented by the best model."""
+
+
+@task(requests=resources.SMALL, environment=SETTINGS)
+def prepare(
+    data: str, hp: Hyperparameters, batch_sizes: list[int], learning_rates: list[float], num_names: int
+) -> NamesFile:
+    """Load and clean the names, and refuse what cannot be trained or swept over before any cluster starts."""
+    pet_names.check_count(num_names)
+    sweeps.grid(batch_sizes, learning_rates)
+    return pet_names.load(data, hp, num_ranks=1)
+
+
+@task(
+    task_config=DaskCluster(scheduler=resources.SCHEDULER, workers=resources.workers(NUM_WORKERS)),
+    requests=resources.GATHERING,
+    environment=SETTINGS,
+    retries=2,
+    enable_deck=True,
+)
+def sweep(names: NamesFile, hp: Hyperparameters, batch_sizes: list[int], learning_rates: list[float]) -> SweepOutputs:
+    """Train one model per worker until the grid is done; the best one's outputs are the task's."""
+    training, held_out = split_by_name(pet_names.read(names), hp.held_out, hp.seed)
+    outcomes, bigram_loss = train_all("sweep", training, held_out, hp, sweeps.grid(batch_sizes, learning_rates))
+    best = sweeps.best(outcomes)
+    print(f"best of {len(outcomes)}: {best.experiment.label}, {best.losses[-1]:.4f} nats per character")
+    charts = [curves.loss_by_epoch(outcomes, bigram_loss), curves.loss_by_time(outcomes, bigram_loss)]
+    return SweepOutputs(
+        rows=sweeps.sweep_rows(outcomes),
+        hp=best.experiment.hyperparameters(hp),
+        epoch_losses=best.losses,
+        epoch_accuracies=[epoch.held_out_accuracy for epoch in best.epochs],
+        model_state=pet_names.save(best.trained),
+        pictures=show("Sweep", charts, curves.experiments_table(outcomes)),
+    )
+
+
+@workflow
+def pet_names_sweep(
+    data: str = "",
+    batch_sizes: list[int] = BATCH_SIZES,
+    learning_rates: list[float] = LEARNING_RATES,
+    hp: Hyperparameters = Hyperparameters(epochs=4),
+    num_names: int = 20,
+) -> PetNamesSweep:
+    """Train a model for each batch size and learning rate, one per worker, and go on with the best.
+
+    Args:
+        data: As for pet_names.
+        batch_sizes: Windows per step, as a JSON list of whole numbers.
+        learning_rates: Adam's step sizes, as a JSON list.
+        hp: What all models share, as a JSON object of Hyperparameters' fields; its batch_size and learning_rate are
+            replaced by those of the grid. A field that is left out of the JSON has its usual default, such as 3 epochs.
+        num_names: How many names the best model is to invent.
+    """
+    names = prepare(data=data, hp=hp, batch_sizes=batch_sizes, learning_rates=learning_rates, num_names=num_names)
+    swept = sweep(names=names, hp=hp, batch_sizes=batch_sizes, learning_rates=learning_rates)
+    quality = pet_names.evaluate(names=names, hp=swept.hp, model_state=swept.model_state)
+    invented = pet_names.sample(names=names, hp=swept.hp, model_state=swept.model_state, num_names=num_names)
+    pet_names.report(
+        epoch_losses=swept.epoch_losses,
+        epoch_accuracies=swept.epoch_accuracies,
+        quality=quality,
+        names=invented,
+    )
+    return PetNamesSweep(
+        rows=swept.rows, hp=swept.hp, model_state=swept.model_state, pictures=swept.pictures, names=invented
+    )
+
+
+def train_all(
+    name: str, training: list[str], held_out: list[str], hp: Hyperparameters, experiments: Sequence[Experiment]
+) -> tuple[list[Outcome], float]:
+    """Train a model for each experiment on the task's cluster, with one worker per rank.
+
+    Returns:
+        What came of each, and a bigram model's loss to compare with.
+    """
+    from flytekitplugins.daskpytorch import dispatch  # late: it imports Dask, which no rank needs
+
+    client = current_client()
+    num_threads = min(client.nthreads().values())  # a worker's share of its machine, where other models train, too
+    train_one = partial(sweeps.train, training=training, held_out=held_out, hp=hp, num_threads=num_threads)
+    models = dispatch.map(
+        client, train_one, experiments, workers=lambda experiment: experiment.ranks, wandb=_runs(name, hp)
+    )
+    bigram_loss = char_lstm.bigram_loss(char_lstm.windows(training), char_lstm.windows(held_out))
+    return sweeps.collect(experiments, models), bigram_loss
+
+
+def show(name: str, charts: Sequence[Chart], tables: str) -> list[PngFile]:
+    """Put charts and tables into a Deck of that name; returns the charts as files."""
+    Deck(name, "".join(chart.html for chart in charts) + tables)
+    folder = current_context().working_directory
+    return [PngFile(path=str(chart.save(folder))) for chart in charts]
+
+
+def _runs(name: str, hp: Hyperparameters) -> Wandb:
+    """A Weights & Biases run for each model, with what all share in its configuration, too."""
+    shared = {key: value for key, value in asdict(hp).items() if key not in ("batch_size", "learning_rate")}
+    return Wandb(project="pet-names", name=name, config=shared)
