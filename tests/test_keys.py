@@ -15,7 +15,8 @@ from flytekitplugins.daskpytorch.driver import keys
 
 SCRIPT = """
 import torch
-from flytekitplugins.daskpytorch import cluster, dispatch
+from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch.dask import cluster
 
 class Own:
     def __init__(self):

@@ -7,9 +7,8 @@ import logging
 import pytest
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 RECORD = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
 

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     results = run({SIZE})
     growth = mebibytes("VmHWM") - before
     print(json.dumps([[returned.mean().item() for returned in results], growth]))
-    forkserver.shutdown()
+    fork_client.shutdown()
 """
 
 

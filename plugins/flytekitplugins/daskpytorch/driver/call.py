@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import Gang
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.driver.upload import StoragePaths
 
 __all__ = ["named", "request_for"]
 
@@ -35,18 +32,10 @@ def request_for(
         pass_local_rank=pass_local_rank,
         code=code,
         keep=(function, args, kwargs),
+        observers=[make() for make in settings.observers],
     )
 
 
 def named(request: Request, key: str) -> Request:
-    """The same under a key, by which its checkpoints are found in Flyte's storage."""
-    return replace(request, key=key, storage=_checkpoint_paths(key))
-
-
-def _checkpoint_paths(key: str) -> StoragePaths | None:
-    """Where Flyte's storage has the gang's checkpoints; None outside a Flyte task, where nobody waits for flytekit."""
-    if "flytekit" not in sys.modules:
-        return None
-    from flytekitplugins.daskpytorch.flyte import context
-
-    return context.checkpoint_paths(key)
+    """The same under a key, by which its checkpoints are found in the host's storage."""
+    return replace(request, key=key, storage=current_execution().checkpoint_paths(key))

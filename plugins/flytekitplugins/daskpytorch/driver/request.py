@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flytekitplugins.daskpytorch.driver.upload import StoragePaths
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
-from flytekitplugins.daskpytorch.protocol.observer import Shape
-from flytekitplugins.daskpytorch.rank.wandb import RunSettings
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Gang
 
 __all__ = ["Request"]
@@ -24,10 +22,14 @@ class Request:
     ranks_per_worker: int
     settings: Gang
     pass_local_rank: bool = False
-    flyte: FlyteSettings | None = None
-    tracking: Callable[[Shape], RunSettings] | None = None
+    host: bytes | None = field(default=None, repr=False)
+    """A pickled `RankHost`; None where the function is not that of a task."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The host's variables for the ranks; they may hold secrets."""
+    observers: Sequence[Observer] = ()
+    """Of this gang alone."""
     storage: StoragePaths | None = None
-    """Where the checkpoints of other attempts are; None outside a Flyte backend."""
+    """Where the checkpoints of other attempts are; None where there are no other attempts."""
     code: Code | None = None
     """The project's sources, where they are packed already."""
     key: str = ""

@@ -16,7 +16,6 @@ from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import STORAGE_GRACE, Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.listener import Event, Listener
-from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.running import running
@@ -27,7 +26,7 @@ from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.handshake import hang_up
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -50,7 +49,7 @@ class Supervisor:
     ) -> None:
         self._request = request
         self._launcher = launcher
-        self._observers = Observers(observers)
+        self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
         """What the ranks have submitted."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
