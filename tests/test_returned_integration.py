@@ -28,7 +28,7 @@ MEMORY = f"""
 import atexit
 import json
 from pathlib import Path
-from flytekitplugins.daskpytorch import Gang, dispatch, forkserver
+from flytekitplugins.daskpytorch import Gang, dispatch
 from flytekitplugins.daskpytorch.gang import Supervisor
 from flytekitplugins.daskpytorch.spawn import OwnNode
 
