@@ -31,8 +31,8 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver import call as calls
 from flytekitplugins.daskpytorch.driver import futures, keys
+from flytekitplugins.daskpytorch.driver import request as calls
 from flytekitplugins.daskpytorch.driver.failure_policy import FailurePolicy
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client

@@ -104,7 +104,7 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
 def test_the_host_is_there_as_soon_as_flytekit_is_and_not_before() -> None:
     script = """
 import sys
-from flytekitplugins.daskpytorch.driver import call
+from flytekitplugins.daskpytorch.driver import request
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 print(current_execution().name, "flytekit" in sys.modules)
 import flytekit

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank
-from flytekitplugins.daskpytorch.driver.call import request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE

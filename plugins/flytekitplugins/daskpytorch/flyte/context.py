@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
+from flytekit.models.security import Secret
 
 from flytekitplugins.daskpytorch.protocol import host
 
@@ -40,7 +41,7 @@ class FlyteExecution(host.Execution):
             own=f"{own}/{CHECKPOINTS}/{key}",
         )
 
-    def secret(self, name: host.SecretName) -> str:
+    def secret(self, name: Secret) -> str:
         """As Flyte has mounted it."""
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Execution", "RankHost", "SecretName", "Storage", "StoragePaths", "current_execution", "provide"]
+__all__ = ["Execution", "RankHost", "Storage", "StoragePaths", "current_execution", "provide"]
 
 
 class Storage(Protocol):
@@ -34,14 +34,6 @@ class StoragePaths:
     """The folder of this attempt."""
 
 
-class SecretName(Protocol):
-    """Names a secret, as `flytekit.Secret` does."""
-
-    group: Any
-    key: Any
-    group_version: Any
-
-
 class Execution:
     """What this process executes, as its host knows it. As it stands here: nothing, since there is no host."""
 
@@ -54,8 +46,8 @@ class Execution:
         """Where the gang of this key keeps its checkpoints; None where no other attempt will look for them."""
         return None
 
-    def secret(self, name: SecretName) -> str:
-        """A secret's value.
+    def secret(self, name: Any) -> str:
+        """The value of a secret with this group, key and group version, as `flytekit.Secret` has them.
 
         Raises:
             ValueError: There is none of this name.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,43 +108,36 @@ class Observers:
 
     def tell(self, method: str, *args: object) -> StoppedEarlyError | None:
         """Call a method of all; the first wish of one of them to end the gang."""
-        answers = [self._ask(observer, method, *args) for observer in self._observers]
-        return next((answer for answer in answers if isinstance(answer, StoppedEarlyError)), None)
+        wish: StoppedEarlyError | None = None
+        for observer in self._observers:
+            with self._left_out_if_failing(observer, f"{type(observer).__name__}.{method}"):
+                try:
+                    getattr(observer, method)(*args)
+                except StoppedEarlyError as error:
+                    wish = wish or error
+        return wish
 
     def for_rank(self) -> list[bytes]:
         """What makes their parts in rank 0, pickled."""
-        parts = [self._ask(observer, "for_rank", then=_packed) for observer in self._observers]
-        return [part for part in parts if part is not None]
+        parts = []
+        for observer in self._observers:
+            with self._left_out_if_failing(observer, f"{type(observer).__name__}.for_rank"):
+                if (make := observer.for_rank()) is not None:
+                    parts.append(pack_call(make, (), {}))
+        return parts
 
     def open(self, parts: Iterable[bytes]) -> None:
         """Have these take part, in rank 0."""
-        made = [self._try("an observer in rank 0", None, functools.partial(_made, part)) for part in parts]
-        self._observers += [observer for observer in made if observer is not None]
+        for part in parts:
+            with self._left_out_if_failing(part, "what an observer has in rank 0"):
+                self._observers.append(unpack_call(part).function())
 
-    def _ask(
-        self, observer: object, method: str, *args: object, then: Callable[[Any], Any] = lambda answer: answer
-    ) -> Any:
-        return self._try(
-            f"{type(observer).__name__}.{method}", observer, lambda: then(getattr(observer, method)(*args))
-        )
-
-    def _try(self, what: str, observer: object, call: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _left_out_if_failing(self, observer: object, what: str) -> Iterator[None]:
         try:
-            return call()
-        except StoppedEarlyError as error:
-            return error
+            yield
         except Exception as error:  # whatever a display or a user's own code raises
             self._observers = [other for other in self._observers if other is not observer]
             text = f"{what} failed ({type(error).__name__}: {error}) and is not called any more"
             logger.warning("%s; the training goes on", text, exc_info=error)
             self.tell("noted", text)
-            return None
-
-
-def _made(part: bytes) -> RankObserver:
-    made: RankObserver = unpack_call(part).function()
-    return made
-
-
-def _packed(make: Callable[[], RankObserver] | None) -> bytes | None:
-    return None if make is None else pack_call(make, (), {})

@@ -17,10 +17,9 @@ from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.dask.residents import Residents
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver import keys
-from flytekitplugins.daskpytorch.driver.call import named, request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.request import Request, named, request_for
 from flytekitplugins.daskpytorch.driver.running import running
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
