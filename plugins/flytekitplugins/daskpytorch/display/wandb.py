@@ -43,13 +43,10 @@ class WandbObserver(Observer):
     def __init__(self, run: RunSettings, inputs: Mapping[str, Any]) -> None:
         self._run = run
         self._inputs = inputs
-        self._is_placed = False
 
     def placed(self, shape: Shape) -> None:
-        """Add the inputs and the gang's first shape to the run's configuration."""
-        if not self._is_placed:
-            self._run = dataclasses.replace(self._run, config={**run_config(self._inputs, shape), **self._run.config})
-            self._is_placed = True
+        """Add the inputs and the gang's shape to the run's configuration; the user's own and the first shape stay."""
+        self._run = dataclasses.replace(self._run, config={**run_config(self._inputs, shape), **self._run.config})
 
     def for_rank(self) -> Callable[[], Tracker]:
         """What opens the run."""
