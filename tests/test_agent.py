@@ -84,8 +84,6 @@ def job() -> Job:
         timeout=60.0,
         checkpoint=None,
         pulse=None,
-        flyte=None,
-        tracking=None,
     )
 
 
@@ -113,7 +111,7 @@ def idle_ranks() -> list[psutil.Process]:
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
-    driver.send(messages.Stop(is_last=False))
+    driver.send(messages.Stop())
     driver.send(messages.Tell("end"))
     driver.send(messages.Dump())
     driver.hear(lambda message: isinstance(message, messages.Stacks))

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
-from simulated_gang import Agent, OwnError, World, is_own, raised
+from simulated_gang import Agent, OwnError, RankState, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
 REASON = "the task was told to end"
@@ -693,3 +693,24 @@ AnyOrder.TestCase.settings = settings(
     phases=[phase for phase in Phase if phase is not Phase.shrink],
 )
 TestAnyOrder = pytest.mark.timeout(300)(AnyOrder.TestCase)
+
+
+# ---- Observers in rank 0
+
+
+@pytest.mark.parametrize("has_part", [True, False])
+def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_end(
+    world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch, has_part: bool
+) -> None:
+    monkeypatch.setattr(RankState, "for_rank", lambda _: list if has_part else None)
+    world = world_of(max_restarts=1)
+    graces = []
+    for step in (1, 2):
+        world.form()
+        assert bool(world.starts[-1].job.observers) is has_part
+        agent = world.connected()[0]
+        world.fail(agent, 0, OwnError(f"at step {step}"))
+        world.wait(1.0)
+        graces += [order.grace for order in world.connected()[1].orders if isinstance(order, messages.Stop)]
+        world.obey_all()
+    assert graces == ([brain.REOPEN_GRACE, brain.CLOSE_GRACE] if has_part else [0.0, 0.0])

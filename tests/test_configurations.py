@@ -30,15 +30,15 @@ from flytekitplugins.daskpytorch import (
     dispatch,
 )
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
-from flytekitplugins.daskpytorch.driver import call as calls
+from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver import futures, keys
+from flytekitplugins.daskpytorch.driver import request as calls
 from flytekitplugins.daskpytorch.driver.failure_policy import FailurePolicy
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
-from flytekitplugins.daskpytorch.rank import wandb as wandb_run
 from flytekitplugins.daskpytorch.sweep.halving import Halving
 from processes import nothing_left_behind
 from test_task import make, serialised
@@ -170,8 +170,6 @@ def test_gangs(values: dict[str, Any]) -> None:
         timeout=gang.start_timeout,
         checkpoint=None,
         pulse=None,
-        flyte=None,
-        tracking=None,
     )
     variables = environment({}, places[1][0], job, "lo")
     assert variables["WORLD_SIZE"] == str(2 * ranks)
@@ -203,7 +201,7 @@ def test_wandb(values: dict[str, Any]) -> None:
     link = wandb_run.console_link(wandb)
     assert all(isinstance(value, str) and value.encode() for value in link.values())
     if wandb.mode is not None:
-        run = wandb_run.settings(wandb, task="flows.train", execution="f3a", config={})
+        run = wandb_run.settings(wandb, task="flows.train", execution="f3a")
         assert re.fullmatch(r"[^/\\#?%:]{1,128}", run.id)
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface, transform_function_to_interface
 from flytekit.models.literals import LiteralMap
 
-from flytekitplugins.daskpytorch.flyte import context, rank
+from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 
 
 class Named(NamedTuple):
@@ -39,9 +42,9 @@ def nothing() -> None:
 
 def outputs(function: object, returned: object) -> dict[str, object]:
     interface: Interface = transform_function_to_interface(function)
-    ctx = FlyteContextManager.current_context()
-    settings = context.capture("flows.train", interface, LiteralMap(literals={}), results="")
-    literals = rank.literals(settings, returned, ctx).literals
+    host = FlyteRank.of_current_task("flows.train", interface, LiteralMap(literals={}), results="")
+    made = literals_pb2.LiteralMap.FromString(host.outputs(returned).literal_map)
+    literals = LiteralMap.from_flyte_idl(made).literals
     return {name: literal.scalar.primitive.value for name, literal in literals.items()}
 
 
@@ -70,7 +73,7 @@ def test_no_import_is_left_for_two_threads_to_race_for() -> None:
     """As in a rank, which imports torch first."""
     script = """
 import importlib.util, sys, torch
-from flytekitplugins.daskpytorch.flyte import context as flyte
+from flytekitplugins.daskpytorch.flyte import import_ahead
 kinds = {name: object.__getattribute__(module, "__class__") for name, module in sys.modules.items()}
 print([name for name, kind in kinds.items() if kind is importlib.util._LazyModule])
 """
@@ -81,8 +84,9 @@ print([name for name, kind in kinds.items() if kind is importlib.util._LazyModul
 def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
     def found() -> tuple[str | None, object]:
         with ThreadPoolExecutor(1) as thread:
-            paths = thread.submit(context.checkpoint_paths, "gang").result()
-            return paths.own if paths else None, thread.submit(context.current_task).result()
+            execution = thread.submit(current_execution).result()
+        paths = execution.checkpoint_paths("gang")
+        return paths.own if paths else None, execution.task
 
     with setup_execution(
         raw_output_data_prefix=str(tmp_path), checkpoint_path=str(tmp_path / "own"), prev_checkpoint=None
@@ -92,5 +96,19 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
             assert found() == (None, None)
             with context.known_to_threads():
                 assert found() == (str(tmp_path / "own" / "daskpytorch" / "gang"), state)
-                assert context.current_task() is state
+                assert current_execution().task is state
     assert found() == (None, None)
+
+
+@pytest.mark.timeout(60)
+def test_the_host_is_there_as_soon_as_flytekit_is_and_not_before() -> None:
+    script = """
+import sys
+from flytekitplugins.daskpytorch.driver import request
+from flytekitplugins.daskpytorch.protocol.host import current_execution
+print(current_execution().name, "flytekit" in sys.modules)
+import flytekit
+print(current_execution().name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", "False", "local"]

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch.driver import listener
-from flytekitplugins.daskpytorch.driver.call import request_for
 from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import describe_node

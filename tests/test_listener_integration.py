@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError
 import pytest
 
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.call import request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from processes import num_open_files, until

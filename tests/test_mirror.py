@@ -19,8 +19,9 @@ from flytekit.core.data_persistence import FileAccessProvider
 from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, StoragePaths, StorageUpload
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from seaweed import WRITER, Weed
 
 PATIENCE = 10.0

@@ -1,15 +1,16 @@
-"""Those who watch a gang: one that fails is left out, and the others and the training go on."""
+"""Those who watch a gang, here and in rank 0: one that fails is left out, and the others and the training go on."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 
 import pytest
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObserver
 
 RECORD = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
 
@@ -73,3 +74,77 @@ def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> N
         wish = observers.tell("logged", RECORD)
         assert isinstance(wish, StoppedEarlyError)
     assert steady.steps == [1, 1]
+
+
+# ---- In rank 0
+
+
+class Part(RankObserver):
+    """Remembers, or fails as it is told to."""
+
+    def __init__(self, fails_to: str = "") -> None:
+        self.heard: list[str] = []
+        self.fails_to = fails_to
+        self._do("open")
+
+    def logged(self, record: LogRecord) -> None:
+        self._do("logged")
+
+    def close(self, exit_code: int, stopped_early: str | None = None) -> None:
+        self._do("close")
+
+    def _do(self, what: str) -> None:
+        self.heard.append(what)
+        if what == self.fails_to:
+            raise ValueError(what)
+
+
+class Divided(Steady):
+    """Has a part in rank 0."""
+
+    def __init__(self, make: Callable[[], RankObserver] | None) -> None:
+        super().__init__()
+        self.make = make
+
+    def for_rank(self) -> Callable[[], RankObserver] | None:
+        if self.make is None:
+            raise OSError("no part")
+        return self.make
+
+
+def heard_in_rank(*observers: Observer) -> list[list[str]]:
+    in_rank = Observers()
+    in_rank.open(Observers(observers).for_rank())
+    parts = [part for part in in_rank._observers if isinstance(part, Part)]
+    for _ in range(2):
+        in_rank.tell("logged", RECORD)
+    in_rank.tell("close", 0, None)
+    return [part.heard for part in parts]
+
+
+def test_only_observers_that_have_a_part_in_rank_0_have_one() -> None:
+    assert heard_in_rank(Steady()) == []
+    assert heard_in_rank(Steady(), Divided(Part), Divided(Part)) == [["open", "logged", "logged", "close"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("fails_to", "heard"),
+    [("open", []), ("logged", [["open", "logged"]]), ("close", [["open", *["logged"] * 2, "close"]])],
+)
+def test_part_that_fails_is_left_out_and_the_other_goes_on(
+    fails_to: str, heard: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = ["open", "logged", "logged", "close"]
+    assert heard_in_rank(Divided(functools.partial(Part, fails_to)), Divided(Part)) == [*heard, whole]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"ValueError: {fails_to}" in caplog.text
+
+
+def test_observer_whose_part_cannot_travel_is_left_out_here(caplog: pytest.LogCaptureFixture) -> None:
+    lock, none, steady = Divided(functools.partial(Part, logging.getLogger().handlers[0])), Divided(None), Steady()
+    observers = Observers([lock, none, steady])
+    assert observers.for_rank() == []
+    observers.tell("logged", RECORD)
+    assert (lock.steps, none.steps, steady.steps) == ([], [], [1])
+    assert [note.partition(" (")[0] for note in steady.notes] == ["Divided.for_rank failed"] * 2
+    assert "cannot be sent to the ranks" in steady.notes[0]

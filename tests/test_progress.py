@@ -19,10 +19,10 @@ from rich.console import Console
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
+from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.report import Recorder
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 
 NODES = [

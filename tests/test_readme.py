@@ -106,6 +106,15 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     assert found[0][2] == "8"
 
 
+def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "RankObserver" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "lowest loss: 0.25, error: None\n"
+    assert done.stderr.count("[rank 0] ends with 0") == 1
+
+
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "process_results" in block)
     (tmp_path / "script.py").write_text(script)

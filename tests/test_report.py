@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.report import MAX_CURVES, MAX_POINTS, Recorder, line_chart
+from flytekitplugins.daskpytorch.display.deck import MAX_CURVES, Recorder
+from flytekitplugins.daskpytorch.report import MAX_POINTS, line_chart
 
 Points = list[tuple[float, float]]
 

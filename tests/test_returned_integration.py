@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank
-from flytekitplugins.daskpytorch.driver.call import request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE
@@ -28,7 +28,9 @@ MEMORY = f"""
 import atexit
 import json
 from pathlib import Path
-from flytekitplugins.daskpytorch import Gang, dispatch
+from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
@@ -53,7 +55,7 @@ def train(size):
 
 def run(size):
     settings = Gang(ranks_per_worker=2, max_restarts=0)
-    return dispatch.GangFutures(Supervisor(dispatch.request_for(train, (size,), {{}}, settings), OwnNode()), 2).result()
+    return GangFutures(Supervisor(request_for(train, (size,), {{}}, settings), OwnNode()), 2).result()
 
 
 if __name__ == "__main__":

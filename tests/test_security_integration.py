@@ -15,9 +15,10 @@ from rich.console import Console
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
+from flytekitplugins.daskpytorch.display.wandb import run_config
+from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.observer import Shape
-from flytekitplugins.daskpytorch.rank.wandb import RunSettings, run_config
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from processes import SCRIPTS, nothing_left_behind
 

@@ -19,10 +19,13 @@ from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.display import wandb as wandb_observer
+from flytekitplugins.daskpytorch.display import wandb_run
+from flytekitplugins.daskpytorch.display.wandb import WandbObserver, run_config
+from flytekitplugins.daskpytorch.display.wandb_run import RunSettings, Tracker
+from flytekitplugins.daskpytorch.protocol.code import unpack_call
+from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import wandb as wandb_run
-from flytekitplugins.daskpytorch.rank.wandb import RunSettings, Tracker, run_config
 from wandb_file import read_records, read_run
 
 OURS = ("WANDB_", "FLYTE_", "_FSEC_", "NETRC")
@@ -40,8 +43,8 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
-    given: dict[str, Any] = {"task": "workflows.names.train", "execution": "f3a", "config": {}}
-    return wandb_run.settings(wandb or Wandb(project="names"), **{**given, **changes})
+    given: dict[str, Any] = {"task": "workflows.names.train", "execution": "f3a"}
+    return wandb_observer.settings(wandb or Wandb(project="names"), **{**given, **changes})
 
 
 # ---- Which run ------------------------------------------------------------------------------------------------------
@@ -52,14 +55,14 @@ def test_run_id_is_the_pods_name_without_the_attempt(monkeypatch: pytest.MonkeyP
     for attempt in ("0", "1", "11"):
         monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
-        ids.add(wandb_run.run_id("f3a", "train"))
+        ids.add(wandb_observer.run_id("f3a", "train"))
     assert ids == {"f3a-n0"}
 
 
 def test_run_id_is_the_pods_name_also_without_the_operators_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTNAME", "f3a-n1-2")
     monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "2")
-    assert wandb_run.run_id("f3a", "train") == "f3a-n1"
+    assert wandb_observer.run_id("f3a", "train") == "f3a-n1"
 
 
 @pytest.mark.parametrize("hostname", ["my-laptop", "my-laptop-1", "f3a-n0-7-runner", "other-n0-1-runner"])
@@ -68,19 +71,19 @@ def test_run_id_is_execution_and_task_where_the_host_is_not_named_so(
 ) -> None:
     monkeypatch.setenv("HOSTNAME", hostname)
     monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
-    assert wandb_run.run_id("f3a", "train") == "f3a-train"
+    assert wandb_observer.run_id("f3a", "train") == "f3a-train"
 
 
 @pytest.mark.parametrize("execution", [None, "", "local"])
 def test_every_local_run_has_a_new_id(execution: str | None) -> None:
-    ids = {wandb_run.run_id(execution, "train") for _ in range(5)}
+    ids = {wandb_observer.run_id(execution, "train") for _ in range(5)}
     assert len(ids) == 5
     assert all(id_.isalnum() for id_ in ids)
 
 
 def test_run_id_has_only_characters_that_wandb_takes() -> None:
-    assert wandb_run.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
-    assert len(wandb_run.run_id("f3a", "x" * 500)) <= 128
+    assert wandb_observer.run_id("f3a", "mod.train:x/y") == "f3a-mod-train-x-y"
+    assert len(wandb_observer.run_id("f3a", "x" * 500)) <= 128
 
 
 def test_id_and_name_that_are_given_win() -> None:
@@ -92,9 +95,21 @@ def test_default_name_is_the_tasks_short_name() -> None:
     assert (settings().name, settings().id) == ("train", "f3a-train")
 
 
-def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
-    made = settings(Wandb(project="names", config={"lr": 1, "team": "a"}), config={"lr": 0, "epochs": 3})
-    assert made.config == {"lr": 1, "team": "a", "epochs": 3}
+def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
+    """What rank 0 opens after the gang was placed so."""
+    observer = WandbObserver(run, inputs)
+    for shape in shapes:
+        observer.placed(shape)
+    [part] = Observers([observer]).for_rank()
+    made: RunSettings = unpack_call(part).function.args[0]  # type: ignore[attr-defined]
+    return made
+
+
+def test_config_is_the_tasks_with_the_users_own_on_top_and_that_of_the_first_attempt() -> None:
+    run = settings(Wandb(project="names", config={"lr": 1, "team": "a"}))
+    made = opened(run, {"lr": 0, "epochs": 3}, shape_of(1), shape_of(2))
+    gang = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
+    assert made.config == {"lr": 1, "team": "a", "epochs": 3, "gang": gang}
 
 
 def test_notes_are_the_link_to_flytes_console(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +146,20 @@ class Grid:
     layers: tuple[int, ...]
 
 
-def shape_of_one() -> Shape:
+def shape_of(num_ranks: int) -> Shape:
     node = Node(worker="w", host="h", num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
-    return Shape(name="train", backend="gloo", nodes=[node], places=place_ranks([node], 1))
+    return Shape(name="train", backend="gloo", nodes=[node], places=place_ranks([node], num_ranks))
 
 
 def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a") -> list[RunSettings]:
-    shared = wandb_run.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
+    shared = wandb_observer.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
+    runs = [
+        wandb_observer.model_settings(shared, index=index, key=f"train-0123456789ab-{index + 1}")
+        for index in range(len(experiments))
+    ]
     return [
-        wandb_run.model_settings(
-            shared, index=index, key=f"train-0123456789ab-{index + 1}", experiment=experiment, shape=shape_of_one()
-        )
-        for index, experiment in enumerate(experiments)
+        opened(run, wandb_observer.inputs_of(experiment), shape_of(1))
+        for run, experiment in zip(runs, experiments, strict=True)
     ]
 
 
@@ -187,11 +204,9 @@ def test_a_group_that_is_given_wins_and_an_id_is_refused() -> None:
 
 
 def test_long_names_leave_ids_short_and_different() -> None:
-    shared = wandb_run.sweep_settings(Wandb(project="names"), function="f" * 200, execution="e" * 30)
+    shared = wandb_observer.sweep_settings(Wandb(project="names"), function="f" * 200, execution="e" * 30)
     ids = {
-        wandb_run.model_settings(
-            shared, index=index, key=f"{'f' * 200}-0123456789ab-{index}", experiment=1, shape=shape_of_one()
-        ).id
+        wandb_observer.model_settings(shared, index=index, key=f"{'f' * 200}-0123456789ab-{index}").id
         for index in range(3)
     }
     assert len(ids) == 3
@@ -199,12 +214,12 @@ def test_long_names_leave_ids_short_and_different() -> None:
 
 
 def test_console_link_has_project_host_and_type() -> None:
-    link = wandb_run.console_link(Wandb(project="names", host="https://wandb.example"))
-    assert link == {"project": "names", "host": "https://wandb.example", "link_type": wandb_run.LINK_TYPE}
+    link = wandb_observer.console_link(Wandb(project="names", host="https://wandb.example"))
+    assert link == {"project": "names", "host": "https://wandb.example", "link_type": wandb_observer.LINK_TYPE}
 
 
 def test_console_link_has_entity_and_id_where_they_are_given() -> None:
-    link = wandb_run.console_link(Wandb(project="names", entity="team", id="mine"))
+    link = wandb_observer.console_link(Wandb(project="names", entity="team", id="mine"))
     assert (link["entity"], link["id"]) == ("team", "mine")
 
 
@@ -246,7 +261,7 @@ def test_key_from_netrc(tmp_path: Path) -> None:
     netrc = tmp_path / "home" / ".netrc"
     netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
     netrc.chmod(0o600)
-    assert wandb_run.api_key(Wandb(project="names")) == "from-netrc"
+    assert wandb_observer.api_key(Wandb(project="names")) == "from-netrc"
 
 
 def test_netrc_of_another_server_or_a_broken_one_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +269,9 @@ def test_netrc_of_another_server_or_a_broken_one_is_no_key(tmp_path: Path, monke
     netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
     netrc.chmod(0o600)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
-    assert wandb_run.api_key(Wandb(project="names")) is None
+    assert wandb_observer.api_key(Wandb(project="names")) is None
     netrc.write_text("what is this")
-    assert wandb_run.api_key(Wandb(project="names")) is None
+    assert wandb_observer.api_key(Wandb(project="names")) is None
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -310,12 +325,14 @@ def run_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(90)
 def test_offline_run_has_config_history_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
-    wandb = Wandb(project="names", group="sweep", tags=("a", "b"), dir=str(tmp_path))
-    tracker = Tracker(settings(wandb, config={"lr": 0.25, "gang": {"world_size": 2, "hosts": ["h", "i"]}}))
-    tracker.log(record(0, loss=3.0))
-    tracker.log(record(1, loss=2.0, note="half way"))
-    tracker.log(record(7, loss=1.5, epoch=1))
-    tracker.finish(0)
+    config = {"lr": 0.25, "gang": {"world_size": 2, "hosts": ["h", "i"]}}
+    tracker = Tracker(
+        settings(Wandb(project="names", group="sweep", tags=("a", "b"), dir=str(tmp_path), config=config))
+    )
+    tracker.logged(record(0, loss=3.0))
+    tracker.logged(record(1, loss=2.0, note="half way"))
+    tracker.logged(record(7, loss=1.5, epoch=1))
+    tracker.close(0)
 
     run = run_in(tmp_path)
     assert run["runs"] == 1
@@ -334,9 +351,9 @@ def test_offline_run_has_config_history_and_exit_code(tmp_path: Path, monkeypatc
 @pytest.mark.timeout(90)
 def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_path: Path) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.log(record(0, loss=3.0))
-    tracker.finish(1)
-    tracker.finish(0)
+    tracker.logged(record(0, loss=3.0))
+    tracker.close(1)
+    tracker.close(0)
     run = run_in(tmp_path)
     assert run["exit_code"] == 1
     assert [row["loss"] for row in run["history"]] == [3.0]
@@ -345,8 +362,8 @@ def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_
 @pytest.mark.timeout(90)
 def test_run_of_a_training_that_was_stopped_early_says_why(tmp_path: Path) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
-    tracker.log(record(0, loss=3.0))
-    tracker.finish(0, "others were better")
+    tracker.logged(record(0, loss=3.0))
+    tracker.close(0, "others were better")
     run = run_in(tmp_path)
     assert run["exit_code"] == 0
     assert run["summary"]["stopped_early"] == "others were better"
@@ -368,8 +385,8 @@ def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None
         optimizer.step()
         unwatched.step()
         if step != 2:
-            tracker.log(record(step, loss=1.0))
-    tracker.finish(0)
+            tracker.logged(record(step, loss=1.0))
+    tracker.close(0)
     rows = {row["step"]: row for row in run_in(tmp_path)["history"]}
     histograms = {step: {name for name, value in row.items() if value == "histogram"} for step, row in rows.items()}
     names = {f"gradients/{layer}.{part}._type" for layer in "01" for part in ("weight", "bias")}
@@ -382,8 +399,8 @@ def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None
 def test_long_run_is_read_over_many_blocks(tmp_path: Path) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
     for step in range(3):
-        tracker.log(record(step, text=str(step) * 50_000))
-    tracker.finish(0)
+        tracker.logged(record(step, text=str(step) * 50_000))
+    tracker.close(0)
     assert [row["text"] for row in run_in(tmp_path)["history"]] == [str(step) * 50_000 for step in range(3)]
     assert sum(r.WhichOneof("record_type") == "exit" for r in read_records(file_of(tmp_path))) == 1
 
@@ -394,8 +411,8 @@ def test_value_that_cannot_be_shown_costs_one_notice_and_neither_its_row_nor_the
 ) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(3):
-        tracker.log(record(step, loss=float(step), odd=object()))
-    tracker.finish(1)
+        tracker.logged(record(step, loss=float(step), odd=object()))
+    tracker.close(1)
     run = run_in(tmp_path)
     assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert run["exit_code"] == 1
@@ -408,8 +425,8 @@ def test_name_that_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
 ) -> None:
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(4):
-        tracker.log(record(step, **{"\ud800" if step in (1, 2) else "loss": 1.0}))
-    tracker.finish(0)
+        tracker.logged(record(step, **{"\ud800" if step in (1, 2) else "loss": 1.0}))
+    tracker.close(0)
     run = run_in(tmp_path)
     assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 1.0), (3, 1.0)]
     assert run["exit_code"] == 0
@@ -422,8 +439,8 @@ def test_run_that_the_server_does_not_take_is_recorded_offline(
 ) -> None:
     tracker = Tracker(settings(Wandb(project="names", mode="online", dir=str(tmp_path))))  # without a key
     for step in range(3):
-        tracker.log(record(step, loss=0.0))
-    tracker.finish(0)
+        tracker.logged(record(step, loss=0.0))
+    tracker.close(0)
     assert "The run is recorded offline" in capsys.readouterr().err
     assert [row["step"] for row in run_in(tmp_path)["history"]] == [0, 1, 2]
 
@@ -435,8 +452,8 @@ def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(
     monkeypatch.chdir(tmp_path)
     tracker = Tracker(settings(Wandb(project="no/such:name", mode="offline")))
     for step in range(100):
-        tracker.log(record(step, loss=0.0))
-    tracker.finish(0)
+        tracker.logged(record(step, loss=0.0))
+    tracker.close(0)
     assert "The training goes on." in capsys.readouterr().err
     assert not list(tmp_path.glob("wandb/*/run-*.wandb"))
 
@@ -445,8 +462,8 @@ def test_run_that_cannot_be_opened_costs_a_notice_and_nothing_else(
 def test_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path / "file"), mode="offline")))
-    tracker.log(record(0, loss=0.0))
-    tracker.finish(0)
+    tracker.logged(record(0, loss=0.0))
+    tracker.close(0)
 
 
 def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
@@ -455,8 +472,8 @@ def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
     monkeypatch.setattr(wandb_run, "MAX_WAITING", 0)
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="disabled")))
     for step in range(5):
-        tracker.log(record(step, loss=0.0))
-    tracker.finish(0)
+        tracker.logged(record(step, loss=0.0))
+    tracker.close(0)
     assert "5 records were dropped" in capsys.readouterr().err
 
 
@@ -466,7 +483,7 @@ def test_death_of_wandbs_own_process_costs_a_notice_and_no_time(
 ) -> None:
     _end_wandb()
     tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
-    tracker.log(record(0, loss=0.0))
+    tracker.logged(record(0, loss=0.0))
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob("wandb/*/run-*.wandb")):
         assert time.monotonic() < deadline
@@ -476,6 +493,6 @@ def test_death_of_wandbs_own_process_costs_a_notice_and_no_time(
     for service in services:
         service.kill()
     began_at = time.monotonic()
-    tracker.finish(0)
+    tracker.close(0)
     assert time.monotonic() - began_at < 30
     assert "The training goes on." in capsys.readouterr().err

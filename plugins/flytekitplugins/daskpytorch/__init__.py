@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import RankContext, current_rank
+from flytekitplugins.daskpytorch.context import LogRecord, RankContext, current_rank
 from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.inputs import StrictInputs
+    from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape
 
 __all__ = [
     "DaskCluster",
@@ -38,9 +39,13 @@ __all__ = [
     "GangError",
     "GangHungError",
     "GangStartError",
+    "LogRecord",
+    "Observer",
     "PreemptedError",
     "RankContext",
+    "RankObserver",
     "Scheduler",
+    "Shape",
     "SpawnDDP",
     "StoppedEarlyError",
     "StrictInputs",
@@ -72,6 +77,8 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(f"{__name__}.flyte.config"), name)
         case "Scheduler" | "WorkerGroup":
             return getattr(import_module("flytekitplugins.dask"), name)
+        case "Observer" | "RankObserver" | "Shape":
+            return getattr(import_module(f"{__name__}.protocol.observer"), name)
         case "StrictInputs":
             return import_module(f"{__name__}.flyte.inputs").StrictInputs
         case "__version__":

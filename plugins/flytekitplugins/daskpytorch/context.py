@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-
 __all__ = ["Checkpoint", "LogRecord", "Progress", "RankContext", "StopSignal", "current_rank"]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
@@ -156,13 +154,13 @@ class RankContext:
     """Where log records go; None outside a gang."""
     progress: Progress = field(default_factory=Progress, repr=False)
     """What the hang hang detector looks at."""
-    watcher: Callable[[torch.nn.Module, int], None] | None = field(default=None, repr=False)
-    """Behind `watch`; None where no Weights & Biases run is fed from here."""
+    watcher: Callable[[torch.nn.Module, int], object] | None = field(default=None, repr=False)
+    """Behind `watch`; None where nobody here looks at gradients."""
     submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)
     """Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where no driver takes results."""
-    ask_for_folder: Callable[[], str] | None = field(default=None, repr=False)
+    ask_for_folder: Callable[[], Any] | None = field(default=None, repr=False)
     """Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
-    worker_data: WorkerData | None = field(default=None, repr=False)
+    worker_data: Any = field(default=None, repr=False)
     """Behind `DaskPartitions.share`; None where no Dask worker is beside the rank."""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     """Behind `should_stop`."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.display.terminal import Echo
+from flytekitplugins.daskpytorch.display.echo import Echo
 from flytekitplugins.daskpytorch.driver import keys
-from flytekitplugins.daskpytorch.driver.call import named, request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import named, request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb

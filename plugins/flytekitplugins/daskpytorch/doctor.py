@@ -378,8 +378,8 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
     """Have ranks meet and sum something, and take the time."""
-    from flytekitplugins.daskpytorch.driver.call import request_for
     from flytekitplugins.daskpytorch.driver.futures import GangFutures
+    from flytekitplugins.daskpytorch.driver.request import request_for
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
     settings = Gang(ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)

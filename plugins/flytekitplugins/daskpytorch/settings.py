@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,6 +80,8 @@ class Gang:
     """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
     twice there; with `dispatch.map` the experiment's index is added. None is the function's name and which of its calls
     in the task this is: give a key where attempts may make other calls, or the same in another order, as by threads."""
+    observers: tuple[Callable[[], Any], ...] = ()
+    """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
 
     def __post_init__(self) -> None:
         problems = Problems("Gang")
@@ -111,6 +113,12 @@ class Gang:
             "key",
             self.key,
             "None or up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
+        )
+        problems.unless(
+            isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
+            "observers",
+            self.observers,
+            "a tuple of classes of observers, or of functions that make one",
         )
         problems.raise_any()
 

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.process.screen import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
-__all__ = ["Echo", "ProgressDisplay", "describe_record", "terminal"]
+__all__ = ["ProgressDisplay", "describe_record", "terminal"]
 
 PLAIN_INTERVAL = 10.0
 """Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
@@ -127,15 +127,3 @@ def _count(number: int, what: str) -> str:
 
 def _brief(value: float, *, is_whole: bool = False) -> str:
     return f"{value:,.0f}" if (is_whole or value.is_integer()) and abs(value) < LARGE else f"{value:.4g}"
-
-
-class Echo(Observer):
-    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
-
-    def noted(self, text: str) -> None:
-        """Say it."""
-        Screen().write(f"{text}\n")
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass it on."""
-        Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))

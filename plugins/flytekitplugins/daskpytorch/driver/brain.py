@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch.driver.observers import Observers
-
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of
@@ -38,19 +36,22 @@ from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages, placement
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
-from flytekitplugins.daskpytorch.rank.wandb import RunSettings
 
 __all__ = ["Brain", "GangCancelledError", "Rendezvous"]
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0
-"""Seconds for the ranks to leave once all have delivered; more than Weights & Biases may take to close its run."""
+"""Seconds for the ranks to leave once all have delivered, and for observers in rank 0 to close what they have open."""
 MAX_STOP_WAIT = 15.0
 """Seconds for the ranks to end once they are told to stop; more than an agent waits before it kills."""
+CLOSE_GRACE = 10.0
+"""Seconds for observers in rank 0 once it is told to stop ..."""
+REOPEN_GRACE = 1.0
+"""... and where they will be opened again by the next attempt."""
 SETTLE_TIME = 0.25
 """Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
 GROWTH_SETTLE_TIME = 1.0
@@ -128,7 +129,7 @@ class Brain:
         self._num_least = self._settings.min_workers or self._num_wanted
         self._fetches = Fetches()
         self._policy = FailurePolicy(self._settings.max_restarts)
-        self._tracking: RunSettings | None = None
+        self._has_observers_in_rank = False
         self._noticed_at = asked_at
         # What has happened, and was not acted on yet.
         self._broken: dict[str, str] = {}
@@ -350,8 +351,8 @@ class Brain:
         backend = placement.choose_backend(self._settings.backend, nodes, places)
         shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
         self._observe("placed", shape)
-        if self._request.tracking is not None and self._tracking is None:  # one run for all attempts
-            self._tracking = self._request.tracking(shape)
+        in_rank = self._observers.for_rank()
+        self._has_observers_in_rank = bool(in_rank)
         job = Job(
             gang=hashlib.sha256(self._agents.token).hexdigest()[:16],
             attempt=self._number,
@@ -362,8 +363,9 @@ class Brain:
             timeout=self._settings.start_timeout,
             checkpoint=self._checkpoint,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
-            flyte=self._request.flyte,
-            tracking=self._tracking,
+            host=self._request.host,
+            environment=self._request.environment,
+            observers=in_rank,
         )
         self._carriers = [self._agents.peers[node.worker] for node in nodes]
         for peer, here in zip(self._carriers, places, strict=True):
@@ -454,7 +456,8 @@ class Brain:
         """Have every rank ended."""
         reason = str(self._stopped_early) if self._stopped_early is not None and not self._is_cancelled else None
         self._stacks_until = None
-        self._tell(messages.Stop(is_last=self._is_last(), reason=reason))
+        grace = (CLOSE_GRACE if self._is_last() else REOPEN_GRACE) if self._has_observers_in_rank else 0.0
+        self._tell(messages.Stop(grace=grace, reason=reason))
         self._deadline = self._now() + MAX_STOP_WAIT
         return self._end_ranks
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import code
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 
 __all__ = ["Keys", "take"]
 
@@ -63,15 +63,7 @@ class Keys:
 
 def take(function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",)) -> list[str]:
     """Keys for a call in the current task, see `Keys.take`."""
-    return _keys.take(function, asked, suffixes, _current_task())
-
-
-def _current_task() -> object:
-    if "flytekit" not in sys.modules:  # nobody waits for its import outside a Flyte task
-        return None
-    from flytekitplugins.daskpytorch.flyte import context
-
-    return context.current_task()
+    return _keys.take(function, asked, suffixes, current_execution().task)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.driver.observers import Observers
-
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import STORAGE_GRACE, Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
@@ -28,7 +26,7 @@ from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.handshake import hang_up
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -51,7 +49,7 @@ class Supervisor:
     ) -> None:
         self._request = request
         self._launcher = launcher
-        self._observers = Observers(observers)
+        self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
         """What the ranks have submitted."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into

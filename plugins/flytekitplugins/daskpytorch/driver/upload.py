@@ -12,16 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
-if TYPE_CHECKING:
-    from flytekit.core.data_persistence import FileAccessProvider
-
-__all__ = ["StoragePaths", "StorageUpload"]
+__all__ = ["StorageUpload"]
 
 MANIFEST = "manifest.json"
 NUM_KEPT = 2
@@ -31,17 +29,6 @@ RETRY_AFTER = 2.0
 MAX_READ_ATTEMPTS = 5
 """How often storage is asked for the previous checkpoint before the training starts afresh."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoragePaths:
-    """Where checkpoints come from and go to."""
-
-    file_access: FileAccessProvider
-    previous: str | None
-    """The folder of the attempt before."""
-    own: str
-    """The folder of this attempt."""
 
 
 class StorageUpload:

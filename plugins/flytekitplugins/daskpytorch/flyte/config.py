@@ -1,4 +1,7 @@
-"""What a user may ask of a task, and whether it makes sense. Read where tasks are defined; imports no torch."""
+"""What a user may ask of a task, and whether it makes sense. Read where tasks are defined; imports no torch.
+
+Importing it registers the task types with flytekit.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from types import NoneType
 from typing import Literal
 
 from flytekit import Resources
+from flytekit.extend import TaskPlugins
 from flytekitplugins.dask import Scheduler, WorkerGroup
 
+from flytekitplugins.daskpytorch.flyte.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask
 from flytekitplugins.daskpytorch.settings import (
     COUNT,
     SECONDS,
@@ -48,7 +53,6 @@ class DaskDDP:
     """Record the run in Weights & Biases; None does not."""
 
     def __post_init__(self) -> None:
-        _register_task_types()
         problems = _checked_kinds(self)
         _check_pods(problems, self.scheduler, self.workers)
         workers, least = self.workers.number_of_workers, self.gang.min_workers
@@ -93,7 +97,6 @@ class SpawnDDP:
     imported torch and never touched CUDA, or a fresh interpreter, in seconds."""
 
     def __post_init__(self) -> None:
-        _register_task_types()
         problems = _checked_kinds(self)
         problems.unless(
             is_among(self.nproc, ("auto",)) or is_count(self.nproc), "nproc", self.nproc, f"'auto' or {COUNT}"
@@ -131,7 +134,6 @@ class DaskCluster:
     """Seconds within which the scheduler answers and all the workers come."""
 
     def __post_init__(self) -> None:
-        _register_task_types()
         problems = _checked_kinds(self)
         _check_pods(problems, self.scheduler, self.workers)
         problems.unless(is_seconds(self.start_timeout), "start_timeout", self.start_timeout, SECONDS)
@@ -184,6 +186,6 @@ def _num_gpus(workers: WorkerGroup) -> int:
     return 0
 
 
-def _register_task_types() -> None:
-    """Have flytekit know them. To one that it does not know, a task would be a plain function, run once."""
-    import flytekitplugins.daskpytorch.flyte.task  # noqa: F401
+TaskPlugins.register_pythontask_plugin(DaskDDP, DaskDDPTask)
+TaskPlugins.register_pythontask_plugin(SpawnDDP, SpawnDDPTask)
+TaskPlugins.register_pythontask_plugin(DaskCluster, DaskClusterTask)

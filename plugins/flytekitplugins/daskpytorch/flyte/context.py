@@ -1,67 +1,49 @@
-"""Flyte's context, carried from the driver into the ranks, and rank 0's outputs, carried back as literals.
-
-`capture`, `current_task` and `checkpoint_paths` run in the driver; `entered`, `arguments`, `literals` and `decks` run
-in a rank.
-"""
+"""Flyte's context, as the rest of the plugin asks for it. Runs in the driver."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 
-import cloudpickle
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
-from flytekit.core.interface import Interface
-from flytekit.models.literals import LiteralMap
+from flytekit.models.security import Secret
 
-from flytekitplugins.daskpytorch.driver.upload import StoragePaths
-from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
+from flytekitplugins.daskpytorch.protocol import host
 
-__all__ = ["capture", "checkpoint_paths", "current_task", "execution_name", "known_to_threads"]
-
-# Flytekit puts off some imports, such as pandas', until the module is used. Where two threads use it at once (in a
-# rank: the user's function, and wandb's import), one may find half of it: python/cpython#114763, mended in later
-# versions.
-for _module in list(sys.modules.values()):
-    if object.__getattribute__(_module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001
-        vars(_module)
+__all__ = ["FlyteExecution", "known_to_threads", "rank_environment"]
 
 CHECKPOINTS = "daskpytorch"
 """Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
 
 
-def capture(task_name: str, interface: Interface, inputs: LiteralMap, results: str) -> FlyteSettings:
-    """Take what the ranks need from the current context, in the driver."""
-    ctx = FlyteContextManager.current_context()
-    params, mode = ctx.user_space_params, ctx.execution_state.mode
-    checkpoint = getattr(params, "_checkpoint", None)
-    execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
-    names = {
-        "FLYTE_INTERNAL_EXECUTION_ID": getattr(execution, "name", None),
-        "FLYTE_INTERNAL_EXECUTION_PROJECT": getattr(execution, "project", None),
-        "FLYTE_INTERNAL_EXECUTION_DOMAIN": getattr(execution, "domain", None),
-        "FLYTE_INTERNAL_TASK_PROJECT": getattr(task, "project", None),
-        "FLYTE_INTERNAL_TASK_DOMAIN": getattr(task, "domain", None),
-        "FLYTE_INTERNAL_TASK_NAME": getattr(task, "name", None),
-        "FLYTE_INTERNAL_TASK_VERSION": getattr(task, "version", None),
-    }
-    environment = {name: value for name, value in os.environ.items() if name.startswith(("FLYTE_", "_F_", "_FSEC_"))}
-    environment |= {name: str(value) for name, value in names.items() if value}
-    return FlyteSettings(
-        mode=mode.name if mode else None,
-        raw_output_prefix=ctx.file_access.raw_output_prefix,
-        output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
-        checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
-        previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
-        environment=environment,
-        interface=cloudpickle.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
-        inputs=inputs.to_flyte_idl().SerializeToString(),
-        task_name=task_name,
-        results=results,
-    )
+class FlyteExecution(host.Execution):
+    """What a context of flytekit says of the execution."""
+
+    def __init__(self, ctx: FlyteContext) -> None:
+        self._ctx = ctx
+        self._params = params = ctx.user_space_params
+        self.name = params.execution_id.name if params and params.execution_id else None
+        self.task = ctx.execution_state if _is_in_task(ctx) else None
+
+    def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
+        """Where they are in Flyte's storage; None in local runs, which have no attempts."""
+        state = self._ctx.execution_state
+        if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION:
+            return None
+        checkpoint = getattr(self._params, "_checkpoint", None)
+        own, previous = getattr(checkpoint, "_checkpoint_dest", None), getattr(checkpoint, "_checkpoint_src", None)
+        if not own:
+            return None
+        return host.StoragePaths(
+            file_access=self._ctx.file_access,
+            previous=f"{previous}/{CHECKPOINTS}/{key}" if previous else None,
+            own=f"{own}/{CHECKPOINTS}/{key}",
+        )
+
+    def secret(self, name: Secret) -> str:
+        """As Flyte has mounted it."""
+        return str(self._params.secrets.get(name.group, name.key, name.group_version))
 
 
 @contextlib.contextmanager
@@ -74,9 +56,26 @@ def known_to_threads() -> Iterator[None]:
         _contexts.pop()
 
 
-def _context() -> FlyteContext:
+def rank_environment() -> dict[str, str]:
+    """Flyte's own variables for the ranks of the current task: its names, and its secrets."""
+    params = FlyteContextManager.current_context().user_space_params
+    execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
+    names = {
+        "FLYTE_INTERNAL_EXECUTION_ID": getattr(execution, "name", None),
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": getattr(execution, "project", None),
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": getattr(execution, "domain", None),
+        "FLYTE_INTERNAL_TASK_PROJECT": getattr(task, "project", None),
+        "FLYTE_INTERNAL_TASK_DOMAIN": getattr(task, "domain", None),
+        "FLYTE_INTERNAL_TASK_NAME": getattr(task, "name", None),
+        "FLYTE_INTERNAL_TASK_VERSION": getattr(task, "version", None),
+    }
+    inherited = {name: value for name, value in os.environ.items() if name.startswith(("FLYTE_", "_F_", "_FSEC_"))}
+    return inherited | {name: str(value) for name, value in names.items() if value}
+
+
+def _current() -> FlyteExecution:
     here = FlyteContextManager.current_context()
-    return _contexts[-1] if _contexts and not _is_in_task(here) else here
+    return FlyteExecution(_contexts[-1] if _contexts and not _is_in_task(here) else here)
 
 
 def _is_in_task(ctx: FlyteContext) -> bool:
@@ -87,33 +86,4 @@ def _is_in_task(ctx: FlyteContext) -> bool:
 _contexts: list[FlyteContext] = []
 """Those of the tasks that run here and have threads, the newest last."""
 
-
-def execution_name() -> str | None:
-    """The current execution's name; `local` in local runs."""
-    params = _context().user_space_params
-    return params.execution_id.name if params and params.execution_id else None
-
-
-def current_task() -> object:
-    """Something that is the same for as long as the current task runs, here or on a backend; None outside one."""
-    ctx = _context()
-    return ctx.execution_state if _is_in_task(ctx) else None
-
-
-def checkpoint_paths(name: str) -> StoragePaths | None:
-    """Where the checkpoints of a gang of this name go, and where the attempt before left its own, in Flyte's storage.
-
-    None in local runs, which have no attempts.
-    """
-    ctx = _context()
-    if ctx.execution_state is None or ctx.execution_state.mode != ExecutionState.Mode.TASK_EXECUTION:
-        return None
-    checkpoint = getattr(ctx.user_space_params, "_checkpoint", None)
-    own, previous = getattr(checkpoint, "_checkpoint_dest", None), getattr(checkpoint, "_checkpoint_src", None)
-    if not own:
-        return None
-    return StoragePaths(
-        file_access=ctx.file_access,
-        previous=f"{previous}/{CHECKPOINTS}/{name}" if previous else None,
-        own=f"{own}/{CHECKPOINTS}/{name}",
-    )
+host.provide(_current)

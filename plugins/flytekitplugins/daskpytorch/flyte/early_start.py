@@ -1,6 +1,7 @@
 """Starts the fork server while `pyflyte run` still imports the workflow's file, and torch with it: both take seconds.
 
-Flytekit imports this module at the end of its own import, by the entry point `flytekit.plugins`.
+Flytekit imports this module at the end of its own import, by the entry point `flytekit.plugins`: from then on Flyte is
+the host here, and ranks that are forked find flytekit imported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from itertools import dropwhile
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyte the host
+from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
 
 __all__ = ["is_worthwhile"]
@@ -32,5 +35,6 @@ def is_worthwhile(arguments: Sequence[str]) -> bool:
     return False
 
 
+fork_client.import_ahead(IMPORTED_AHEAD)
 if is_worthwhile(sys.argv):
     fork_client.connect().close()

@@ -1,64 +1,131 @@
-"""Flyte's context in a rank, and rank 0's outputs on their way back as literals. Runs in a rank."""
+"""Flyte's context in a rank, and rank 0's outputs on their way back as literals. Made in the driver, runs in a rank."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import cloudpickle
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.core.base_task import PythonTask
-from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
 from flytekit.interfaces.random import random
 from flytekit.models.literals import LiteralMap
+from flytekit.types.directory import FlyteDirectory
 from flytekit.utils.asyn import run_sync
 
-from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
-
-__all__ = ["arguments", "decks", "entered", "literals"]
+__all__ = ["FlyteRank", "TaskOutput", "finish_imports"]
 
 
-@contextlib.contextmanager
-def entered(settings: FlyteSettings) -> Iterator[FlyteContext]:
-    """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
-    # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
-    random.seed()
-    with setup_execution(
-        raw_output_data_prefix=settings.raw_output_prefix,
-        output_metadata_prefix=settings.output_metadata_prefix,
-        checkpoint_path=settings.checkpoint,
-        prev_checkpoint=settings.previous_checkpoint,
-    ) as ctx:
-        mode = ExecutionState.Mode[settings.mode] if settings.mode else None
-        state = ctx.execution_state.with_params(mode=mode)
-        with FlyteContextManager.with_context(ctx.with_execution_state(state)) as rank_ctx:
-            yield rank_ctx
+@dataclass(frozen=True, kw_only=True)
+class TaskOutput:
+    """Rank 0's return value as Flyte has it."""
+
+    literal_map: bytes
+    """A serialised `flyteidl.core.LiteralMap`."""
+    decks: list[tuple[str, str]]
+    """Name and HTML of the Decks made in the rank."""
 
 
-def arguments(settings: FlyteSettings, ctx: FlyteContext) -> dict[str, Any]:
-    """The task's inputs as Python values."""
-    types, _, _ = cloudpickle.loads(settings.interface)  # from our own driver, by our agent's pipe
-    literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(settings.inputs))
-    return dict(TypeEngine.literal_map_to_kwargs(ctx, literal_map, types))
+@dataclass(frozen=True, kw_only=True)
+class FlyteRank:
+    """What a rank needs to stand in the driver's Flyte execution: a `RankHost`."""
+
+    mode: str | None
+    """The name of the driver's `ExecutionState.Mode`: in a local run, secrets and Decks have local rules. None where no
+    task is executed."""
+    raw_output_prefix: str
+    """Where files that are outputs go."""
+    output_metadata_prefix: str | None
+    checkpoint: str | None
+    """Where this attempt's intratask checkpoint goes."""
+    previous_checkpoint: str | None
+    """Where the attempt before left its own."""
+    interface: bytes
+    """The types of the task's inputs and outputs, pickled."""
+    inputs: bytes
+    """The task's inputs: a serialised `flyteidl.core.LiteralMap`. Each rank makes its own values of them, and so
+    downloads input files to its own disk."""
+    task_name: str
+    results: str
+    """The folder of what the ranks submit, complete when the task has ended."""
+
+    @classmethod
+    def of_current_task(cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str) -> Self:
+        """Take what the ranks need from the current context, in the driver."""
+        ctx = FlyteContextManager.current_context()
+        params, mode = ctx.user_space_params, ctx.execution_state.mode
+        checkpoint = getattr(params, "_checkpoint", None)
+        return cls(
+            mode=mode.name if mode else None,
+            raw_output_prefix=ctx.file_access.raw_output_prefix,
+            output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
+            checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
+            previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
+            interface=cloudpickle.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
+            inputs=inputs.to_flyte_idl().SerializeToString(),
+            task_name=task_name,
+            results=results,
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
+        finish_imports()
+        # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
+        random.seed()
+        with setup_execution(
+            raw_output_data_prefix=self.raw_output_prefix,
+            output_metadata_prefix=self.output_metadata_prefix,
+            checkpoint_path=self.checkpoint,
+            prev_checkpoint=self.previous_checkpoint,
+        ) as ctx:
+            mode = ExecutionState.Mode[self.mode] if self.mode else None
+            state = ctx.execution_state.with_params(mode=mode)
+            with FlyteContextManager.with_context(ctx.with_execution_state(state)):
+                yield
+
+    def arguments(self) -> dict[str, Any]:
+        """The task's inputs as Python values."""
+        types, _, _ = cloudpickle.loads(self.interface)  # from our own driver, by our agent's pipe
+        literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(self.inputs))
+        return dict(TypeEngine.literal_map_to_kwargs(FlyteContextManager.current_context(), literal_map, types))
+
+    def outputs(self, returned: Any) -> TaskOutput:
+        """Make literals of what the function returned, here where its files are; files are uploaded.
+
+        Raises:
+            TypeError: The return value does not fit the task's declared outputs.
+        """
+        inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # as above
+        _check_count(self.task_name, returned, list(outputs))
+        interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
+        task = PythonTask(task_type="", name=self.task_name, task_config=None, interface=interface)
+        # What an ordinary task calls after its function: it also adds the metadata of artifacts.
+        made, _ = run_sync(task._output_to_literal_map, returned, FlyteContextManager.current_context())  # noqa: SLF001
+        return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks())
+
+    def results_folder(self) -> FlyteDirectory:
+        """The driver brings the files there."""
+        return FlyteDirectory(self.results, remote_directory=False)
 
 
-def literals(settings: FlyteSettings, returned: Any, ctx: FlyteContext) -> LiteralMap:
-    """Make literals of what the function returned, here where its files are; files are uploaded.
+def finish_imports() -> None:
+    """Import what flytekit has put off until it is used, such as pandas; to be called before there are other threads.
 
-    Raises:
-        TypeError: The return value does not fit the task's declared outputs.
+    Where two use such a module at once (the user's function, and wandb's import), one may find half of it:
+    python/cpython#114763, mended in later versions.
     """
-    inputs, outputs, tuple_name = cloudpickle.loads(settings.interface)  # as above
-    _check_count(settings.task_name, returned, list(outputs))
-    interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
-    task = PythonTask(task_type="", name=settings.task_name, task_config=None, interface=interface)
-    # What an ordinary task calls after its function: it also adds the metadata of artifacts.
-    made, _ = run_sync(task._output_to_literal_map, returned, ctx)  # noqa: SLF001
-    return made
+    for module in list(sys.modules.values()):
+        if object.__getattribute__(module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001
+            vars(module)
 
 
 def _check_count(task_name: str, returned: Any, names: list[str]) -> None:
@@ -68,7 +135,7 @@ def _check_count(task_name: str, returned: Any, names: list[str]) -> None:
     raise TypeError(f"task {task_name} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}")
 
 
-def decks(ctx: FlyteContext) -> list[tuple[str, str]]:
+def _decks() -> list[tuple[str, str]]:
     """The Decks made in this rank, Flyte's own time line left out."""
-    made = ctx.user_space_params.decks if ctx.user_space_params else []
-    return [(deck.name, deck.html) for deck in made if deck.name.lower() != "timeline"]
+    params = FlyteContextManager.current_context().user_space_params
+    return [(deck.name, deck.html) for deck in (params.decks if params else ()) if deck.name.lower() != "timeline"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,22 +21,21 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteUserRuntimeException
-from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
+from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.running import preempt_all
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
+from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.rank import wandb as wandb_run
-from flytekitplugins.daskpytorch.settings import Wandb, is_local
+from flytekitplugins.daskpytorch.settings import is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
-    from flytekitplugins.daskpytorch.protocol.flyte_settings import TaskOutput
+    from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
+    from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
     from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-    from flytekitplugins.daskpytorch.protocol.observer import Shape
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
@@ -43,7 +43,7 @@ CLUSTER_SETTINGS = {
     # Dask tasks may start processes of their own, such as the workers of a DataLoader.
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     # Workers import torch for their ranks while the driver still waits for all of them.
-    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.node.preload",
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload",
     # Dask looks at its event loops 50 times a second: two hundredths of a core per process, which the ranks want.
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
@@ -117,10 +117,10 @@ class _InRanks(_Resumable):
         with contextlib.ExitStack() as stack:
             self._get_ready(stack)
             # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
+            from flytekitplugins.daskpytorch.display.deck import Recorder
             from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
-            from flytekitplugins.daskpytorch.report import Recorder
 
             recorder, results = Recorder(), TaskResults()
             request = self._request(kwargs, results.folder)
@@ -152,26 +152,25 @@ class _InRanks(_Resumable):
 
     def _request(self, inputs: dict[str, Any], results: str) -> Request:
         from flytekitplugins.daskpytorch.driver.request import Request
-        from flytekitplugins.daskpytorch.flyte import context
+        from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
         from flytekitplugins.daskpytorch.protocol import code
 
         config = self.task_config
+        execution = context.FlyteExecution(FlyteContextManager.current_context())
+        observers = [make() for make in config.gang.observers]
+        if config.wandb is not None:
+            run = wandb_run.settings(config.wandb, task=self.name, execution=execution.name)
+            observers.append(wandb_run.WandbObserver(run, inputs))
+        rank = FlyteRank.of_current_task(self.name, self.python_interface, _input_literals.get(), results)
         return Request(
             name=self.name,
             call=code.pack_call(self.task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
             settings=config.gang,
-            flyte=context.capture(self.name, self.python_interface, _input_literals.get(), results),
-            tracking=self._tracking(config.wandb, inputs) if config.wandb else None,
-            storage=context.checkpoint_paths("gang"),
-        )
-
-    def _tracking(self, wandb: Wandb, inputs: dict[str, Any]) -> Callable[[Shape], wandb_run.RunSettings]:
-        from flytekitplugins.daskpytorch.flyte import context
-
-        execution = context.execution_name()
-        return lambda shape: wandb_run.settings(
-            wandb, task=self.name, execution=execution, config=wandb_run.run_config(inputs, shape)
+            host=pickle.dumps(rank),
+            environment=context.rank_environment(),
+            observers=observers,
+            storage=execution.checkpoint_paths("gang"),
         )
 
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
@@ -250,7 +249,6 @@ class DaskClusterTask(_Resumable, _OnDask):
     def execute(self, **kwargs: Any) -> Any:
         """Open the cluster and call the function."""
         from flytekitplugins.daskpytorch.dask import cluster
-        from flytekitplugins.daskpytorch.flyte import context
 
         config: DaskCluster = self.task_config
         with (
@@ -307,8 +305,3 @@ def _require_gpu() -> None:
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Use backend='auto' to train on the "
             "CPU with gloo."
         )
-
-
-TaskPlugins.register_pythontask_plugin(DaskDDP, DaskDDPTask)
-TaskPlugins.register_pythontask_plugin(SpawnDDP, SpawnDDPTask)
-TaskPlugins.register_pythontask_plugin(DaskCluster, DaskClusterTask)

@@ -50,7 +50,7 @@ from flytekitplugins.daskpytorch.protocol.messages import (
     Upload,
     watch_peer,
 )
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, Job, RankOrder, environment, stacks_path
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, RankOrder, environment, stacks_path
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
@@ -59,10 +59,6 @@ __all__ = ["dial", "run"]
 
 STOP_GRACE = 0.5
 """Seconds a rank gets to leave by itself once it is told to stop."""
-TRACKED_STOP_GRACE = 10.0
-"""The same for the rank that has a Weights & Biases run to close ..."""
-TRACKED_RESTART_GRACE = 1.0
-"""... which the next attempt will open again."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between signs of life."""
 ANSWER_TIME = 0.4
@@ -190,7 +186,6 @@ class _Agent:
         self._server = fork_client.connect(start_method)
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
-        self._job: Job | None = None
         self._num_kills_for_memory = 0
         self._open = True
         self._heartbeat_at = 0.0
@@ -235,8 +230,8 @@ class _Agent:
         match order := self._driver.recv():
             case Start():
                 self._start(order)
-            case Stop(is_last, reason):
-                self._stop(is_last=is_last, reason=reason)
+            case Stop(grace, reason):
+                self._stop(grace, reason)
             case Tell(word, value):
                 for rank in self._at_work():
                     self._tell(rank, word, value)
@@ -248,7 +243,6 @@ class _Agent:
                 self._open = False
 
     def _start(self, order: Start) -> None:
-        self._job = order.job
         self._num_kills_for_memory = num_kills_for_memory()
         if order.job.checkpoint is not None:
             self._provide(order.job.checkpoint)
@@ -285,12 +279,10 @@ class _Agent:
         self._ranks[key] = _Rank(key=key, channel=mine, output=output)
         return self._ranks[key]
 
-    def _stop(self, *, is_last: bool, reason: str | None) -> None:
-        tracked_grace = TRACKED_STOP_GRACE if is_last else TRACKED_RESTART_GRACE
+    def _stop(self, main_grace: float, reason: str | None) -> None:
         for rank in self._at_work():
             is_main = rank.place is not None and rank.place.rank == 0
-            has_run_to_close = is_main and self._job is not None and self._job.tracking is not None
-            rank.kill_at = time.monotonic() + (tracked_grace if has_run_to_close else STOP_GRACE)
+            rank.kill_at = time.monotonic() + (max(STOP_GRACE, main_grace) if is_main else STOP_GRACE)
             self._tell(rank, "stop", reason)
 
     def _at_work(self) -> list[_Rank]:

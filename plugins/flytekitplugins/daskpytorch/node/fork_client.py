@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from flytekitplugins.daskpytorch.node.fork_wire import AHEAD, END, MAX_PACKET, _is_of_this_user, _python
 from flytekitplugins.daskpytorch.process import sigterm
 
-__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "shutdown", "start_ahead"]
+__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "import_ahead", "shutdown", "start_ahead"]
 
 
 class ForkServerLostError(ConnectionError):
@@ -76,7 +76,6 @@ class _Owned:
     process: subprocess.Popen[bytes] | None
     """None: the process before this one has started it."""
     control: socket.socket
-    is_for_tasks: bool
 
     def has_ended(self) -> bool:
         """Whether the server is gone; the control socket may tell a little late, if its successor was being forked."""
@@ -88,6 +87,7 @@ class _Owned:
 _owned: _Owned | None = None
 _hand_over: str | None = None
 """The name of the socket by which the next owner finds the server."""
+_imported_ahead: list[str] = []
 _lock = threading.Lock()
 
 
@@ -106,9 +106,15 @@ def connect(start_method: str = "forkserver") -> ForkServerClient:
 
 
 def start_ahead() -> None:
-    """Start this process's fork server, with all that the ranks of Flyte tasks will need, while nobody waits for it."""
+    """Start this process's fork server, with all that its ranks will need, while nobody waits for it."""
     with _lock:
-        _running(is_for_tasks=True).control.send(AHEAD)
+        _running().control.send(AHEAD)
+
+
+def import_ahead(module: str) -> None:
+    """Have fork servers that this process starts from now on import this, too, before they fork ranks."""
+    if module not in _imported_ahead:
+        _imported_ahead.append(module)
 
 
 def hand_over(key: str) -> None:
@@ -144,14 +150,12 @@ def _shutdown_at_exit() -> None:
         shutdown()
 
 
-def _running(*, is_for_tasks: bool = False) -> _Owned:
+def _running() -> _Owned:
     """This process's fork server, which is started if it does not run. To be called with the lock held."""
     global _owned
     if _owned is None or _owned.pid != os.getpid() or _owned.has_ended():
-        # Where nobody has imported flytekit the ranks will hardly need it, and it takes a second.
-        is_for_tasks |= "flytekit" in sys.modules or (_owned is not None and _owned.is_for_tasks)
         control = _inherit()
-        _owned = _Owned(os.getpid(), None, control, is_for_tasks) if control else _start(is_for_tasks=is_for_tasks)
+        _owned = _Owned(os.getpid(), None, control) if control else _start()
     return _owned
 
 
@@ -168,13 +172,13 @@ def _inherit() -> socket.socket | None:
     return None
 
 
-def _start(*, is_for_tasks: bool) -> _Owned:
+def _start() -> _Owned:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _open_hand_over() as hand_over:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.
         path = [str(entry) for entry in sys.path if entry]
         descriptors = [theirs.fileno(), *hand_over]
-        command = _python("main_for_tasks" if is_for_tasks else "main", descriptors, path)
+        command = _python("main", [*descriptors, *_imported_ahead], path)
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
@@ -182,7 +186,7 @@ def _start(*, is_for_tasks: bool) -> _Owned:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
             )
-    return _Owned(os.getpid(), process, mine, is_for_tasks)
+    return _Owned(os.getpid(), process, mine)
 
 
 @contextlib.contextmanager

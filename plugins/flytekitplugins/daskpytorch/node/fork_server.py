@@ -30,7 +30,9 @@ import sys
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -81,15 +83,14 @@ class _Server:
         self,
         control: socket.socket | None,
         hand_over: _HandOver | None,
+        imported_ahead: Sequence[str],
         predecessor: socket.socket | None = None,
-        *,
-        is_for_tasks: bool,
     ) -> None:
         self._control = control
         """None while the next owner is waited for."""
         self._hand_over = hand_over
-        self._is_for_tasks = is_for_tasks
-        """Its ranks are those of Flyte tasks."""
+        self._imported_ahead = imported_ahead
+        """What its ranks need besides what every rank needs."""
         self._relative = predecessor
         """The link to the predecessor, or to the successor: its end is that of the other."""
         self._clients: set[_Client] = set()
@@ -186,7 +187,7 @@ class _Server:
             packet, descriptors, _, _ = socket.recv_fds(theirs, MAX_PACKET, 1)
             if packet:
                 control = socket.socket(fileno=descriptors[0]) if descriptors else None
-                _Server(control, self._hand_over, predecessor=theirs, is_for_tasks=self._is_for_tasks).serve()
+                _Server(control, self._hand_over, self._imported_ahead, predecessor=theirs).serve()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -227,12 +228,12 @@ class _Server:
             return
         if packet == AHEAD:
             if self._needs_successor:
-                _import_for_ranks(is_for_tasks=self._is_for_tasks)
+                _import_for_ranks(self._imported_ahead)
                 self._needs_successor, self._succeed_at = False, time.monotonic()
             return
         client = _Client(socket.socket(fileno=descriptors[0]), spawns=packet == SPAWN)
         if not client.spawns:
-            _import_for_ranks(is_for_tasks=self._is_for_tasks)
+            _import_for_ranks(self._imported_ahead)
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
 
@@ -355,15 +356,15 @@ def _be_rank(channel: int) -> NoReturn:
         os._exit(status)
 
 
-def _import_for_ranks(*, is_for_tasks: bool) -> None:
-    """Import what every rank needs."""
+def _import_for_ranks(others: Sequence[str]) -> None:
+    """Import what every rank needs, and these modules."""
     gc.disable()
     import torch.distributed  # noqa: F401
 
     from flytekitplugins.daskpytorch.rank import main as rank_main
 
-    if is_for_tasks:
-        from flytekitplugins.daskpytorch.flyte import context  # noqa: F401
+    for name in others:
+        import_module(name)
     rank_main.installed_backends()
     _settle()
     gc.enable()
@@ -397,19 +398,18 @@ def _kill_session(pid: int, signum: int) -> None:
         return
 
 
-def main(*, is_for_tasks: bool = False) -> None:
-    """Serve the owner of the socket whose descriptor is the first argument; two more are the hand-over's."""
+def main() -> None:
+    """Serve the owner of the socket whose descriptor is the first argument; two more are the hand-over's.
+
+    Other arguments name modules to import ahead.
+    """
     gc.enable()
-    control, *hand_over = map(int, sys.argv[1:])
+    control, *hand_over = (int(argument) for argument in sys.argv[1:] if argument.isdecimal())
     for descriptor in (control, *hand_over):
         os.set_inheritable(descriptor, False)
     left = _HandOver(socket.socket(fileno=hand_over[0]), hand_over[1]) if hand_over else None
-    _Server(socket.socket(fileno=control), left, is_for_tasks=is_for_tasks).serve()
-
-
-def main_for_tasks() -> None:
-    """The same for ranks of Flyte tasks."""
-    main(is_for_tasks=True)
+    imported_ahead = [argument for argument in sys.argv[1:] if not argument.isdecimal()]
+    _Server(socket.socket(fileno=control), left, imported_ahead).serve()
 
 
 def main_of_spawned_rank() -> None:

@@ -32,6 +32,6 @@ def _is_of_this_user(sock: socket.socket) -> bool:
     return bool(uid == os.getuid())
 
 
-def _python(main: str, descriptors: Sequence[int], path: list[str]) -> list[str]:
+def _python(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
     """The command of a fresh interpreter that calls one of the main functions of `fork_server`."""
-    return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, descriptors), json.dumps(path)]
+    return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]

@@ -136,10 +136,10 @@ class Start:
 class Stop:
     """End all ranks: something failed, or the training is not to go on."""
 
-    is_last: bool
-    """No other attempt follows: rank 0 may take its time to close the Weights & Biases run."""
+    grace: float = 0.0
+    """Seconds for rank 0, which may have something to close, if they are more than all ranks get."""
     reason: str | None = None
-    """Why a training that did not fail is not to go on; goes into that run."""
+    """Why a training that did not fail is not to go on."""
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.flyte_settings import FlyteSettings
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.rank.wandb import RunSettings
 
 __all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "stacks_path"]
 
@@ -47,9 +42,12 @@ class Job:
     """What the attempt starts from."""
     pulse: float | None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
-    flyte: FlyteSettings | None
-    """None outside a Flyte task: results then travel pickled, from every rank."""
-    tracking: RunSettings | None
+    host: bytes | None = field(default=None, repr=False)
+    """A pickled `RankHost`; without one results travel pickled, from every rank."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The host's variables; they may hold secrets."""
+    observers: Sequence[bytes] = field(default=(), repr=False)
+    """For rank 0; see `Observers.for_rank`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +71,8 @@ class RankOrder:
 def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
     """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
     host, port = job.store or _own_store()
-    env = dict(base)
+    env = {**base, **job.environment}
     env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `forkserver`
-    if job.flyte is not None:
-        env |= job.flyte.environment
     env |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -25,9 +26,9 @@ from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.protocol import relay, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.flyte_settings import TaskOutput
+from flytekitplugins.daskpytorch.protocol.host import RankHost
+from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, Job, RankOrder, stacks_path
-from flytekitplugins.daskpytorch.rank import wandb
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -47,39 +48,38 @@ def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
     link = _Link(channel)
-    tracker: wandb.Tracker | None = None
+    observers = Observers()
     progress = Progress()
     has_returned = False
     try:
         _settle_in(order)
-        task_context = _task_context(order.job)  # before there are other threads; `flyte` has why
-        if order.job.tracking is not None and order.place.rank == 0:
-            tracker = wandb.Tracker(order.job.tracking)
-        rank = _context(order, link, tracker, progress)
-        link.obey(rank, tracker)
-        with task_context as ctx:
+        with _host_of(order.job) as host:  # before there are other threads: it may import what does not bear them
+            if order.place.rank == 0:
+                observers.open(order.job.observers)
+            rank = _context(order, link, observers, progress, host)
+            link.obey(rank, observers)
             call = unpack_call(order.job.call)
             _join_gang(order)
             context.enter(rank)
             link.send("ready")
             _watch_progress(order, link, progress)
-            returned = call.function(*call.args, **_keywords(order, call, ctx))
+            returned = call.function(*call.args, **_keywords(order, call, host))
             rank.checkpoint.flush()
             has_returned = True
             if rank.stop_signal.has_fired:
                 link.send("stopped")
                 link.send("result")  # what it returned is unfinished, and nobody's to use
             else:
-                link.send("result", _payload(order, returned, ctx, link))
+                link.send("result", _payload(order, returned, host, link))
     except BaseException as error:
         position = (progress.step, progress.num_moves_since)
         is_final = has_returned and not _is_of_storage(error)
         link.send("failure", Failure.of(error, time.time(), order.code, position, is_final=is_final))
-        _wind_up(tracker, 1)
+        _wind_up(observers, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
     link.ended.wait()
-    _wind_up(tracker, 1 if rank.stop_signal.has_fired else 0)
+    _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
 
 
@@ -122,25 +122,24 @@ class _Link:
         with self._lock:
             self._channel.send_bytes(piece)
 
-    def ask_for_folder(self, path: str) -> str:
-        """Have the task's driver make sure that its results' folder is there when it ends; the path."""
+    def ask_for_folder(self, host: RankHost) -> object:
+        """Have the task's driver make sure that its results' folder is there when it ends; the folder."""
         self.send("folder")
-        return path
+        return host.results_folder()
 
-    def obey(self, rank: RankContext, tracker: wandb.Tracker | None) -> None:
+    def obey(self, rank: RankContext, observers: Observers) -> None:
         """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
-        threading.Thread(target=self._obey, args=(rank, tracker), name="daskpytorch-orders", daemon=True).start()
+        threading.Thread(target=self._obey, args=(rank, observers), name="daskpytorch-orders", daemon=True).start()
 
-    def _obey(self, rank: RankContext, tracker: wandb.Tracker | None) -> None:
+    def _obey(self, rank: RankContext, observers: Observers) -> None:
         try:
             while (order := self._channel.recv())[0] != "stop":
                 self._follow(rank, *order)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
         rank.checkpoint.flush(STOP_FLUSH)
-        if tracker is not None:
-            reason: str | None = order[1]
-            tracker.finish(1 if reason is None else 0, None if self._has_delivered else reason)
+        reason = order[1]
+        observers.tell("close", 1 if reason is None else 0, None if self._has_delivered else reason)
         os._exit(STOPPED)
 
     def _follow(self, rank: RankContext, word: str, value: Any) -> None:
@@ -266,10 +265,11 @@ def _known_backends() -> Iterator[None]:
         metadata.entry_points = original
 
 
-def _context(order: RankOrder, link: _Link, tracker: wandb.Tracker | None, progress: Progress) -> RankContext:
+def _context(
+    order: RankOrder, link: _Link, observers: Observers, progress: Progress, host: RankHost | None
+) -> RankContext:
     def sink(record: LogRecord) -> None:
-        if tracker is not None:
-            tracker.log(record)
+        observers.tell("logged", record)
         plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
         link.send("log", LogRecord(**{**vars(record), "metrics": plain}))
 
@@ -290,9 +290,9 @@ def _context(order: RankOrder, link: _Link, tracker: wandb.Tracker | None, progr
         local_world_size=place.local_world_size,
         checkpoint=checkpoint,
         sink=sink,
-        watcher=tracker.watch if tracker is not None else None,
+        watcher=functools.partial(observers.tell, "watch"),
         submit=link.submit,
-        ask_for_folder=functools.partial(link.ask_for_folder, order.job.flyte.results) if order.job.flyte else None,
+        ask_for_folder=functools.partial(link.ask_for_folder, host) if host is not None else None,
         progress=progress,
         worker_data=order.data,
     )
@@ -307,36 +307,31 @@ def _bare(value: float | str) -> float | str:
     return float.__float__(value) if isinstance(value, float) else int.__int__(value)
 
 
-def _task_context(job: Job) -> contextlib.AbstractContextManager[Any]:
-    """Flyte's, of the task; outside one there is none, and flytekit, whose import takes a second, is not needed."""
-    if job.flyte is None:
-        return contextlib.nullcontext()
-    from flytekitplugins.daskpytorch.flyte import rank as flyte_rank
+@contextlib.contextmanager
+def _host_of(job: Job) -> Iterator[RankHost | None]:
+    """The task's, entered; outside a task there is none."""
+    if job.host is None:
+        yield None
+        return
+    host: RankHost = pickle.loads(job.host)  # noqa: S301 - from our own driver, by our agent's pipe
+    with host.entered():
+        yield host
 
-    return flyte_rank.entered(job.flyte)
 
-
-def _keywords(order: RankOrder, call: Call, ctx: Any) -> dict[str, Any]:
+def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, Any]:
     keywords = dict(call.kwargs)
-    if order.job.flyte is not None:
-        from flytekitplugins.daskpytorch.flyte import rank as flyte_rank
-
-        keywords |= flyte_rank.arguments(order.job.flyte, ctx)
+    if host is not None:
+        keywords |= host.arguments()
     if order.job.pass_local_rank:
         keywords["local_rank"] = order.place.local_rank
     return keywords
 
 
-def _payload(order: RankOrder, returned: Any, ctx: Any, link: _Link) -> object:
-    """What the driver needs of the return value: in a Flyte task rank 0's literals, else every rank's value."""
-    if order.job.flyte is None:
+def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: _Link) -> object:
+    """What the driver needs of the return value: in a task what it makes of rank 0's, else every rank's value."""
+    if host is None:
         return link.send_returned(returned)
-    if order.place.rank != 0:
-        return None
-    from flytekitplugins.daskpytorch.flyte import rank as flyte_rank
-
-    literal_map = flyte_rank.literals(order.job.flyte, returned, ctx)
-    return TaskOutput(literal_map=literal_map.to_flyte_idl().SerializeToString(), decks=flyte_rank.decks(ctx))
+    return host.outputs(returned) if order.place.rank == 0 else None
 
 
 def _is_of_storage(error: BaseException) -> bool:
@@ -371,9 +366,8 @@ def _dump(value: Any, file: result_frames.Writer) -> None:
         ) from error
 
 
-def _wind_up(tracker: wandb.Tracker | None, exit_code: int) -> None:
-    if tracker is not None:
-        tracker.finish(exit_code)
+def _wind_up(observers: Observers, exit_code: int) -> None:
+    observers.tell("close", exit_code)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that workers of DataLoaders end now is nothing to torch
     atexit._run_exitfuncs()  # noqa: SLF001 - the fork server ends this process by os._exit, which runs none
     sys.stdout.flush()

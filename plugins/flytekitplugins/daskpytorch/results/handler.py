@@ -107,9 +107,8 @@ class DaskResultsHandler:
                 "a DataLoader worker). With dispatch.run and dispatch.map, process_results(prefix, futures) writes "
                 "the files below a folder of yours; a DaskCluster task may return that as FlyteDirectory(prefix)."
             )
-        from flytekit.types.directory import FlyteDirectory
-
-        return FlyteDirectory(ask_for_folder(), remote_directory=False)  # the driver brings the files there
+        folder: FlyteDirectory = ask_for_folder()
+        return folder
 
     def process_results(
         self, prefix: str | os.PathLike[str], futures: Iterable[Future[Any]], raise_errors: bool = True

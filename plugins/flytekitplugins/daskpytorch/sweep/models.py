@@ -15,19 +15,19 @@ from distributed import Client
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.dask.residents import Residents
+from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver import keys
-from flytekitplugins.daskpytorch.driver.call import named, request_for
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.request import Request, named, request_for
 from flytekitplugins.daskpytorch.driver.running import running
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.rank.wandb import RunSettings, model_settings, sweep_settings
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.halving import Halving
@@ -54,7 +54,9 @@ def train_all(
     sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
     cluster = DaskAgents(client, stay=True)
     _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
-    runs = _runs(pytorch_function, wandb) if wandb is not None else None
+    function = name_of(pytorch_function)
+    execution = current_execution().name
+    runs = wandb_run.sweep_settings(wandb, function=function, execution=execution) if wandb is not None else None
     settings = replace(settings, ranks_per_worker=cluster.ranks_per_worker(settings))
     code, board = pack_code(), SweepDisplay(len(experiments))
     requests = [
@@ -66,25 +68,12 @@ def train_all(
     for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
         request = named(requests[index], names[index])
         if runs is not None:
-            request = _tracked(request, runs, index, experiment)
+            run = wandb_run.model_settings(runs, index=index, key=request.key)
+            observer = wandb_run.WandbObserver(run, wandb_run.inputs_of(experiment))
+            request = replace(request, observers=[*request.observers, observer])
         line = board.line(index, experiment)
         models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
     return ModelFutures(cluster, Residents(cluster), models, settings.start_timeout, halving)
-
-
-def _runs(function: Callable[..., Any], wandb: Wandb) -> RunSettings:
-    """What the models' Weights & Biases runs share; decided here, where Flyte's context is known."""
-    from flytekitplugins.daskpytorch.flyte import context
-
-    name = name_of(function)
-    return sweep_settings(wandb, function=name, execution=context.execution_name())
-
-
-def _tracked(request: Request, runs: RunSettings, index: int, experiment: Any) -> Request:
-    return replace(
-        request,
-        tracking=lambda shape: model_settings(runs, index=index, key=request.key, experiment=experiment, shape=shape),
-    )
 
 
 class ModelFuture(GangFuture):

@@ -5,18 +5,19 @@ For Dask's setting `distributed.worker.preload`; the task types set it for their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flytekitplugins.daskpytorch.node import fork_client
 
-if TYPE_CHECKING:
-    from distributed import Worker
+__all__ = ["IMPORTED_AHEAD", "dask_setup"]
 
-__all__ = ["dask_setup"]
+IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.import_ahead"
+"""What ranks of Flyte tasks need besides; not to be imported here, where flytekit is not needed."""
 
 
-def dask_setup(worker: Worker) -> None:
+def dask_setup(worker: Any) -> None:
     """Called by Dask in the worker."""
+    fork_client.import_ahead(IMPORTED_AHEAD)
     if worker.nanny is not None:
         fork_client.hand_over(worker.nanny)
     fork_client.start_ahead()

@@ -1,0 +1,181 @@
+"""Weights & Biases: one run per gang, opened and fed in rank 0. Which run, with which key, is decided in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flytekitplugins.daskpytorch.display.wandb_run import RunSettings, Tracker
+from flytekitplugins.daskpytorch.process.screen import Screen
+from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.redaction import without_secrets
+from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
+
+__all__ = [
+    "WandbObserver",
+    "api_key",
+    "console_link",
+    "inputs_of",
+    "model_settings",
+    "run_config",
+    "run_id",
+    "settings",
+    "sweep_settings",
+]
+
+LINK_TYPE = "wandb-daskpytorch"
+"""Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
+MAX_CONFIG_ITEMS = 20
+"""Longer lists among a task's inputs go to the run's configuration as their lengths."""
+MAX_ID_PART = 60
+"""Characters of each of the two parts of a model's run id, which may have 128."""
+
+
+class WandbObserver(Observer):
+    """Has rank 0 feed a run: the same one in all attempts of the gang."""
+
+    def __init__(self, run: RunSettings, inputs: Mapping[str, Any]) -> None:
+        self._run = run
+        self._inputs = inputs
+
+    def placed(self, shape: Shape) -> None:
+        """Add the inputs and the gang's shape to the run's configuration; the user's own and the first shape stay."""
+        self._run = dataclasses.replace(self._run, config={**run_config(self._inputs, shape), **self._run.config})
+
+    def for_rank(self) -> Callable[[], Tracker]:
+        """What opens the run."""
+        return functools.partial(Tracker, self._run)
+
+
+def api_key(wandb: Wandb) -> str | None:
+    """The API key: from the Flyte secret where one is named, else from `WANDB_API_KEY` or the user's netrc."""
+    if wandb.secret is not None:
+        return current_execution().secret(wandb.secret)
+    if key := os.environ.get("WANDB_API_KEY"):
+        return key
+    import netrc
+
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        host = re.sub(r"^https?://", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+        login = netrc.netrc().authenticators(host)
+        return login[2] if login else None
+    return None
+
+
+def run_id(execution: str | None, task: str) -> str:
+    """An id that all attempts of one node share.
+
+    The job-runner's pod is named after execution, node and attempt (`f3a-n0-1-runner`): the attempt goes. Elsewhere
+    the execution and the task make the id; without an execution each run is new.
+    """
+    attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER")
+    if attempt is not None:
+        pod = re.fullmatch(rf"(.+)-{re.escape(attempt)}(-runner)?", os.environ.get("HOSTNAME", ""))
+        if pod and execution and pod[1].startswith(execution):
+            return pod[1]
+    if not execution or execution == "local":
+        return os.urandom(4).hex()
+    return re.sub(r"[^\w-]", "-", f"{execution}-{task}")[:120]
+
+
+def settings(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
+    """Decide id, mode and key; prints one line where there is no key."""
+    key = None if wandb.mode in ("offline", "disabled") else api_key(wandb)
+    from_environment = os.environ.get("WANDB_MODE")
+    mode = wandb.mode or (from_environment if from_environment in WANDB_MODES else "online" if key else "offline")
+    if mode == "offline" and not (wandb.mode or from_environment):
+        print(
+            "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
+            "with `wandb sync`.",
+            file=Screen(),
+        )
+    short = task.rpartition(".")[2]
+    return RunSettings(
+        wandb=dataclasses.replace(wandb, secret=None),  # an object of flytekit's, which a rank may do without
+        id=wandb.id or run_id(execution, short),
+        name=wandb.name or short,
+        mode=mode,  # type: ignore[arg-type] # one of WANDB_MODES
+        key=key,
+        config=without_secrets(wandb.config),
+        notes=os.environ.get("FLYTE_EXECUTION_URL"),
+    )
+
+
+def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> RunSettings:
+    """What the runs of many models share, as `settings` decides it once for all, and the group that they are in.
+
+    Raises:
+        ValueError: `wandb` has an id, which only one run can have.
+    """
+    if wandb.id is not None:
+        raise ValueError(
+            f"Wandb(id={wandb.id!r}): must be left out for many models, since each has a run of its own; "
+            "Wandb(group=...) names what holds them together"
+        )
+    is_named = execution and execution != "local"
+    name = wandb.name or function.rpartition(".")[2]
+    group = wandb.group or f"{name}-{execution if is_named else os.urandom(4).hex()}"
+    return settings(dataclasses.replace(wandb, group=group), task=function, execution=execution)
+
+
+def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
+    """One model's own run.
+
+    Args:
+        shared: From `sweep_settings`.
+        index: The model's place among the experiments.
+        key: Names it among all of its task, alike in every attempt.
+    """
+    id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
+    return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
+
+
+def inputs_of(experiment: Any) -> Mapping[str, Any]:
+    """What a model's configuration has of its experiment: a dictionary's items, a dataclass's fields, or itself."""
+    if isinstance(experiment, Mapping):
+        return {str(name): value for name, value in experiment.items()}
+    is_shown = dataclasses.is_dataclass(experiment) or isinstance(experiment, (str, int, float))
+    return {"experiment": experiment if is_shown else repr(experiment)}
+
+
+def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """The run's configuration: a task's inputs, and the gang's shape."""
+    gang = {
+        "world_size": shape.world_size,
+        "num_workers": len(shape.nodes),
+        "backend": shape.backend,
+        "hosts": [node.host for node in shape.nodes],
+        "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
+    }
+    return {**_plain(inputs), "gang": gang}
+
+
+def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries; no secrets."""
+    plain: dict[str, Any] = {}
+    for name, value in without_secrets(dict(inputs)).items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
+            plain |= _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        elif isinstance(value, (str, int, float, bool, type(None))):
+            plain[name] = value
+        elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:
+            plain[f"num_{name}"] = len(value)
+        else:
+            plain[name] = str(value)
+    return plain
+
+
+def console_link(wandb: Wandb) -> dict[str, str]:
+    """The entries of the task's `config` from which Flyte's console makes the link to the run."""
+    link = {"project": wandb.project, "host": wandb.host, "link_type": LINK_TYPE}
+    if wandb.entity:
+        link["entity"] = wandb.entity
+    if wandb.id:
+        link["id"] = wandb.id
+    return link

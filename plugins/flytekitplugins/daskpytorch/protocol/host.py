@@ -1,0 +1,85 @@
+"""The host of a task, Flyte or none: the one interface by which all else asks for it. Runs in driver and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Execution", "RankHost", "Storage", "StoragePaths", "current_execution", "provide"]
+
+
+class Storage(Protocol):
+    """Where a host keeps files, as flytekit's `FileAccessProvider` has it."""
+
+    def get_data(self, remote_path: str, local_path: str) -> object:
+        """Download a file."""
+
+    def put_data(self, local_path: str, remote_path: str) -> object:
+        """Upload a file."""
+
+    def get_filesystem_for_path(self, path: str) -> Any:
+        """The fsspec file system of such a path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoragePaths:
+    """Where checkpoints come from and go to."""
+
+    file_access: Storage
+    previous: str | None
+    """The folder of the attempt before."""
+    own: str
+    """The folder of this attempt."""
+
+
+class Execution:
+    """What this process executes, as its host knows it. As it stands here: nothing, since there is no host."""
+
+    name: str | None = None
+    """The execution's; `local` in local runs."""
+    task: object = None
+    """Stands for the task: the same object for as long as it runs; None outside one."""
+
+    def checkpoint_paths(self, key: str) -> StoragePaths | None:
+        """Where the gang of this key keeps its checkpoints; None where no other attempt will look for them."""
+        return None
+
+    def secret(self, name: Any) -> str:
+        """The value of a secret with this group, key and group version, as `flytekit.Secret` has them.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        raise ValueError(f"there is no secret {name.group}/{name.key}: nothing here keeps secrets")
+
+
+class RankHost(Protocol):
+    """What a rank has of its host. Made in the driver, opened in the rank, and bytes to whoever passes it on."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Have the host's own functions work in the rank as in any task; all that follows is called within."""
+
+    def arguments(self) -> dict[str, Any]:
+        """The task's inputs, as this rank's own values."""
+
+    def outputs(self, returned: Any) -> object:
+        """What rank 0's return value is to the driver: it goes there pickled."""
+
+    def results_folder(self) -> object:
+        """The folder of all that the ranks submit, as a task may return it."""
+
+
+def current_execution() -> Execution:
+    """What is being executed here. Costs nothing where no host was imported, and imports none."""
+    return _current()
+
+
+def provide(current: Callable[[], Execution]) -> None:
+    """Have a host answer from now on; called when the host is imported."""
+    global _current
+    _current = current
+
+
+_current: Callable[[], Execution] = Execution
