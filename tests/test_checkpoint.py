@@ -368,7 +368,7 @@ from pathlib import Path
 
 import torch
 
-from flytekitplugins.daskpytorch.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.context import Progress
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))

@@ -60,8 +60,8 @@ def test_what_was_used_longest_ago_goes_first_and_other_files_stay(tmp_path: Pat
 def test_processes_that_write_at_once_keep_the_bound_and_whole_files(tmp_path: Path) -> None:
     code = """
         import sys
-        from flytekitplugins.daskpytorch.image_cache import ImageCache
-        from flytekitplugins.daskpytorch.bucket import Listed
+        from flytekitplugins.daskpytorch.data.image_cache import ImageCache
+        from flytekitplugins.daskpytorch.data.bucket import Listed
         cache = ImageCache(sys.argv[1], 50_000)
         for number in range(1_500):
             item = Listed(f"{number % 200}", 700, "e")

@@ -157,7 +157,7 @@ def test_what_pil_itself_does_not_open_is_too_large(max_pixels: int) -> None:
 PEAK = """
 import resource, sys
 from pathlib import Path
-from flytekitplugins.daskpytorch.image_decoder import ImageTooLargeError, decode, prepare
+from flytekitplugins.daskpytorch.data.image_decoder import ImageTooLargeError, decode, prepare
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import buffer
+from flytekitplugins.daskpytorch.driver import result_buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol.messages import Reported
@@ -42,7 +42,7 @@ def num_kept(received: ReceivedResults) -> tuple[int, int]:
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "MAX_IN_MEMORY", PIECE_SIZE)
+    monkeypatch.setattr(result_buffer, "MAX_IN_MEMORY", PIECE_SIZE)
     received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]
     for reports in zip(*map(returned, data), strict=True):  # the ranks' pieces mix
         for rank, report in enumerate(reports):

@@ -303,8 +303,9 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 EXHAUSTED = """
 import os, queue, resource, socket, sys, time
 from multiprocessing.connection import Connection
-from flytekitplugins.daskpytorch import handshake, listener
-from flytekitplugins.daskpytorch.messages import Heartbeat
+from flytekitplugins.daskpytorch.driver import listener
+from flytekitplugins.daskpytorch.protocol import handshake
+from flytekitplugins.daskpytorch.protocol.messages import Heartbeat
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 events = queue.SimpleQueue()

@@ -29,8 +29,8 @@ import atexit
 import json
 from pathlib import Path
 from flytekitplugins.daskpytorch import Gang, dispatch, forkserver
-from flytekitplugins.daskpytorch.gang import Supervisor
-from flytekitplugins.daskpytorch.spawn import OwnNode
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
 
 def mebibytes(key):

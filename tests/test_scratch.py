@@ -116,7 +116,7 @@ def test_without_a_shell_there_is_still_a_folder(monkeypatch: pytest.MonkeyPatch
 
 FORKING = """
 import os, time
-from flytekitplugins.daskpytorch.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 
 with scratch_folder("parent-"):
     if os.fork() == 0:
