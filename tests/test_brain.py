@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flytekitplugins.daskpytorch.driver import brain
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.driver.events import Cancelled, Preempted
 from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
@@ -26,6 +27,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
+from flytekitplugins.daskpytorch.protocol.reports import Moved
 from simulated_gang import Agent, OwnError, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -182,10 +184,10 @@ def test_request_to_end_survives_whatever_else_happens(
     world = world_of(min_workers=None if happens is gather_again else 1)
     if order == "request last":
         happens(world)
-        world.feed("preempt", None, REASON)
+        world.feed(Preempted(REASON))
     else:
         world.form()
-        world.feed("preempt", None, REASON)
+        world.feed(Preempted(REASON))
         if happens in (fail_alone, upload_after_a_failure):
             world.fail(world.agent(W2), 1, OwnError("bad batch"))
         else:
@@ -204,7 +206,7 @@ def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) 
     world = world_of()
     world.form()
     world.train()
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     error = raised(world)
@@ -217,7 +219,7 @@ def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) 
 def test_error_that_ends_the_gang_anyway_comes_before_a_request(world_of: MakeWorld) -> None:
     world = world_of(max_restarts=0)
     world.form()
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     assert is_own(raised(world))
@@ -228,7 +230,7 @@ def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept
     world.heeds = True
     world.form()
     world.train(3)
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.obey_all()
     world.finish()
     error = raised(world)
@@ -241,9 +243,9 @@ def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()
     world.train()
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.feed("cancel")
+    world.feed(Cancelled())
     world.finish()
     assert isinstance(raised(world), GangCancelledError)
 
@@ -340,11 +342,11 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(worl
     world = world_of()
     world.form()
     stranger = world.join(world.new_worker())
-    (report,) = result_frames.pack("", "a", b"of an older attempt")
-    part = world.received.keep(messages.Reported(0, report))
-    world.say(stranger, part)
+    (piece,) = result_frames.cut("", "a", b"of an older attempt")
+    part = world.received.keep(0, piece)
+    world.report(stranger, 0, part)
     assert not world.received.claim(lambda _: True)
-    world.say(world.agent(W1), part)
+    world.report(world.agent(W1), 0, part)
     assert len(world.received.claim(lambda _: True)) == 1
 
 
@@ -408,11 +410,11 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
     world = world_of(hang_timeout=10.0)
     world.form()
     for agent in world.connected():
-        world.report(agent, next(iter(agent.ranks)), "moves", 1)
+        world.report(agent, next(iter(agent.ranks)), Moved(1))
     world.wait(9.9)
     world.wait(0.2)
-    world.report(world.agent(W1), 0, "moves", 2)
-    world.report(world.agent(W2), 1, "moves", 2)
+    world.report(world.agent(W1), 0, Moved(2))
+    world.report(world.agent(W2), 1, Moved(2))
     world.obey_all()
     world.wait(5.0)
     assert len(world.starts) == 1
@@ -514,7 +516,7 @@ class AnyOrder(RuleBasedStateMachine):
         if world.cluster.asked:
             worker = data.draw(st.sampled_from(sorted(world.cluster.asked)))
             world.cluster.asked.pop(worker)(worker, WorkerLostError("the worker was lost before"))
-            world.feed("timeout")
+            world.feed()
 
     @happening
     def an_agent_ends(self, world: World, data: st.DataObject) -> None:
@@ -613,9 +615,9 @@ class AnyOrder(RuleBasedStateMachine):
     def somebody_wants_an_end(self, world: World, data: st.DataObject) -> None:
         self.must_end, self.num_starts = True, len(world.state.reasons)
         if data.draw(st.sampled_from([True, True, False])):
-            world.feed("preempt", None, REASON)
+            world.feed(Preempted(REASON))
         else:
-            world.feed("cancel")
+            world.feed(Cancelled())
 
     # ---- what always holds
 
