@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import brain
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -27,7 +28,9 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
-from flytekitplugins.daskpytorch.protocol.reports import Moved
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.orders import Locate
+from flytekitplugins.daskpytorch.protocol.reports import Located, Moved, Saved
 from simulated_gang import Agent, OwnError, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -425,6 +428,45 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
     world.form()
     assert len(world.starts) == 2
     assert "hangs" in world.state.reasons[0]
+
+
+def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0, ranks_per_worker=2)
+    world.form()
+    world.wait(10.0)
+    for agent in world.connected():
+        assert agent.orders.pop() == messages.Tell(Locate())
+    for rank, worker in ((0, W1), (1, W1), (3, W2)):
+        world.report(world.agent(worker), rank, Located(5, f"stack of {rank}"))
+    world.wait(0.5, beats=False)
+    assert not world.agent(W1).orders
+    assert world.agent(W2).orders.pop() == messages.Dump([2])
+    world.say(world.agent(W2), messages.Stacks({2: "stack by signal"}))
+    world.wait(1.0, beats=False)
+    world.obey_all()
+    message = str(raised(world))
+    assert all(stack in message for stack in ("stack of 0", "stack of 1", "stack of 3", "stack by signal"))
+
+
+def test_a_gang_whose_ranks_all_answer_is_judged_at_once(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.form()
+    world.wait(10.0)
+    world.obey_all()  # they answer
+    assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
+
+
+def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    file = CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64)
+    for rank, agent, report in (
+        (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
+        (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
+        (0, W1, Saved(file)),
+    ):
+        world.report(world.agent(agent), rank, report)
+    assert world.brain._gang.steps == {0: 5, 1: 4}
 
 
 def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:

@@ -29,7 +29,7 @@ FileServer = Callable[[Connection, Upload | Download], None]
 """Sends or receives a checkpoint over a connection."""
 PieceKeeper = Callable[[int, Piece], Part]
 """Keeps a piece of what a rank has submitted or returned."""
-MAX_WAITING = 10_000
+MAX_WAITING = 3000
 """Messages that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
 faster than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
 WAIT_INTERVAL = 0.005
