@@ -46,7 +46,7 @@ import os
 import resource
 import sys
 import time
-from flytekitplugins.daskpytorch.messages import *
+from flytekitplugins.daskpytorch.protocol.messages import *
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
@@ -58,6 +58,7 @@ AGENTS = f"""{SETUP}
 import pickle
 import selectors
 from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial
+from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol.placement import Node
@@ -76,8 +77,8 @@ class Agent:
         match self.connection.recv():
             case Start(places=[place]):
                 self.rank = place.rank
-                self.report("ready")
-            case Tell("end"):
+                self.report(reports.Ready())
+            case Tell(orders.Leave()):
                 self.exit(0)
             case Stop() if self.rank is not None:
                 self.exit(-9, stopped=True)
@@ -90,14 +91,14 @@ class Agent:
         self.connection.send(Heartbeat())
         if self.rank is not None:
             self.num_moves += 1
-            self.report("moves", self.num_moves)
+            self.report(reports.Moved(self.num_moves))
 
-    def report(self, kind, value=None):
-        self.connection.send(Reported(self.rank, pickle.dumps((kind, value))))
+    def report(self, report):
+        self.connection.send(Reported(self.rank, pickle.dumps(report)))
 
     def fail(self):
         happened = {{"type_name": "ValueError", "message": "told to", "traceback": "", "pickled": None}}
-        self.report("failure", Failure(**happened, time=time.time(), is_consequence=False))
+        self.report(Failure(**happened, time=time.time(), is_consequence=False))
         self.exit(1)
 
     def exit(self, code, stopped=False):
@@ -114,7 +115,7 @@ def follow():
                 agents.append(Agent(AgentOrder(num_ranks=1, **order)))
         case ["deliver"]:
             for agent in agents:
-                agent.report("result", os.urandom(1024))
+                agent.report(reports.Returned(os.urandom(1024)))
         case ["fail"]:
             agents[len(agents) // 2].fail()
 
@@ -137,7 +138,8 @@ DRIVER = f"""{SETUP}
 import subprocess
 import threading
 import torch.distributed
-from flytekitplugins.daskpytorch import Gang, dispatch
+from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
@@ -184,7 +186,7 @@ class Times(Observer):
 def run(count, ending):
     times = Times()
     settings = Gang(max_restarts=0, hang_timeout=60, start_timeout={TIME_LIMIT})
-    supervisor = Supervisor(dispatch.request_for(print, [], {{}}, settings), Launcher(count), [times])
+    supervisor = Supervisor(request_for(print, [], {{}}, settings), Launcher(count), [times])
 
     def end():
         times.has_formed.wait()

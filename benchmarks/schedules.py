@@ -118,7 +118,7 @@ def train(folder, pace, save_interval, ballast):
 def nothing():
     return None
 
-class RankState(dispatch.Echo):
+class Watcher(dispatch.Echo):
     def __init__(self, folder):
         self._events = open(os.path.join(folder, "events"), "a", buffering=1)
 
@@ -177,7 +177,7 @@ def main(settings):
         signal.signal(signal.SIGTERM, heed)
     say("ready", census())
     sys.stdin.readline()
-    quiet, dispatch.Echo = dispatch.Echo, lambda: RankState(folder)
+    quiet, dispatch.Echo = dispatch.Echo, lambda: Watcher(folder)
     results, outcome, message = [], "finished", ""
     try:
         futures = dispatch.run(client, train, folder, *settings["train"], gang=Gang(**settings["gang"]))

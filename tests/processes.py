@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 SCRIPTS = Path(sys.executable).parent
 """Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
@@ -206,3 +208,9 @@ def marked(mark: str) -> list[str]:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
     return found
+
+
+def ends() -> tuple[Connection, Connection]:
+    """Both ends of a connection such as driver and agents have."""
+    ours, theirs = socket.socketpair()
+    return Connection(ours), Connection(theirs)

@@ -14,18 +14,29 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.events import Event, Gone, NotLaunched, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import messages, relay
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher, OnFailure
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
+from flytekitplugins.daskpytorch.protocol.orders import Hold, Leave, Locate, OrderToAll, Release
 from flytekitplugins.daskpytorch.protocol.placement import Node
+from flytekitplugins.daskpytorch.protocol.reports import (
+    Held,
+    Located,
+    Ready,
+    Returned,
+    Saved,
+    ShortReport,
+    StoppedEarly,
+)
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -106,9 +117,8 @@ class Agent:
             raise BrokenPipeError
         self.orders.append(message)
 
-    def fileno(self) -> int:
-        self.is_hung_up = True  # nobody else asks for it
-        raise OSError
+    def hang_up(self) -> None:
+        self.is_hung_up = True
 
     def close(self) -> None:
         pass
@@ -120,11 +130,11 @@ class Pieces:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def recv_bytes(self) -> bytes:
-        return self._data
+    def read(self, size: int) -> bytes:
+        return self._data[:size]
 
 
-class RankState(Observer):
+class Watcher(Observer):
     """Remembers what was said."""
 
     def __init__(self) -> None:
@@ -157,9 +167,9 @@ class World:
         self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
         self.folder = folder
         self.checkpoints = Checkpoints(folder, None)
-        self.state = RankState()
+        self.watcher = Watcher()
         self.received = ReceivedResults()
-        self.events: deque[Any] = deque()
+        self.events: deque[Event] = deque()
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
         """The first order of each attempt."""
@@ -175,7 +185,7 @@ class World:
             launcher=self.cluster,
             num_ranks=ranks_per_worker,
             address=("127.0.0.1", 1),
-            on_failure=lambda worker, *how: self.events.append(("not launched", worker, how)),
+            on_failure=lambda *how: self.events.append(NotLaunched(*how)),
             token=b"t",
             clock=self.clock,
         )
@@ -187,7 +197,7 @@ class World:
             self.register,
             self.checkpoints,
             self,
-            Observers([self.state]),
+            Observers([self.watcher]),
             self.received,
             code=Code(archive=b"", digest="d"),
             asked_at=self.clock(),
@@ -206,13 +216,16 @@ class World:
     def is_over(self) -> bool:
         return self.error is not None or self.results is not None
 
-    def feed(self, kind: str, source: Any = None, value: Any = None) -> None:
-        """Let the driver hear of something, and act on it."""
-        self.events.append((kind, source, value))
-        while self.events and not self.is_over:
-            self.brain.take(self.events.popleft())
+    def feed(self, *events: Event) -> None:
+        """Let the driver hear of something, if anything has happened, and act on it."""
+        self.events.extend(events)
+        while not self.is_over:
+            if self.events:
+                self.brain.take(self.events.popleft())
             self.brain.look_for_silence()
             self.decide()
+            if not self.events:
+                return
 
     def decide(self) -> None:
         try:
@@ -228,7 +241,7 @@ class World:
             for agent in self.connected() if beats else ():
                 if not agent.is_suspended:
                     self.say(agent, messages.Heartbeat())
-            self.feed("timeout")
+            self.feed()
 
     # ---- agents
 
@@ -239,9 +252,9 @@ class World:
         """The newest of a worker."""
         return next(agent for agent in reversed(self.agents) if agent.worker == worker)
 
-    def say(self, agent: Agent, message: object) -> None:
+    def say(self, agent: Agent, message: messages.FromAgent) -> None:
         if not agent.is_gone and not agent.is_hung_up:
-            self.feed("message", agent, message)
+            self.feed(Said(agent, message))  # type: ignore[arg-type]
 
     def join(self, worker: str) -> Agent:
         """An agent dials in, asked or not."""
@@ -267,7 +280,7 @@ class World:
         """Its process has gone."""
         if not agent.is_gone:
             agent.is_gone = True
-            self.feed("gone", agent)
+            self.feed(Gone(agent))  # type: ignore[arg-type]
 
     def kill_worker(self, worker: str) -> None:
         """It goes with all its agents."""
@@ -303,27 +316,28 @@ class World:
             case messages.Stop():
                 for rank in list(agent.ranks):
                     self.leave(agent, rank, STOPPED, stopped=True)
-            case messages.Tell(word, value):
-                self._pass_on(agent, word, value)
-            case messages.Dump():
-                for rank in list(agent.ranks):
-                    self.report(agent, rank, "collectives", 1)
-                self.say(agent, messages.Stacks(dict.fromkeys(agent.ranks, "stack")))
+            case messages.Tell(told):
+                self._pass_on(agent, told)
+            case messages.Dump(ranks):
+                self.say(agent, messages.Stacks(dict.fromkeys(ranks, "stack")))
             case messages.Fetch(file):
                 agent.uploads.append(file)
             case messages.Close():
                 agent.is_closed = True
                 self.lose(agent)
 
-    def _pass_on(self, agent: Agent, word: str, value: Any) -> None:
-        if word == "release" and value:
+    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
+        if isinstance(order, Release) and order.last_call:
             self._stop_by_itself(agent)
             return
         for rank in list(agent.ranks.values()):
-            if word == "hold":
-                self.report(agent, rank.rank, "held", rank.step if self.heeds else 0)
-            elif word == "end" and rank.has_delivered:
-                self.leave(agent, rank.rank, 0)
+            match order:
+                case Hold():
+                    self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
+                case Locate():
+                    self.report(agent, rank.rank, Located(1, "stack"))
+                case Leave() if rank.has_delivered:
+                    self.leave(agent, rank.rank, 0)
 
     def _begin(self, agent: Agent, order: messages.Start) -> None:
         if not any(start.job.attempt == order.job.attempt for start in self.starts):
@@ -337,8 +351,8 @@ class World:
         self.step(agent)
         for rank in list(agent.ranks.values()):
             rank.has_delivered = True
-            self.report(agent, rank.rank, "stopped")
-            self.report(agent, rank.rank, "result")
+            self.report(agent, rank.rank, StoppedEarly())
+            self.report(agent, rank.rank, Returned())
 
     def _note_start(self, order: messages.Start) -> None:
         self.starts.append(order)
@@ -348,8 +362,9 @@ class World:
 
     # ---- ranks
 
-    def report(self, agent: Agent, rank: int, kind: str, value: object = None) -> None:
-        self.say(agent, messages.Reported(rank, relay.pack(kind, value)))
+    def report(self, agent: Agent, rank: int, report: ShortReport | Part) -> None:
+        if not agent.is_gone and not agent.is_hung_up:
+            self.feed(RankSaid(agent, rank, [report]))  # type: ignore[arg-type]
 
     def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False) -> None:
         if agent.ranks.pop(rank, None) is not None:
@@ -361,7 +376,7 @@ class World:
         for rank in list(agent.ranks.values()):
             if not rank.is_ready:
                 rank.is_ready = True
-                self.report(agent, rank.rank, "ready")
+                self.report(agent, rank.rank, Ready())
 
     def step(self, agent: Agent, *, saves: bool = True) -> None:
         """Its ranks take a step; rank 0 saves."""
@@ -371,11 +386,10 @@ class World:
                 self.report(
                     agent,
                     rank.rank,
-                    "log",
                     LogRecord(rank=rank.rank, step=rank.step, num_steps=None, time=0.0, metrics={}),
                 )
                 if rank.rank == 0 and saves:
-                    self.report(agent, 0, "saved", self._file(agent.attempt or 0, rank.step))
+                    self.report(agent, 0, Saved(self._file(agent.attempt or 0, rank.step)))
 
     def _file(self, attempt: int, step: int) -> CheckpointFile:
         data = f"{attempt} {step}".encode()
@@ -390,19 +404,19 @@ class World:
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal
-        self.feed("kept", file, error)
+        self.feed(Uploaded(file, error))
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""
         agent.ranks[rank].has_failed = True
-        self.report(agent, rank, "failure", Failure.of(error, self.clock(), position=(agent.ranks[rank].step, 0)))
+        self.report(agent, rank, Failure.of(error, self.clock(), position=(agent.ranks[rank].step, 0)))
         self.leave(agent, rank, 1)
 
     def deliver(self, agent: Agent) -> None:
         for rank in list(agent.ranks.values()):
             if rank.is_ready and not rank.has_delivered:
                 rank.has_delivered = True
-                self.report(agent, rank.rank, "result", rank.rank)
+                self.report(agent, rank.rank, Returned(rank.rank))
 
     # ---- all together
 

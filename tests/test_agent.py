@@ -6,26 +6,31 @@ import hashlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import psutil
 import pytest
 
+from flytekitplugins.daskpytorch.driver.events import Gone, RankSaid, Said
 from flytekitplugins.daskpytorch.driver.listener import Listener
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.agent import MAX_LINE, _Lines
-from flytekitplugins.daskpytorch.protocol import code, messages, relay
+from flytekitplugins.daskpytorch.protocol import code, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.orders import Job, Leave
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from processes import fork_server, until
+from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
+from processes import ends, fork_server, until
 
 pytestmark = pytest.mark.timeout(300)
+
+Wanted = TypeVar("Wanted")
 
 
 def meet() -> str:
@@ -39,30 +44,28 @@ class Driver:
     def __init__(self) -> None:
         self.token = os.urandom(32)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", self.token, self.events)
+        self.listener = Listener("127.0.0.1", self.token, self.events, keep_piece=ReceivedResults().keep)
         self.connection: Connection | None = None
         self.node: Node | None = None
 
-    def hear(self, wanted: Callable[[Any], bool]) -> Any:
-        """The next message that is wanted."""
+    def hear(self, wanted: type[Wanted]) -> Wanted:
+        """The next message or report of a kind."""
         while True:
-            kind, source, message = self.events.get(timeout=60)
-            if isinstance(message, messages.Hello):
-                self.connection, self.node = source, message.node
-            if kind == "gone" and source is self.connection:
-                raise EOFError("the agent has gone")
-            if wanted(message):
-                return message
+            said: list[Any] = []
+            match self.events.get(timeout=60):
+                case Said(connection, message):
+                    said = [message]
+                    if isinstance(message, messages.Hello):
+                        self.connection, self.node = connection, message.node
+                case RankSaid(_, _, reports):
+                    said = [*reports]
+                case Gone(connection) if connection is self.connection:
+                    raise EOFError("the agent has gone")
+            for each in said:
+                if isinstance(each, wanted):
+                    return each
 
-    def report(self, wanted: str) -> Any:
-        """The next report of this kind from a rank."""
-        while True:
-            message = self.hear(lambda message: isinstance(message, messages.Reported))
-            for kind, value in relay.unpack(message.report):
-                if kind == wanted:
-                    return value
-
-    def send(self, message: object) -> None:
+    def send(self, message: messages.ToAgent) -> None:
         assert self.connection is not None
         self.connection.send(message)
 
@@ -95,7 +98,7 @@ def driver() -> Iterator[Driver]:
     serving = threading.Thread(target=agent.run, args=(order,))
     serving.start()
     try:
-        made.hear(lambda message: isinstance(message, messages.Hello))
+        made.hear(messages.Hello)
         yield made
     finally:
         if serving.is_alive():
@@ -112,33 +115,33 @@ def idle_ranks() -> list[psutil.Process]:
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
     driver.send(messages.Stop())
-    driver.send(messages.Tell("end"))
-    driver.send(messages.Dump())
-    driver.hear(lambda message: isinstance(message, messages.Stacks))
+    driver.send(messages.Tell(Leave()))
+    driver.send(messages.Dump([0]))
+    assert driver.hear(messages.Stacks).texts == {}
     driver.start()
-    driver.report("ready")
-    assert cloudpickle.loads(driver.report("result")) == "trained"
+    driver.hear(Ready)
+    assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
 
 
 def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
     until(idle_ranks, "the rank to be forked")
     [idle] = idle_ranks()
     idle.kill()
-    driver.hear(lambda message: isinstance(message, messages.Heartbeat))
+    driver.hear(messages.Heartbeat)
     driver.start()
-    assert cloudpickle.loads(driver.report("result")) == "trained"
+    assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
 
 
 def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "DIAL_WAITS", (0.01, 0.01))
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
-    told = driver.hear(lambda message: isinstance(message, messages.NotSent))
+    told = driver.hear(messages.NotSent)
     assert told.file == missing
     assert "FileNotFoundError" in told.reason
     driver.listener.close()  # nobody answers the call any more
     driver.send(messages.Fetch(missing))
-    told = driver.hear(lambda message: isinstance(message, messages.NotSent))
+    told = driver.hear(messages.NotSent)
     assert "cannot reach the driver" in told.reason
 
 
@@ -200,10 +203,10 @@ def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
     order = AgentOrder(worker="w", num_ranks=0, driver=("127.0.0.1", 1), token=b"")  # nobody is there
     file = CheckpointFile(attempt=0, step=1, size=1, digest="0" * 64)
     made = agent._Agent(order, tmp_path / "gone", None, None, "forkserver")
-    made._driver, theirs = Pipe()
+    made._driver, theirs = ends()
     theirs.close()  # as its socket is
     try:
-        made._bring(file)
+        made._bring(file, 0)
         made._upload(file)
     finally:
         made.close()

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import brain
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.driver.events import Cancelled, Preempted
 from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
@@ -26,7 +28,10 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
-from simulated_gang import Agent, OwnError, RankState, World, is_own, raised
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.orders import Locate
+from flytekitplugins.daskpytorch.protocol.reports import Located, Moved, Saved
+from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
 REASON = "the task was told to end"
@@ -72,7 +77,7 @@ def test_gang_grows_with_one_interruption_and_stops_none_of_the_newcomers_ranks(
     assert world.starts[2].job.checkpoint is not None
     assert world.starts[2].job.checkpoint.step == world.committed == 2
     assert newcomer.attempt == old.attempt == 2
-    assert world.state.reasons.count("more workers have come") == 1
+    assert world.watcher.reasons.count("more workers have come") == 1
     world.train(3)
     assert len(world.starts) == 3
     world.finish()
@@ -88,7 +93,7 @@ def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld
     world.join(world.new_worker())
     world.train()
     world.form()
-    assert world.state.reasons.count("more workers have come") == 1
+    assert world.watcher.reasons.count("more workers have come") == 1
     assert world.starts[-1].job.attempt == 2
     world.finish()
     assert world.results == [0, 1, 2]
@@ -103,7 +108,7 @@ def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld)
     world.obey_all()
     world.wait(1.0)  # a third may follow
     world.form()
-    assert world.state.reasons.count("more workers have come") == 1
+    assert world.watcher.reasons.count("more workers have come") == 1
     assert sum(len(agent.ranks) for agent in world.connected()) == 2
 
 
@@ -120,7 +125,7 @@ def test_failure_while_the_gang_stops_to_grow_is_a_failure(world_of: MakeWorld, 
     world.obey_all()
     world.wait(1.0)
     world.form()
-    assert ("OwnError: bad batch" in world.state.reasons[-1]) is (moment == "before")
+    assert ("OwnError: bad batch" in world.watcher.reasons[-1]) is (moment == "before")
 
 
 def test_gang_that_ends_smaller_than_it_was_to_be_says_so(world_of: MakeWorld) -> None:
@@ -128,14 +133,14 @@ def test_gang_that_ends_smaller_than_it_was_to_be_says_so(world_of: MakeWorld) -
     world.deliver(shrunk(world))
     world.finish()
     assert world.results == [0]
-    assert world.state.notes[-1] == "train: ended with 1 of 2 workers, as min_workers allows"
+    assert world.watcher.notes[-1] == "train: ended with 1 of 2 workers, as min_workers allows"
 
 
 def test_whole_gang_has_nothing_to_say_at_its_end(world_of: MakeWorld) -> None:
     world = world_of(min_workers=1)
     world.finish()
     assert world.results == [0, 1]
-    assert world.state.notes == []
+    assert world.watcher.notes == []
 
 
 # ---- Being told to end ----------------------------------------------------------------------------------------------
@@ -182,10 +187,10 @@ def test_request_to_end_survives_whatever_else_happens(
     world = world_of(min_workers=None if happens is gather_again else 1)
     if order == "request last":
         happens(world)
-        world.feed("preempt", None, REASON)
+        world.feed(Preempted(REASON))
     else:
         world.form()
-        world.feed("preempt", None, REASON)
+        world.feed(Preempted(REASON))
         if happens in (fail_alone, upload_after_a_failure):
             world.fail(world.agent(W2), 1, OwnError("bad batch"))
         else:
@@ -204,7 +209,7 @@ def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) 
     world = world_of()
     world.form()
     world.train()
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     error = raised(world)
@@ -217,7 +222,7 @@ def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) 
 def test_error_that_ends_the_gang_anyway_comes_before_a_request(world_of: MakeWorld) -> None:
     world = world_of(max_restarts=0)
     world.form()
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     assert is_own(raised(world))
@@ -228,7 +233,7 @@ def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept
     world.heeds = True
     world.form()
     world.train(3)
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.obey_all()
     world.finish()
     error = raised(world)
@@ -241,9 +246,9 @@ def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()
     world.train()
-    world.feed("preempt", None, REASON)
+    world.feed(Preempted(REASON))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.feed("cancel")
+    world.feed(Cancelled())
     world.finish()
     assert isinstance(raised(world), GangCancelledError)
 
@@ -251,10 +256,10 @@ def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
 def test_model_that_is_stopped_early_ends_as_that(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()
-    world.state.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+    world.watcher.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
     world.step(world.agent(W1))
     world.obey_all()
-    assert raised(world) is world.state.wish
+    assert raised(world) is world.watcher.wish
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def test_whole_checkpoint_is_waited_for_as_long_as_its_agent_is_there(world_of: 
     world.obey_all()
     world.wait(300.0)
     assert len(world.starts) == 1
-    assert any("waiting for the newest checkpoint" in note for note in world.state.notes)
+    assert any("waiting for the newest checkpoint" in note for note in world.watcher.notes)
     world.upload(world.agent(W1))
     world.form()
     assert world.starts[1].job.checkpoint is not None
@@ -315,7 +320,7 @@ def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(wor
     world.step(agent)  # the next one is asked for all the same
     world.obey_all()
     assert [file.step for file in agent.uploads] == [3]
-    assert sum("a bad disk" in note for note in world.state.notes) == 1
+    assert sum("a bad disk" in note for note in world.watcher.notes) == 1
 
 
 # ---- Agents ---------------------------------------------------------------------------------------------------------
@@ -329,8 +334,8 @@ def test_agent_that_dials_in_again_has_lost_its_ranks(world_of: MakeWorld) -> No
     world.obey_all()
     world.form()
     assert [start.job.attempt for start in world.starts] == [0, 1]
-    assert "rank 1" in world.state.reasons[0]
-    assert "its worker was lost" in world.state.reasons[0]
+    assert "rank 1" in world.watcher.reasons[0]
+    assert "its worker was lost" in world.watcher.reasons[0]
     world.finish()
     assert world.results == [0, 1]
 
@@ -340,11 +345,11 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(worl
     world = world_of()
     world.form()
     stranger = world.join(world.new_worker())
-    (report,) = result_frames.pack("", "a", b"of an older attempt")
-    part = world.received.keep(messages.Reported(0, report))
-    world.say(stranger, part)
+    (piece,) = result_frames.cut("", "a", b"of an older attempt")
+    part = world.received.keep(0, piece)
+    world.report(stranger, 0, part)
     assert not world.received.claim(lambda _: True)
-    world.say(world.agent(W1), part)
+    world.report(world.agent(W1), 0, part)
     assert len(world.received.claim(lambda _: True)) == 1
 
 
@@ -408,11 +413,11 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
     world = world_of(hang_timeout=10.0)
     world.form()
     for agent in world.connected():
-        world.report(agent, next(iter(agent.ranks)), "moves", 1)
+        world.report(agent, next(iter(agent.ranks)), Moved(1))
     world.wait(9.9)
     world.wait(0.2)
-    world.report(world.agent(W1), 0, "moves", 2)
-    world.report(world.agent(W2), 1, "moves", 2)
+    world.report(world.agent(W1), 0, Moved(2))
+    world.report(world.agent(W2), 1, Moved(2))
     world.obey_all()
     world.wait(5.0)
     assert len(world.starts) == 1
@@ -422,7 +427,46 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
         world.obey_all()
     world.form()
     assert len(world.starts) == 2
-    assert "hangs" in world.state.reasons[0]
+    assert "hangs" in world.watcher.reasons[0]
+
+
+def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0, ranks_per_worker=2)
+    world.form()
+    world.wait(10.0)
+    for agent in world.connected():
+        assert agent.orders.pop() == messages.Tell(Locate())
+    for rank, worker in ((0, W1), (1, W1), (3, W2)):
+        world.report(world.agent(worker), rank, Located(5, f"stack of {rank}"))
+    world.wait(0.5, beats=False)
+    assert not world.agent(W1).orders
+    assert world.agent(W2).orders.pop() == messages.Dump([2])
+    world.say(world.agent(W2), messages.Stacks({2: "stack by signal"}))
+    world.wait(1.0, beats=False)
+    world.obey_all()
+    message = str(raised(world))
+    assert all(stack in message for stack in ("stack of 0", "stack of 1", "stack of 3", "stack by signal"))
+
+
+def test_a_gang_whose_ranks_all_answer_is_judged_at_once(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.form()
+    world.wait(10.0)
+    world.obey_all()  # they answer
+    assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
+
+
+def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    file = CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64)
+    for rank, agent, report in (
+        (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
+        (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
+        (0, W1, Saved(file)),
+    ):
+        world.report(world.agent(agent), rank, report)
+    assert world.brain._gang.steps == {0: 5, 1: 4}
 
 
 def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:
@@ -514,7 +558,7 @@ class AnyOrder(RuleBasedStateMachine):
         if world.cluster.asked:
             worker = data.draw(st.sampled_from(sorted(world.cluster.asked)))
             world.cluster.asked.pop(worker)(worker, WorkerLostError("the worker was lost before"))
-            world.feed("timeout")
+            world.feed()
 
     @happening
     def an_agent_ends(self, world: World, data: st.DataObject) -> None:
@@ -611,11 +655,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @happening
     def somebody_wants_an_end(self, world: World, data: st.DataObject) -> None:
-        self.must_end, self.num_starts = True, len(world.state.reasons)
+        self.must_end, self.num_starts = True, len(world.watcher.reasons)
         if data.draw(st.sampled_from([True, True, False])):
-            world.feed("preempt", None, REASON)
+            world.feed(Preempted(REASON))
         else:
-            world.feed("cancel")
+            world.feed(Cancelled())
 
     # ---- what always holds
 
@@ -626,7 +670,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def a_request_to_end_is_not_forgotten(self) -> None:
-        assert not self.must_end or len(self.world.state.reasons) == self.num_starts
+        assert not self.must_end or len(self.world.watcher.reasons) == self.num_starts
 
     @invariant()
     def every_agent_is_known_that_is_there(self) -> None:
@@ -637,11 +681,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def growing_is_announced_once_for_each_newcomer(self) -> None:
-        assert self.world.state.reasons.count("more workers have come") <= len(self.world.agents)
+        assert self.world.watcher.reasons.count("more workers have come") <= len(self.world.agents)
 
     @invariant()
     def no_budget_is_exceeded(self) -> None:
-        failures = [reason for reason in self.world.state.reasons if reason != "more workers have come"]
+        failures = [reason for reason in self.world.watcher.reasons if reason != "more workers have come"]
         assert len(failures) <= 2 * self.world.settings.max_restarts
 
     def the_gang_has_ended_well(self) -> None:
@@ -650,7 +694,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.a_request_to_end_is_not_forgotten()
         assert self.world.is_over, "the gang does not end"
         event(f"ended: {type(self.world.error).__name__}")
-        for reason in self.world.state.reasons:
+        for reason in self.world.watcher.reasons:
             event(f"went on: {'more workers have come' if reason.startswith('more') else 'after a failure'}")
         self.the_blame_is_right(self.world)
 
@@ -664,7 +708,7 @@ class AnyOrder(RuleBasedStateMachine):
             raise error
         if isinstance(error, (GangStartError, GangCancelledError)):
             return
-        last = len(world.state.reasons)
+        last = len(world.watcher.reasons)
         failed = {rank for attempt, rank in self.own_failures if attempt == last}
         if isinstance(error, OwnError):
             assert isinstance(error.__cause__, GangError)
@@ -702,7 +746,7 @@ TestAnyOrder = pytest.mark.timeout(300)(AnyOrder.TestCase)
 def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_end(
     world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch, has_part: bool
 ) -> None:
-    monkeypatch.setattr(RankState, "for_rank", lambda _: list if has_part else None)
+    monkeypatch.setattr(Watcher, "for_rank", lambda _: list if has_part else None)
     world = world_of(max_restarts=1)
     graces = []
     for step in (1, 2):

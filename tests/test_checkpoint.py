@@ -12,6 +12,7 @@ import tracemalloc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, failure_path
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
@@ -51,6 +53,7 @@ class Rank:
         start: CheckpointFile | None = None,
         is_main: bool = True,
         timeout: float = 10.0,
+        provided: Future[Provided | NotProvided] | None = None,
         announce: Callable[[CheckpointFile], None] | None = None,
     ) -> RankCheckpoint:
         return RankCheckpoint(
@@ -60,6 +63,7 @@ class Rank:
             is_main=is_main,
             progress=self.progress,
             announce=announce or self.announced.append,
+            provided=provided or arrived(),
             timeout=timeout,
         )
 
@@ -70,6 +74,13 @@ class Rank:
         then()
         checkpoint.flush()
         return self.checkpoint(start=self.announced[-1]).load()
+
+
+def arrived() -> Future[Provided | NotProvided]:
+    """What a rank waits for, which has happened."""
+    provided: Future[Provided | NotProvided] = Future()
+    provided.set_result(Provided(2))
+    return provided
 
 
 @pytest.fixture
@@ -364,6 +375,7 @@ def test_flush_waits_no_longer_than_it_is_told(rank: Rank) -> None:
 
 FULL_DISK = """
 import resource, sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -379,6 +391,7 @@ checkpoint = RankCheckpoint(
     is_main=True,
     progress=Progress(),
     announce=lambda file: print("announced", file.step),
+    provided=Future(),
     timeout=1.0,
 )
 for step, size in [(1, 10), (2, 1_000_000), (3, 30_000), (4, 10)]:
@@ -445,28 +458,29 @@ def test_every_rank_reads_the_same(rank: Rank, saved: CheckpointFile) -> None:
 
 
 def test_load_waits_for_the_file_to_arrive(rank: Rank, saved: CheckpointFile) -> None:
-    path = rank.folder / saved.name
+    path, provided = rank.folder / saved.name, Future[Provided | NotProvided]()
     elsewhere = path.rename(rank.folder / "elsewhere")
-    timer = threading.Timer(0.3, elsewhere.rename, [path])
+
+    def provide() -> None:
+        elsewhere.rename(path)
+        provided.set_result(Provided(2))
+
+    timer = threading.Timer(0.3, provide)
     timer.start()
-    began_at = time.monotonic()
-    assert rank.checkpoint(start=saved).load()["w"].equal(torch.ones(2))
-    assert time.monotonic() - began_at > 0.2
+    assert rank.checkpoint(start=saved, provided=provided).load()["w"].equal(torch.ones(2))
     timer.join()
 
 
 def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFile) -> None:
-    path = rank.folder / saved.name
-    path.unlink()
-    failure_path(path).write_text("EOFError: the driver hung up")
+    provided = Future[Provided | NotProvided]()
+    provided.set_result(NotProvided(2, "EOFError: the driver hung up"))
     with pytest.raises(OSError, match=r"checkpoint of step 40 did not arrive: EOFError: the driver hung up"):
-        rank.checkpoint(start=saved).load()
+        rank.checkpoint(start=saved, provided=provided).load()
 
 
 def test_load_does_not_wait_for_ever(rank: Rank, saved: CheckpointFile) -> None:
-    (rank.folder / saved.name).unlink()
     with pytest.raises(TimeoutError, match=r"checkpoint of step 40 did not arrive within 0\.2 s"):
-        rank.checkpoint(start=saved, timeout=0.2).load()
+        rank.checkpoint(start=saved, provided=Future(), timeout=0.2).load()
 
 
 def test_outside_a_gang_nothing_is_kept() -> None:

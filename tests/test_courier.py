@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import wait
 
 import pytest
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.placement import Node
+from processes import ends
 
 
 def checkpoint(step: int) -> CheckpointFile:
@@ -18,7 +20,7 @@ def checkpoint(step: int) -> CheckpointFile:
 
 
 def an_agent() -> tuple[Peer, Connection]:
-    mine, theirs = Pipe()
+    mine, theirs = ends()
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
     return Peer(node, mine, time.monotonic()), theirs
 
@@ -30,7 +32,7 @@ def agent() -> tuple[Peer, Connection]:
 
 def asked_for(connection: Connection) -> list[int]:
     steps = []
-    while connection.poll():
+    while wait([connection.fileno()], 0):
         steps.append(connection.recv().file.step)
     return steps
 

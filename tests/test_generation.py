@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of
 from flytekitplugins.daskpytorch.errors import WorkerLostError
-from flytekitplugins.daskpytorch.protocol import relay
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.protocol.reports import Located
 
 NODES = [
     Node(worker=f"tcp://10.0.0.{i}:1", host=f"h{i}", num_cores=4, gpus=(), gpu_names=(), interface=None, versions={})
@@ -35,23 +32,14 @@ def attempt() -> Attempt:
     return made
 
 
-def report(attempt: Attempt, rank: int, kind: str, value: object = None) -> tuple[str, Any]:
-    [taken] = attempt.take(rank, relay.pack(kind, value))
-    return taken
-
-
 def fail(attempt: Attempt, rank: int, error: Exception, at: float = 0.0, step: int | None = None) -> None:
-    report(attempt, rank, "failure", Failure.of(error, at, position=(step, 0)))
+    attempt.note_failure(rank, Failure.of(error, at, position=(step, 0)))
 
 
 def leave(attempt: Attempt, rank: int, exitcode: int = 0, *, stopped: bool = False, at: float = 0.0) -> None:
     attempt.note_exit(
         Exited(rank=rank, exitcode=exitcode, stopped=stopped, out_of_memory=False, log_tail=f"tail {rank}", time=at)
     )
-
-
-def log(attempt: Attempt, rank: int, step: int) -> None:
-    report(attempt, rank, "log", LogRecord(rank=rank, step=step, num_steps=None, time=0.0, metrics={}))
 
 
 # ---- How far it has come --------------------------------------------------------------------------------------------
@@ -67,10 +55,10 @@ def test_it_knows_its_workers_and_size(attempt: Attempt) -> None:
 
 def test_it_is_formed_when_all_ranks_are_ready(attempt: Attempt) -> None:
     for rank in (3, 0, 1):
-        report(attempt, rank, "ready")
+        attempt.note_ready(rank)
         assert not attempt.is_formed
         assert attempt.stillness is None
-    assert report(attempt, 2, "ready") == ("ready", None)
+    attempt.note_ready(2)
     assert attempt.is_formed
     assert attempt.stillness is not None
 
@@ -78,7 +66,7 @@ def test_it_is_formed_when_all_ranks_are_ready(attempt: Attempt) -> None:
 def test_it_has_delivered_when_all_functions_have_returned(attempt: Attempt) -> None:
     for rank in range(4):
         assert not attempt.has_delivered
-        report(attempt, rank, "result", rank * 10)
+        attempt.results[rank] = rank * 10
     assert attempt.has_delivered
     assert attempt.results == {0: 0, 1: 10, 2: 20, 3: 30}
     assert not attempt.is_over
@@ -88,7 +76,7 @@ def test_it_has_delivered_when_all_functions_have_returned(attempt: Attempt) -> 
 def test_it_is_over_when_all_ranks_have_left(attempt: Attempt) -> None:
     for rank in range(4):
         assert not attempt.is_over
-        report(attempt, rank, "result")
+        attempt.results[rank] = None
         leave(attempt, rank)
     assert attempt.is_over
     assert attempt.unaccounted() == set()
@@ -98,41 +86,27 @@ def test_it_is_over_when_all_ranks_have_left(attempt: Attempt) -> None:
 
 
 def test_ranks_that_returned_failed_or_left_are_not_running(attempt: Attempt) -> None:
-    report(attempt, 0, "result")
+    attempt.results[0] = None
     fail(attempt, 1, OWN)
     leave(attempt, 2, -signal.SIGSEGV)
     assert attempt.running == [3]
 
 
 def test_signs_of_life_count_once_all_have_met(attempt: Attempt) -> None:
-    report(attempt, 0, "moves", 5)
+    attempt.note_moves(0, 5)
     for rank in range(4):
-        report(attempt, rank, "ready")
+        attempt.note_ready(rank)
     assert attempt.stillness is not None
     met_at = attempt.stillness.oldest([0])
     time.sleep(0.01)
-    report(attempt, 0, "moves", 6)
+    attempt.note_moves(0, 6)
     assert attempt.stillness.oldest([0, 1]) == attempt.stillness.oldest([1]) == met_at
     assert attempt.stillness.oldest([0]) != met_at
 
 
-def test_reports_that_came_together_are_taken_one_by_one(attempt: Attempt) -> None:
-    reports = [("ready", None), ("moves", 3), ("held", 7), ("result", "done"), ("folder", None)]
-    assert attempt.take(2, b"".join(relay.pack(*report) for report in reports)) == reports
-    assert attempt.ready == {2}
-    assert (attempt.held, attempt.results) == ({2: 7}, {2: "done"})
-
-
-def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(attempt: Attempt) -> None:
-    log(attempt, 0, 3)
-    log(attempt, 1, 4)
-    report(attempt, 0, "saved", CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64))
-    assert attempt.steps == {0: 5, 1: 4}
-
-
 def test_ranks_that_stopped_early_are_known(attempt: Attempt) -> None:
-    report(attempt, 2, "stopped")
-    report(attempt, 2, "result")
+    attempt.stopped_early.add(2)
+    attempt.results[2] = None
     leave(attempt, 2)
     assert attempt.stopped_early == {2}
     assert not attempt.is_failing
@@ -143,27 +117,27 @@ def test_ranks_that_stopped_early_are_known(attempt: Attempt) -> None:
 
 def test_all_have_answered_when_the_last_one_has(attempt: Attempt) -> None:
     for rank, calls in enumerate([7, 8, 7]):
-        report(attempt, rank, "held", calls)
+        attempt.held[rank] = calls
         assert not attempt.have_answered(attempt.held)
-    report(attempt, 3, "held", 8)
+    attempt.held[3] = 8
     assert attempt.have_answered(attempt.held)
     assert attempt.held == {0: 7, 1: 8, 2: 7, 3: 8}
 
 
 def test_ranks_that_failed_or_left_need_not_answer(attempt: Attempt) -> None:
-    report(attempt, 0, "collectives", 12)
+    attempt.located[0] = Located(12, "")
     fail(attempt, 1, OWN)
     attempt.lose(NODES[1].worker)
-    assert attempt.have_answered(attempt.num_collectives)
+    assert attempt.have_answered(attempt.located)
 
 
 def test_rank_whose_function_has_returned_can_still_answer(attempt: Attempt) -> None:
     for rank in range(3):
-        report(attempt, rank, "collectives", 12)
-    report(attempt, 3, "result")
-    assert not attempt.have_answered(attempt.num_collectives)
-    report(attempt, 3, "collectives", None)
-    assert attempt.have_answered(attempt.num_collectives)
+        attempt.located[rank] = Located(12, "")
+    attempt.results[3] = None
+    assert not attempt.have_answered(attempt.located)
+    attempt.located[3] = Located(12, "")
+    assert attempt.have_answered(attempt.located)
 
 
 # ---- Failing --------------------------------------------------------------------------------------------------------
@@ -201,7 +175,7 @@ def test_rank_that_was_stopped_is_not_earnest(attempt: Attempt) -> None:
 
 
 def test_rank_that_has_delivered_is_out_of_danger(attempt: Attempt) -> None:
-    report(attempt, 0, "result", 1)
+    attempt.results[0] = 1
     leave(attempt, 0, -signal.SIGKILL)
     assert attempt.bad_exits == []
     assert not attempt.is_failing
@@ -209,7 +183,7 @@ def test_rank_that_has_delivered_is_out_of_danger(attempt: Attempt) -> None:
 
 
 def test_exit_says_who_where_and_how(attempt: Attempt) -> None:
-    log(attempt, 2, 6)
+    attempt.steps[2] = 6
     leave(attempt, 2, 3, at=5.0)
     [exit_] = attempt.bad_exits
     assert (exit_.rank, exit_.worker, exit_.host) == (2, "tcp://10.0.0.2:1", "h2")
@@ -273,7 +247,7 @@ def test_exit_has_the_failure_that_was_reported_before(attempt: Attempt) -> None
 
 
 def test_rank_that_hangs_is_the_culprit_before_and_after_it_was_stopped(attempt: Attempt) -> None:
-    log(attempt, 2, 4)
+    attempt.steps[2] = 4
     attempt.hang = (2, "it hangs\nstacks")
     assert (attempt.root_failure().rank, attempt.root_failure().hang) == (2, "it hangs\nstacks")
     assert attempt.root_failure().position == (4, None)
@@ -284,7 +258,7 @@ def test_rank_that_hangs_is_the_culprit_before_and_after_it_was_stopped(attempt:
 
 
 def test_rank_whose_function_returned_too_early_can_be_the_one_that_hangs(attempt: Attempt) -> None:
-    report(attempt, 1, "result")
+    attempt.results[1] = None
     attempt.hang = (1, "its function has returned")
     for rank in range(4):
         leave(attempt, rank, 0 if rank == 1 else 143, stopped=rank != 1)
@@ -307,7 +281,7 @@ def test_lost_worker_is_to_blame_for_the_peers_that_noticed(attempt: Attempt) ->
 
 
 def test_rank_that_left_in_good_order_is_never_the_root_failure(attempt: Attempt) -> None:
-    report(attempt, 0, "result")
+    attempt.results[0] = None
     leave(attempt, 0, 0, at=1.0)
     leave(attempt, 1, 143, stopped=True, at=2.0)
     assert attempt.root_failure().rank == 1

@@ -10,16 +10,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flytekitplugins.daskpytorch.driver import listener as ear
-from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.events import Event, Gone, Said
+from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol import handshake
+from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Lines
 from processes import num_open_files
@@ -66,10 +67,22 @@ def connected(listener: Listener) -> socket.socket:
     return socket.create_connection(listener.address, timeout=20)
 
 
+def heard(events: queue.SimpleQueue[Event]) -> Any:
+    event = events.get(timeout=20)
+    assert isinstance(event, Said)
+    return event.message
+
+
+def framed(data: bytes) -> bytes:
+    return SIZE.pack(len(data)) + data
+
+
 def take(sock: socket.socket, size: int) -> bytes:
-    data = sock.recv(size, socket.MSG_WAITALL)
-    assert len(data) == size
-    return data
+    """What is in the next frame, which has this size."""
+    data = sock.recv(SIZE.size + size, socket.MSG_WAITALL)
+    assert data == framed(data[SIZE.size :])
+    assert len(data) == SIZE.size + size
+    return data[SIZE.size :]
 
 
 def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Event]) -> None:
@@ -96,11 +109,10 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
 
 
 def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
-    with agent.dial(order(listener.address)) as connection:
+    with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
-        kind, _, message = events.get(timeout=20)
-        assert (kind, message) == ("message", Heartbeat())
-    assert events.get(timeout=20)[0] == "gone"
+        assert heard(events) == Heartbeat()
+    assert isinstance(events.get(timeout=20), Gone)
 
 
 def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
@@ -110,13 +122,13 @@ def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
     agents.start()
     with ours:
         sent = [handshake.challenge()]
-        ours.sendall(sent[0])
+        ours.sendall(framed(sent[0]))
         sent.append(take(ours, handshake.ANSWER_SIZE))
         sent.append(handshake.prove(TOKEN, *sent))
-        ours.sendall(sent[2])
+        ours.sendall(framed(sent[2]))
         agents.join(20)
         met[0].send("hello")
-        assert Connection(os.dup(ours.fileno())).recv() == "hello"
+        assert Connection(ours).recv() == "hello"
         met[0].close()
     assert [len(data) for data in sent] == [32, 64, 32]
     assert not any(TOKEN[:8] in data for data in sent)
@@ -139,7 +151,7 @@ def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue
 def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
     stranger = connected(listener)
     challenge = take(stranger, 32)
-    stranger.sendall(2 * challenge)
+    stranger.sendall(framed(2 * challenge))
     assert_sent_away(stranger, events)
 
 
@@ -148,12 +160,12 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
 ) -> None:
     monkeypatch.setattr(ear, "PATIENCE", 0.3)
     stranger = connected(listener)
-    with agent.dial(order(listener.address)) as connection:
+    with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
-        assert events.get(timeout=20)[2] == Heartbeat()
+        assert heard(events) == Heartbeat()
         assert_sent_away(stranger, events)
         connection.send(Heartbeat())  # the limit was only for the handshake
-        assert events.get(timeout=20)[2] == Heartbeat()
+        assert heard(events) == Heartbeat()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
@@ -163,8 +175,8 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
     monkeypatch.setattr(ear, "PATIENCE", 1.0)
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
-        for _ in range(handshake.ANSWER_SIZE - 1):
-            stranger.sendall(b"x")
+        for byte in framed(b"x" * handshake.ANSWER_SIZE)[:-1]:
+            stranger.sendall(bytes([byte]))
             time.sleep(0.2)
         raise AssertionError("he is still connected")
     assert_sent_away(stranger, events)
@@ -174,10 +186,8 @@ def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
     listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ear, "FIRST_WORD_PATIENCE", 0.3)
-    with agent.dial(order(listener.address)) as connection:
-        assert connection.poll(20)
-        with pytest.raises((EOFError, OSError)):
-            connection.recv()
+    with contextlib.closing(agent.dial(order(listener.address))) as connection, pytest.raises((EOFError, OSError)):
+        connection.recv()
     assert events.empty()
 
 
@@ -202,12 +212,12 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
     most = 0
     for each in strangers:
         with contextlib.suppress(ConnectionError):
-            each.recv(32)  # his turn comes when others have been sent away
+            each.recv(40)  # his turn comes when others have been sent away
         most = max(most, num_open_files() - files - len(strangers))
     assert most <= 4
-    with agent.dial(order(listener.address)) as connection:
+    with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
-        assert events.get(timeout=20)[2] == Heartbeat()
+        assert heard(events) == Heartbeat()
     for each in strangers:
         assert_sent_away(each, queue.SimpleQueue())
 
@@ -225,7 +235,7 @@ def test_many_agents_that_call_at_once_all_get_in(
         each.join(20)
     for rank, connection in enumerate(met):
         connection.send(Lines(rank, []))
-    assert {events.get(timeout=20)[2].rank for _ in calls} == set(range(60))
+    assert {heard(events).rank for _ in calls} == set(range(60))
     for connection in met:
         connection.close()
 
@@ -234,10 +244,10 @@ def test_many_agents_that_call_at_once_all_get_in(
 
 
 def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> None:
-    def play(called: Connection) -> None:
-        called.sendall(b"x" * 32)
+    def play(called: socket.socket) -> None:
+        called.sendall(framed(b"x" * 32))
         take(called, handshake.ANSWER_SIZE)
-        called.sendall(b"y" * 32 + pickle.dumps(bomb))
+        called.sendall(framed(b"y" * 32) + framed(pickle.dumps(bomb)))
         called.recv(1)
 
     address, thread = impostor(play)
@@ -247,7 +257,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> No
 
 
 def test_an_agent_survives_one_who_begins_with_something_else(bomb: Bomb) -> None:
-    def play(called: Connection) -> None:
+    def play(called: socket.socket) -> None:
         called.sendall(pickle.dumps(bomb))
         called.recv(1 << 16)
         called.shutdown(socket.SHUT_WR)
@@ -263,11 +273,11 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
     """The impostor has each of two agents answer the other's challenge."""
 
     def play(first: socket.socket, second: socket.socket) -> None:
-        first.sendall(b"x" * 32)
-        challenge, _ = take(first, 32), take(first, 32)
-        second.sendall(challenge)
-        _, proof = take(second, 32), take(second, 32)
-        first.sendall(proof)
+        first.sendall(framed(b"x" * 32))
+        answer = take(first, handshake.ANSWER_SIZE)
+        second.sendall(framed(answer[:32]))
+        answer = take(second, handshake.ANSWER_SIZE)
+        first.sendall(framed(answer[32:]))
         second.close()
         first.recv(1)
 

@@ -11,24 +11,23 @@ import pytest
 from flytekitplugins.daskpytorch.driver import result_buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.protocol.messages import Reported
-from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, Writer, pack
+from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, Piece, Writer, cut
 
 BIG = 3 * PIECE_SIZE
 
 
-def returned(data: bytes) -> list[bytes]:
-    """A rank's reports, but for the last, which says that all is there."""
-    reports: list[bytes] = []
-    writer = Writer(reports.append)
+def returned(data: bytes) -> list[Piece]:
+    """What a rank sends before the report that all is there."""
+    pieces: list[Piece] = []
+    writer = Writer(pieces.append)
     writer.write(data)
     assert writer.close() is None
-    return reports
+    return pieces
 
 
-def add(received: ReceivedResults, rank: int, reports: list[bytes]) -> None:
-    for report in reports:
-        received.add(received.keep(Reported(rank, report)))
+def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        received.add(received.keep(rank, piece))
 
 
 def read(received: ReceivedResults, rank: int, small: bytes | None = None) -> bytes:
@@ -44,9 +43,9 @@ def num_kept(received: ReceivedResults) -> tuple[int, int]:
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_buffer, "MAX_IN_MEMORY", PIECE_SIZE)
     received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]
-    for reports in zip(*map(returned, data), strict=True):  # the ranks' pieces mix
-        for rank, report in enumerate(reports):
-            add(received, rank, [report])
+    for pieces in zip(*map(returned, data), strict=True):  # the ranks' pieces mix
+        for rank, piece in enumerate(pieces):
+            add(received, rank, [piece])
     assert received.is_empty  # nobody's submission
     assert [read(received, rank) for rank in (1, 0)] == [data[1], data[0]]
     assert read(received, 2, b"small") == b"small"
@@ -65,7 +64,7 @@ def test_pieces_go_as_they_are_read() -> None:
 
 
 def test_what_an_older_attempt_returned_does_not_count() -> None:
-    received, submission = ReceivedResults(), list(pack("", "a", b"x" * BIG))
+    received, submission = ReceivedResults(), list(cut("", "a", b"x" * BIG))
     add(received, 0, returned(b"o" * BIG))  # whole; another rank failed then
     add(received, 1, returned(b"o" * BIG))
     add(received, 2, returned(b"o" * BIG)[:2])  # cut short

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import pickle
 import queue
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 
 from flytekitplugins.daskpytorch.driver import listener
-from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.events import Event, Gone, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, Upload
 from flytekitplugins.daskpytorch.settings import Gang
@@ -65,55 +64,44 @@ def dial(ear: Listener, events: queue.SimpleQueue[Event]) -> Iterator[Callable[[
 
 
 def heard(events: queue.SimpleQueue[Event]) -> Any:
-    kind, _, message = events.get(timeout=20)
-    return message if kind == "message" else kind
+    """The next message, or the type of whatever else has happened."""
+    event = events.get(timeout=20)
+    return event.message if isinstance(event, Said) else type(event)
 
 
 def framed(message: object) -> bytes:
-    body = bytes(ForkingPickler.dumps(message))
-    return struct.pack("!i", len(body)) + body
+    body = pickle.dumps(message)
+    return SIZE.pack(len(body)) + body
 
 
 def test_messages_arrive_whole_and_in_order(dial: Callable[[], Connection], events: queue.SimpleQueue[Event]) -> None:
-    sent = [Lines(rank, ["x" * size]) for rank, size in enumerate([0, 10, 3 * listener.READ_SIZE, 1, 1 << 22, 2])]
+    sent = [Lines(rank, ["x" * size]) for rank, size in enumerate([0, 10, 3 * READ_SIZE, 1, 1 << 22, 2])]
     connection = dial()
     for message in sent:
         connection.send(message)
     assert [heard(events) for _ in sent] == sent
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 5, -1])
+@pytest.mark.parametrize("cut", [1, 7, 8, 9, -1])
 def test_an_agent_that_stops_within_a_message_holds_up_no_other(
     cut: int, dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
 ) -> None:
     stuck, other = dial(), dial()
     message = framed(Lines(7, ["late"]))
-    os.write(stuck.fileno(), message[:cut])
+    stuck._sock.sendall(message[:cut])
     for rank in range(3):
         other.send(Lines(rank, []))
         assert heard(events) == Lines(rank, [])
-    os.write(stuck.fileno(), message[cut:] + framed(Heartbeat()))
+    stuck._sock.sendall(message[cut:] + framed(Heartbeat()))
     assert [heard(events), heard(events)] == [Lines(7, ["late"]), Heartbeat()]
-
-
-def test_a_message_with_the_long_form_of_its_size_is_understood(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
-) -> None:
-    """As a Connection writes what has 2 GiB or more."""
-    connection, body = dial(), bytes(ForkingPickler.dumps(Heartbeat()))
-    message = struct.pack("!iQ", -1, len(body)) + body
-    os.write(connection.fileno(), message[:7])
-    os.write(connection.fileno(), message[7:])
-    connection.send(Lines(1, []))
-    assert [heard(events), heard(events)] == [Heartbeat(), Lines(1, [])]
 
 
 def test_a_message_that_cannot_be_opened_ends_only_its_agent(
     dial: Callable[[], Connection], events: queue.SimpleQueue[Event], capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken, other = dial(), dial()
-    broken.send_bytes(b"no pickle")
-    assert heard(events) == "gone"
+    broken.send_frame(b"no pickle")
+    assert heard(events) is Gone
     assert "UnpicklingError" in capfd.readouterr().err
     other.send(Heartbeat())
     assert heard(events) == Heartbeat()
@@ -126,7 +114,7 @@ def test_what_an_agent_said_before_it_went_is_heard(
     for rank in range(100):
         connection.send(Lines(rank, []))
     connection.close()
-    assert [heard(events) for _ in range(101)] == [*(Lines(rank, []) for rank in range(100)), "gone"]
+    assert [heard(events) for _ in range(101)] == [*(Lines(rank, []) for rank in range(100)), Gone]
 
 
 def test_agents_wait_while_too_much_has_not_been_taken(
@@ -172,14 +160,13 @@ def dial_only(ear: Listener) -> Connection:
 
 
 def call(ear: Listener) -> Connection:
-    return Connection(socket.create_connection(ear.address).detach())
+    return Connection(socket.create_connection(ear.address))
 
 
 def assert_hung_up(connection: Connection) -> None:
-    with connection, contextlib.suppress(ConnectionError):
-        assert connection.poll(20)
-        while os.read(connection.fileno(), 1 << 16):
-            assert connection.poll(20)
+    with contextlib.closing(connection), contextlib.suppress(ConnectionError):
+        while connection.read(1 << 16):
+            pass
 
 
 def test_closing_hangs_up_on_callers_that_have_not_said_who_they_are(ear: Listener) -> None:
@@ -211,7 +198,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
 
     def serve(connection: Connection, request: object) -> None:
         is_serving.set()
-        connection.recv_bytes()
+        connection.read(1)
 
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     ear = Listener("127.0.0.1", TOKEN, events, serve)
@@ -241,14 +228,14 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
 def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> None:
     files, events = num_open_files(), queue.SimpleQueue[Event]()
     ear = Listener("127.0.0.1", TOKEN, events)
-    with dial_only(ear) as connection:
+    with contextlib.closing(dial_only(ear)) as connection:
         connection.send(Heartbeat())
         until(events.qsize, "its word")
     ear.close()
     ear._thread.join(20)
     ear.end()
     assert num_open_files() == files
-    assert [events.get()[0], events.get()[0]] == ["message", "gone"]  # which had its connection until now
+    assert [heard(events), heard(events)] == [Heartbeat(), Gone]  # which had its connection until now
 
 
 def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,17 +244,18 @@ def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: py
     ear = Listener("127.0.0.1", TOKEN, queue.SimpleQueue())
     original = listener._Caller.read
 
-    def read(caller: Any) -> None:
-        original(caller)
-        if caller.has_spoken:
+    def read(caller: Any) -> bytes | None:
+        first_word = original(caller)
+        if first_word is not None:
             is_opening.set()
             assert has_ended.wait(20)
+        return first_word
 
     monkeypatch.setattr(listener._Caller, "read", read)
     late = dial_only(ear)
     late.send(Heartbeat())
     assert is_opening.wait(20)
-    monkeypatch.setattr(listener, "hang_up", lambda _: None)  # it was done before this one was known
+    monkeypatch.setattr(Connection, "hang_up", lambda _: None)  # it was done before this one was known
     ending = threading.Thread(target=ear.end)
     ending.start()
     until(lambda: ear._is_over, "the end to begin")
@@ -302,9 +290,8 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 
 EXHAUSTED = """
 import os, queue, resource, socket, sys, time
-from multiprocessing.connection import Connection
-from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.driver import listener
+from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.messages import Heartbeat
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -329,7 +316,7 @@ for caller in callers[1:]:
 agents = [handshake.introduce(caller, b"t") for caller in callers]
 for agent in agents:
     agent.send(Heartbeat())
-    assert events.get(timeout=20)[2] == Heartbeat()
+    assert events.get(timeout=20).message == Heartbeat()
 ear.end()
 print("heard")
 """
@@ -349,11 +336,12 @@ def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
             first.send(upload)
-            kind, file, error = events.get(timeout=20)
-            assert (kind, file, str(error)) == ("kept", upload.file, "can't start new thread")
+            uploaded = events.get(timeout=20)
+            assert isinstance(uploaded, Uploaded)
+            assert (uploaded.file, str(uploaded.error)) == (upload.file, "can't start new thread")
             assert_hung_up(first)
         second.send(upload)
-        assert events.get(timeout=20) == ("kept", upload.file, None)
+        assert events.get(timeout=20) == Uploaded(upload.file, None)
     ear.end()
 
 
@@ -395,7 +383,7 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
         ear = Listener("127.0.0.1", TOKEN, events)
         at_last.callback(ear.end)
         order = AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)
-        agents = [at_last.enter_context(agent.dial(order)) for _ in range(num_agents)]
+        agents = [at_last.enter_context(contextlib.closing(agent.dial(order))) for _ in range(num_agents)]
         for each in agents:  # their first words are heard by other threads
             each.send(Heartbeat())
             heard(events)
@@ -405,5 +393,5 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
             each.send(Heartbeat())
             heard(events)
         after = calls
-    assert [heard(events) for _ in agents] == ["gone"] * num_agents
+    assert [heard(events) for _ in agents] == [Gone] * num_agents
     return (after - before) / (20 * num_agents)

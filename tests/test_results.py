@@ -18,8 +18,7 @@ from flytekitplugins.daskpytorch.driver import result_buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.result_buffer import ResultBuffer
-from flytekitplugins.daskpytorch.protocol.messages import Reported
-from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, is_piece, pack, unpack
+from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
 
@@ -28,8 +27,8 @@ def submit(
     received: ReceivedResults, path: str, data: bytes, *, rank: int = 0, key: str = "", pieces: slice = slice(None)
 ) -> None:
     """What the driver does with a rank's result; of the pieces only these, should it be cut short."""
-    for report in list(pack(key, path, data))[pieces]:
-        received.add(received.keep(Reported(rank, report)))
+    for piece in list(cut(key, path, data))[pieces]:
+        received.add(received.keep(rank, piece))
 
 
 def ended(received: ReceivedResults, error: Exception | None = None) -> GangFuture:
@@ -53,17 +52,11 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("size", [0, 1, PIECE_SIZE, PIECE_SIZE + 1, 3 * PIECE_SIZE])
 def test_pieces_make_up_the_result(size: int) -> None:
     data = os.urandom(size)
-    reports = list(pack("key", "path", data))
-    pieces = [unpack(report) for report in reports]
-    assert all(is_piece(report) for report in reports)
+    pieces = list(cut("key", "path", data))
     assert b"".join(piece.data for piece in pieces) == data
     assert [piece.is_first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert len(pieces) == max(1, -(-size // PIECE_SIZE))
-
-
-def test_other_reports_are_no_pieces() -> None:
-    assert not is_piece(pickle.dumps(("log", "piece:")))
 
 
 @pytest.fixture

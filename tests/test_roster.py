@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
 from flytekitplugins.daskpytorch.driver import agents as roster_module
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Agents, Peer
-from flytekitplugins.daskpytorch.protocol.handshake import hang_up
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
+from processes import ends
 
 W1, W2, W3, W10 = (f"tcp://10.0.0.{number}:4000" for number in (1, 2, 3, 10))
 
@@ -84,7 +84,7 @@ def hello(register: Agents, *workers: str) -> list[Connection]:
     """Agents dial in; the connections as the driver has them."""
     ours = []
     for worker in workers:
-        mine, theirs = Pipe()
+        mine, theirs = ends()
         agents.append(theirs)
         node = Node(worker=worker, host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
         register.welcome(Hello(node), mine)
@@ -160,7 +160,7 @@ def test_worker_that_says_hello_again_is_no_longer_lost(register: Agents) -> Non
 def test_second_agent_of_a_worker_takes_the_place_of_the_first(register: Agents) -> None:
     first = hello(register, W1)
     displaced = register.peers[W1]
-    mine, theirs = Pipe()
+    mine, theirs = ends()
     agents.append(theirs)
     assert register.welcome(Hello(displaced.node), mine) is displaced
     second = [mine]
@@ -196,8 +196,8 @@ def test_broadcast_reaches_all_and_does_not_mind_those_that_have_gone(register: 
 
 
 def test_hanging_up_wakes_the_other_side_and_a_reader_on_this_side() -> None:
-    ours, theirs = Pipe()
-    hang_up(ours)
+    ours, theirs = ends()
+    ours.hang_up()
     for end in (ours, theirs):
         with pytest.raises(EOFError):
             end.recv()

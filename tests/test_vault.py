@@ -8,7 +8,6 @@ import resource
 import shutil
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,10 @@ import pytest
 from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Checkpoints
 from flytekitplugins.daskpytorch.protocol import transfer
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
-from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
+from flytekitplugins.daskpytorch.protocol.transfer import take_file
+from processes import ends
 
 SIZE = 3 * transfer.CHUNK + 17
 
@@ -52,11 +53,11 @@ def write(agent: Path, step: int, attempt: int = 0, size: int = SIZE) -> Checkpo
 @contextlib.contextmanager
 def sending(path: Path) -> Iterator[Connection]:
     """The receiving end of a connection over which a file comes."""
-    ours, theirs = Pipe()
+    ours, theirs = ends()
 
     def send() -> None:
         with contextlib.closing(theirs), contextlib.suppress(OSError):
-            send_file(theirs, path)
+            theirs.send_file(path)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -122,7 +123,7 @@ def test_same_checkpoint_again_takes_no_place_of_another(checkpoints: Checkpoint
 def test_what_was_kept_can_be_had_again(checkpoints: Checkpoints, agent: Path, folder: Path, tmp_path: Path) -> None:
     file = write(agent, 1)
     upload(checkpoints, agent, file)
-    ours, theirs = Pipe()
+    ours, theirs = ends()
 
     def serve() -> None:
         with contextlib.closing(theirs):
@@ -210,7 +211,7 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoin
     file = write(agent, 1, attempt=0)
     data = (agent / file.name).read_bytes()
     errors: list[Exception] = []
-    ours, theirs = Pipe()
+    ours, theirs = ends()
 
     def take() -> None:
         try:
@@ -220,9 +221,9 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoin
 
     thread = threading.Thread(target=take)
     thread.start()
-    ours.send_bytes(data[:100])
+    ours._sock.sendall(data[:100])
     checkpoints.fence(1)
-    ours.send_bytes(data[100:])
+    ours._sock.sendall(data[100:])
     thread.join(10)
     assert "of attempt 0 came when attempt 1 was running" in str(errors[0])
     assert checkpoints.newest() is None
@@ -233,8 +234,8 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoin
 
 def test_torn_upload_leaves_nothing(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
     file = write(agent, 1)
-    ours, theirs = Pipe()
-    ours.send_bytes((agent / file.name).read_bytes()[: SIZE // 100])
+    ours, theirs = ends()
+    ours._sock.sendall((agent / file.name).read_bytes()[: SIZE // 100])
     ours.close()
     with pytest.raises(EOFError):
         checkpoints.serve(theirs, Upload(file))
@@ -250,15 +251,6 @@ def test_upload_that_differs_from_what_was_announced_is_refused(
     with pytest.raises(ValueError, match="the checkpoint of step 1 was damaged on its way"):
         upload(checkpoints, agent, file)
     assert checkpoints.newest() is None
-    assert names(folder) == []
-
-
-def test_upload_that_is_longer_than_announced_is_refused(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:
-    file = write(agent, 1, size=1000)
-    with (agent / file.name).open("ab") as longer:
-        longer.write(b"more")
-    with pytest.raises(ValueError, match="damaged on its way"):
-        upload(checkpoints, agent, file)
     assert names(folder) == []
 
 
@@ -291,7 +283,7 @@ def test_download_of_a_file_that_has_gone_fails(checkpoints: Checkpoints, agent:
     file = write(agent, 1)
     upload(checkpoints, agent, file)
     shutil.rmtree(folder)
-    ours, theirs = Pipe()
+    ours, theirs = ends()
     with contextlib.closing(ours), pytest.raises(FileNotFoundError):
         checkpoints.serve(theirs, Download(file))
 

@@ -29,7 +29,7 @@ def stay(order: AgentOrder, leaving: int, data: WorkerData | None = None) -> Non
     """
     with contextlib.closing(agent.dial(order)) as connection, contextlib.suppress(EOFError, OSError):
         connection.send(Arrived(order.worker))
-        while connection in wait([connection, leaving]):
+        while connection.fileno() in wait([connection.fileno(), leaving]):
             asked: AgentOrder = connection.recv()
             try:
                 agent.run(asked, leaving, data)

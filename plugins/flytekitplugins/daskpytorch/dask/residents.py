@@ -7,10 +7,11 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
-from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Said
+from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.errors import WorkerLostError
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher, OnFailure
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Arrived, Failed
 
@@ -58,7 +59,7 @@ class Residents:
         with self._lock:
             self._is_closed = True
         self._launcher.close()
-        self._events.put(("closed", None, None))
+        self._events.put(Cancelled())
 
     def _invitation(self, worker: str) -> AgentOrder:
         return AgentOrder(worker=worker, driver=self._listener.address, num_ranks=0, token=self._token)
@@ -76,20 +77,21 @@ class Residents:
     # ---- what the workers say
 
     def _serve(self) -> None:
-        while (event := self._events.get())[0] != "closed":
-            self._hear(*event)
+        while not isinstance(event := self._events.get(), Cancelled):
+            self._hear(event)
         with self._lock:  # nobody sends meanwhile
             self._listener.end()
 
-    def _hear(self, kind: str, source: Connection, message: object) -> None:
-        if kind == "gone":
-            self._note_loss(source)
-            with self._lock:
-                source.close()
-        elif isinstance(message, Arrived):
-            self._welcome(message.worker, source)
-        elif isinstance(message, Failed):
-            self._note_refusal(source, message)
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Gone(connection):
+                self._note_loss(connection)
+                with self._lock:
+                    connection.close()
+            case Said(connection, Arrived(worker)):
+                self._welcome(worker, connection)
+            case Said(connection, Failed() as failed):
+                self._note_refusal(connection, failed)
 
     def _welcome(self, worker: str, connection: Connection) -> None:
         with self._lock:

@@ -8,12 +8,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.handshake import hang_up
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello, ToAgent
 from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
 
 __all__ = ["Agents", "Peer"]
@@ -50,7 +49,7 @@ class Peer:
     def __post_init__(self) -> None:
         self.joined_at = self.heard_at
 
-    def send(self, message: object) -> None:
+    def send(self, message: ToAgent) -> None:
         """Tell it something; should it be gone, that arrives as an event."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
@@ -145,7 +144,7 @@ class Agents:
         displaced = self.peers.get(worker)
         if displaced is not None:
             self.forget(displaced.connection)
-            hang_up(displaced.connection)
+            displaced.connection.hang_up()
         self.expected.discard(worker)
         self._shunned.discard(worker)
         self.lost.pop(worker, None)
@@ -194,7 +193,7 @@ class Agents:
 
     def give_up_silent(self, peer: Peer) -> None:
         """Hang up on an agent that does not speak, and ask its worker again, should it come to life after all."""
-        hang_up(peer.connection)
+        peer.connection.hang_up()
         self._shunned.add(peer.node.worker)
         self._launch([peer.node.worker])
 
@@ -265,7 +264,7 @@ class Agents:
         for worker in self.leaving:
             self.peers[worker].send(Close())
 
-    def broadcast(self, message: object) -> None:
+    def broadcast(self, message: ToAgent) -> None:
         """Tell all agents something."""
         for peer in self.peers.values():
             peer.send(message)

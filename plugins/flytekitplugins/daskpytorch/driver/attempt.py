@@ -15,10 +15,10 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol import relay
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.protocol.reports import Located
 
 __all__ = ["Attempt"]
 
@@ -43,8 +43,8 @@ class Attempt:
     """How often each rank has called `should_stop`, once it was asked to hold."""
     stopped_early: set[int] = field(default_factory=set)
     """Ranks whose `should_stop` has turned true."""
-    num_collectives: dict[int, int] = field(default_factory=dict)
-    """How many collectives each rank has entered, once it was asked."""
+    located: dict[int, Located] = field(default_factory=dict)
+    """Where each rank is, once it was asked."""
     stillness: Stillness | None = None
     """From the moment that all have met."""
     hangs_at: float = 0.0
@@ -124,34 +124,21 @@ class Attempt:
         """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
         return self.has_earnest_failure and not self.root_failure().is_infrastructure
 
-    def take(self, rank: int, reports: bytes) -> list[tuple[str, Any]]:
-        """Open reports of a rank, and note what they say; the kind and value of each."""
-        opened = list(relay.unpack(reports))
-        for kind, value in opened:
-            self._take(rank, kind, value)
-        return opened
+    def note_ready(self, rank: int) -> None:
+        """A rank has joined the process group."""
+        self.ready.add(rank)
+        if self.is_formed:
+            self.stillness = Stillness(self.places, self.clock())
 
-    def _take(self, rank: int, kind: str, value: Any) -> None:
-        match kind:
-            case "ready":
-                self.ready.add(rank)
-                if self.is_formed:
-                    self.stillness = Stillness(self.places, self.clock())
-            case "result":
-                self.results[rank] = value
-            case "failure":
-                self.failures[rank] = value
-                self._has_earnest_failure |= not value.is_consequence
-            case "log" | "saved":
-                self.steps[rank] = value.step
-            case "moves" if self.stillness is not None:
-                self.stillness.note(rank, value, self.clock())
-            case "held":
-                self.held[rank] = value
-            case "stopped":
-                self.stopped_early.add(rank)
-            case "collectives":
-                self.num_collectives[rank] = value
+    def note_moves(self, rank: int, num_moves: int) -> None:
+        """A rank has given so many signs of life; they count from the moment that all have met."""
+        if self.stillness is not None:
+            self.stillness.note(rank, num_moves, self.clock())
+
+    def note_failure(self, rank: int, failure: Failure) -> None:
+        """A rank's function has raised an exception."""
+        self.failures[rank] = failure
+        self._has_earnest_failure |= not failure.is_consequence
 
     def note_exit(self, exited: Exited) -> None:
         """A rank ended."""

@@ -16,26 +16,37 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, assert_never
 
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.events import (
+    Cancelled,
+    Event,
+    Gone,
+    NotLaunched,
+    Preempted,
+    RankSaid,
+    Said,
+    Uploaded,
+)
 from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
 from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
-from flytekitplugins.daskpytorch.driver.listener import Event
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import messages, placement
+from flytekitplugins.daskpytorch.protocol import messages, orders, placement, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
@@ -58,8 +69,10 @@ GROWTH_SETTLE_TIME = 1.0
 """Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone either."""
 MAX_LAST_UPLOAD_WAIT = 10.0
 """Seconds for a checkpoint that is on its way when the gang ends; one that starts again waits for it."""
+ANSWER_TIME = 0.4
+"""Seconds for the ranks of a gang that hangs to say where they are by themselves ..."""
 STACKS_WAIT = 1.5
-"""Seconds for the ranks of a gang that hangs to say where they are."""
+"""... and for those that did not, to be signalled, too."""
 STORAGE_GRACE = 7.0
 """Seconds for the last checkpoint to reach storage after that."""
 TICK = 1.0
@@ -146,6 +159,8 @@ class Brain:
         self._late: set[int] = set()
         """Ranks that did not meet the others in time."""
         self._stacks: dict[int, str] = {}
+        """Of ranks that did not answer."""
+        self._signal_at = math.inf
         self._stacks_until: float | None = None
         self._deadline = 0.0
         self._settled_at = 0.0
@@ -178,73 +193,122 @@ class Brain:
 
     def take(self, event: Event) -> None:
         """Record one thing that has happened."""
-        kind, source, value = event
-        match kind:
-            case "message":
-                self._hear(source, value)
-            case "gone":
-                self._lose(source)
-            case "not launched":
-                self._agents.refuse(source, *value)
-            case "kept":
-                self._note_kept(source, value)
-            case "preempt":
-                self._request_stop(value, ends_gang=True)
-            case "cancel":
+        match event:
+            case Said(connection, message):
+                self._hear(connection, message)
+            case RankSaid(connection, rank, said):
+                self._hear_of_rank(connection, rank, said)
+            case Gone(connection):
+                self._lose(connection)
+            case NotLaunched(worker, error, launch):
+                self._agents.refuse(worker, error, launch)
+            case Uploaded(file, failure):
+                self._note_kept(file, failure)
+            case Preempted(reason):
+                self._request_stop(reason, ends_gang=True)
+            case Cancelled():
                 self._is_cancelled = True
+            case _:
+                assert_never(event)
 
     def look_for_silence(self) -> None:
         """Give up agents that have said nothing for too long."""
         for peer in self._agents.silent():
             self._give_up(peer)
 
-    def _hear(self, connection: Connection, message: object) -> None:
+    def _hear(self, connection: Connection, message: messages.FromAgent | messages.FromResident) -> None:
         if isinstance(message, messages.Hello):
-            if (displaced := self._agents.welcome(message, connection)) is not None:
-                self._note_loss(displaced)
+            self._welcome(message, connection)
             return
-        peer = self._agents.find(connection)
-        if peer is None:  # it was given up, and may not have a say any more
+        if (peer := self._heard(connection)) is None:
             return
-        peer.heard_at = self._now()
         match message:
+            case messages.Exited():
+                self._note_exit(peer, message)
             case messages.Broken(text):
                 self._broken[peer.node.worker] = text
             case messages.Leaving():
                 self._note_leaving(peer)
             case messages.Stacks(texts):
-                self._stacks |= texts
+                self._note_stacks(texts)
             case messages.Lines(rank, lines):
                 self._observe("wrote", rank, lines)
-            case messages.NotSent(file, error):
-                self._note_kept(file, OSError(f"{peer.node.worker} could not send it: {error}"))
-            case messages.Reported() | messages.Exited() | Part():
-                self._hear_of_rank(peer, message)
+            case messages.NotSent(file, reason):
+                self._note_kept(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
+            case messages.Heartbeat() | messages.Reported() | messages.Arrived() | messages.Failed():
+                pass  # that it speaks is all; reports come opened, and residents do not speak to gangs
+            case _:
+                assert_never(message)
 
-    def _hear_of_rank(self, peer: Peer, message: messages.Reported | messages.Exited | Part) -> None:
+    def _welcome(self, hello: messages.Hello, connection: Connection) -> None:
+        if (displaced := self._agents.welcome(hello, connection)) is not None:
+            self._note_loss(displaced)
+
+    def _note_exit(self, peer: Peer, exited: messages.Exited) -> None:
+        if (attempt := self._attempt_of(peer, exited.rank)) is not None:
+            attempt.note_exit(exited)
+
+    def _note_stacks(self, texts: Mapping[int, str]) -> None:
+        self._stacks |= texts
+        for rank, text in texts.items():
+            self._observe("wrote", rank, text.splitlines())
+
+    def _heard(self, connection: Connection) -> Peer | None:
+        """Whose connection this is; None where it was given up, and may not have a say any more."""
+        if (peer := self._agents.find(connection)) is not None:
+            peer.heard_at = self._now()
+        return peer
+
+    def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
+        """The attempt, where this rank is one of its own, is this agent's, and has not left."""
         attempt = self._attempt
-        if attempt is None or message.rank not in attempt.places:
-            return
-        if attempt.places[message.rank][1].worker != peer.node.worker or message.rank in attempt.exits:
-            return  # it is not that agent's, or not any more
-        if isinstance(message, messages.Exited):
-            attempt.note_exit(message)
-        elif isinstance(message, Part):
-            self._received.add(message)
-        else:
-            self._take_reports(peer, message.rank, message.report, attempt)
+        if attempt is None or rank in attempt.exits or rank not in attempt.ranks_of.get(peer.node.worker, ()):
+            return None
+        return attempt
 
-    def _take_reports(self, peer: Peer, rank: int, reports: bytes, attempt: Attempt) -> None:
-        for kind, value in attempt.take(rank, reports):
-            if kind == "log":
-                self._observe("logged", value)
-            elif kind == "saved":
-                self._fetches.fetch(peer, value)
-            elif kind == "folder":
+    def _hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Part]) -> None:
+        if (peer := self._heard(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
+            return
+        for report in said:
+            self._take_report(peer, attempt, rank, report)
+
+    def _take_report(  # noqa: C901 - a case for each report
+        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
+    ) -> None:
+        match report:
+            case LogRecord(step=step):
+                attempt.steps[rank] = step
+                self._observe("logged", report)
+            case reports.Moved(num_moves):
+                attempt.note_moves(rank, num_moves)
+            case reports.Saved(file):
+                attempt.steps[rank] = file.step
+                self._fetches.fetch(peer, file)
+            case Part():
+                self._received.add(report)
+            case reports.FolderWanted():
                 self._received.folder_is_wanted = True
-            elif kind == "ready" and attempt.is_formed:
-                began_at = self._asked_at if attempt.number == 0 else attempt.began_at
-                self._observe("formed", self._now() - began_at)
+            case reports.Ready():
+                self._note_ready(attempt, rank)
+            case reports.Held(num_calls):
+                attempt.held[rank] = num_calls
+            case reports.Located():
+                attempt.located[rank] = report
+                self._observe("wrote", rank, report.stacks.splitlines())
+            case reports.StoppedEarly():
+                attempt.stopped_early.add(rank)
+            case reports.Returned(value):
+                attempt.results[rank] = value
+            case Failure():
+                attempt.note_failure(rank, report)
+            case _:
+                assert_never(report)
+
+    def _note_ready(self, attempt: Attempt, rank: int) -> None:
+        attempt.note_ready(rank)
+        if attempt.is_formed:
+            began_at = self._asked_at if attempt.number == 0 else attempt.began_at
+            self._observe("formed", self._now() - began_at)
 
     def _lose(self, connection: Connection) -> None:
         if (peer := self._agents.forget(connection)) is not None:
@@ -421,14 +485,14 @@ class Brain:
             attempt.stop_at,
             None if attempt.is_formed else attempt.began_at + self._settings.start_timeout,
             self._stop_request.deadline if asked and self._stop_request is not None else None,
-            self._stacks_until or self._hangs_at(attempt),
+            self._hangs_at(attempt) if self._stacks_until is None else min(self._signal_at, self._stacks_until),
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
         """All have delivered: nobody needs the others any more."""
         if attempt.stop_at is None:
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
-            self._tell(messages.Tell("end"))
+            self._tell(messages.Tell(orders.Leave()))
 
     def _has_newcomers(self, attempt: Attempt) -> bool:
         """Whether it is time to take more workers in: right after a checkpoint, so that no steps are lost."""
@@ -447,7 +511,7 @@ class Brain:
         except ConnectionError:  # a lost scheduler takes the workers along by itself
             return
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: messages.ToAgent) -> None:
         """Tell all agents that carry ranks of this attempt; those of newcomers wait for orders of their own."""
         for peer in self._carriers:
             peer.send(message)
@@ -589,20 +653,32 @@ class Brain:
         if self._stacks_until is None:
             hangs_at = self._hangs_at(attempt)
             if hangs_at is not None and self._now() >= hangs_at:
-                self._stacks.clear()
-                attempt.num_collectives.clear()
-                self._tell(messages.Dump())
-                self._stacks_until = self._now() + STACKS_WAIT
+                self._ask_where(attempt)
             return False
-        has_all = len(self._stacks) == len(attempt.num_collectives) == attempt.world_size
-        if not has_all and self._now() < self._stacks_until:
-            return False
+        if not attempt.have_answered(attempt.located):
+            if self._now() >= self._signal_at:
+                self._signal_silent(attempt)
+            if self._now() < self._stacks_until:
+                return False
         self._stacks_until = None
         attempt.hangs_at = 0.0  # somebody may have moved since
         if (hangs_at := self._hangs_at(attempt)) is None or self._now() < hangs_at:
             return False
         attempt.hang = report_hang(self._rank_states(attempt), self._settings.hang_timeout or 0.0)
         return True
+
+    def _ask_where(self, attempt: Attempt) -> None:
+        self._stacks.clear()
+        attempt.located.clear()
+        self._tell(messages.Tell(orders.Locate()))
+        self._signal_at, self._stacks_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
+
+    def _signal_silent(self, attempt: Attempt) -> None:
+        """Have the ranks signalled that hang so that they do not even listen."""
+        self._signal_at = math.inf
+        for peer in self._carriers:
+            if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in attempt.located]:
+                peer.send(messages.Dump(silent))
 
     def _hangs_at(self, attempt: Attempt) -> float | None:
         """When the gang counts as hung unless something moves."""
@@ -616,12 +692,13 @@ class Brain:
     def _rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         if attempt.stillness is None:
             return {}
+        now, located = self._now(), attempt.located
         return {
             rank: RankState(
                 is_done=rank in attempt.results,
-                num_collectives=attempt.num_collectives.get(rank),
-                still_for=attempt.stillness.still_for(rank, self._now()),
-                stacks=self._stacks.get(rank, "it did not answer"),
+                num_collectives=located[rank].num_collectives if rank in located else None,
+                still_for=attempt.stillness.still_for(rank, now),
+                stacks=located[rank].stacks if rank in located else self._stacks.get(rank, "it did not answer"),
             )
             for rank in attempt.places
         }

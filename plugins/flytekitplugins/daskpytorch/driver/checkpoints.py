@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
-from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
+from flytekitplugins.daskpytorch.protocol.transfer import take_file
 
 __all__ = ["Checkpoints"]
 
@@ -73,7 +73,7 @@ class Checkpoints:
             ValueError: The file is damaged, or is that of an older attempt.
         """
         if isinstance(request, Download):
-            send_file(connection, self._folder / request.file.name)
+            connection.send_file(self._folder / request.file.name)
             return
         self._check(request.file)
         path = take_file(connection, request.file, self._folder)

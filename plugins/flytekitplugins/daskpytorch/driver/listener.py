@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import queue
 import resource
 import select
 import socket
-import struct
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import NoReturn
 
+from flytekitplugins.daskpytorch.driver.events import Event, Gone, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.received import Part
 from flytekitplugins.daskpytorch.protocol import handshake
-from flytekitplugins.daskpytorch.protocol.handshake import hang_up
-from flytekitplugins.daskpytorch.protocol.messages import Download, Reported, Upload, watch_peer
-from flytekitplugins.daskpytorch.protocol.result_frames import is_piece
+from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
+from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, FromResident, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.reports import unpack
+from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
-__all__ = ["Event", "Listener"]
-
-Event = tuple[str, Any, Any]
-"""What happened, to whom (a connection or a worker), and the message or error."""
-
+__all__ = ["Listener"]
 
 FileServer = Callable[[Connection, Upload | Download], None]
 """Sends or receives a checkpoint over a connection."""
-READ_SIZE = 1 << 16
-"""Bytes to take from one agent before the next has its turn."""
-MAX_WAITING = 10_000
+PieceKeeper = Callable[[int, Piece], Part]
+"""Keeps a piece of what a rank has submitted or returned."""
+MAX_WAITING = 3000
 """Messages that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
 faster than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
 WAIT_INTERVAL = 0.005
@@ -51,6 +47,10 @@ END_TIME = 5.0
 """Seconds for the threads to end, once all callers are hung up on."""
 
 
+def _refuse(*_: object) -> NoReturn:
+    raise ConnectionRefusedError("neither files nor results are taken here")
+
+
 class Listener:
     """Accepts agents and turns what they say into events; its files and results are kept as they come.
 
@@ -63,8 +63,8 @@ class Listener:
         host: str,
         token: bytes,
         events: queue.SimpleQueue[Event],
-        serve_file: FileServer | None = None,
-        keep_piece: Callable[[Reported], object] | None = None,
+        serve_file: FileServer = _refuse,
+        keep_piece: PieceKeeper = _refuse,
     ) -> None:
         _allow_files()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -79,7 +79,7 @@ class Listener:
         self._poll.register(self._server, select.EPOLLIN)
         self._strangers: dict[int, _Caller] = {}
         self._guests: dict[int, _Caller] = {}  # have proved themselves, and not said who they are; both by deadline
-        self._agents: dict[int, _Agent] = {}
+        self._agents: dict[int, _Caller] = {}
         self._is_accepting = True
         self._accept_at: float | None = None
         """Not before, on the monotonic clock: there was no file for a caller."""
@@ -110,7 +110,7 @@ class Listener:
         with self._lock:
             self._is_over = True
             for connection in (*self._known, *self._transfers):
-                hang_up(connection)
+                connection.hang_up()
         deadline = time.monotonic() + END_TIME
         self._thread.join(END_TIME)
         for thread in list(self._transfers.values()):
@@ -188,60 +188,64 @@ class Listener:
             self._send_away(caller)
 
     def _send_away(self, caller: _Caller) -> None:
-        file = caller.sock.fileno()
+        file = caller.connection.fileno()
         del (self._strangers if file in self._strangers else self._guests)[file]
         self._poll.unregister(file)
-        caller.sock.close()
+        caller.connection.close()
 
     def _meet(self, caller: _Caller) -> None:
-        file = caller.sock.fileno()
+        file = caller.connection.fileno()
         try:
-            caller.read()
+            first_word = caller.read()
         except Exception as error:  # whatever it is, it is not the others'
             _complain(error)
             self._send_away(caller)
             return
         if caller.is_proven and file in self._strangers:
             self._guests[file] = self._strangers.pop(file)
-        if caller.has_spoken:
+        if first_word is not None:
             del self._guests[file]
-            self._receive(Connection(caller.sock.detach()), caller.message)
+            self._receive(caller, pickle.loads(first_word))  # noqa: S301 - from our own agent, which has proved to be one
 
-    def _receive(self, connection: Connection, message: object) -> None:
-        if isinstance(message, (Upload, Download)) and self._serve_file is not None:
-            self._poll.unregister(connection)
-            self._transfer(connection, message, self._serve_file)
+    def _receive(self, caller: _Caller, message: FromAgent | FromResident | Upload | Download) -> None:
+        if isinstance(message, (Upload, Download)):
+            self._poll.unregister(caller.connection)
+            self._transfer(caller.connection, message)
             return
-        self._agents[connection.fileno()] = _Agent(connection)
+        self._agents[caller.connection.fileno()] = caller
         with self._lock:
-            self._known.add(connection)
-        self._note(connection, message)
+            self._known.add(caller.connection)
+        self._note(caller.connection, message)
 
     # ---- agents
 
-    def _hear(self, agent: _Agent) -> None:
+    def _hear(self, agent: _Caller) -> None:
         try:
-            for message in agent.read():
-                self._note(agent.connection, message)
+            for frame in agent.frames.take(agent.connection.read(READ_SIZE)):
+                self._note(agent.connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
         except Exception as error:  # whatever it is, it is not the other agents'
             _complain(error)
             self._poll.unregister(agent.connection)
             del self._agents[agent.connection.fileno()]
-            self._events.put(("gone", agent.connection, None))
+            self._events.put(Gone(agent.connection))
 
-    def _note(self, connection: Connection, message: object) -> None:
-        if isinstance(message, Reported) and is_piece(message.report) and self._keep_piece is not None:
-            message = self._keep_piece(message)
+    def _note(self, connection: Connection, message: FromAgent | FromResident) -> None:
+        event = self._opened(connection, message) if isinstance(message, Reported) else Said(connection, message)
         while self._events.qsize() >= MAX_WAITING and self._is_accepting:
             time.sleep(WAIT_INTERVAL)
-        self._events.put(("message", connection, message))
+        self._events.put(event)
+
+    def _opened(self, connection: Connection, reported: Reported) -> RankSaid:
+        rank = reported.rank
+        reports = [self._keep_piece(rank, r) if isinstance(r, Piece) else r for r in unpack(reported.reports)]
+        return RankSaid(connection, rank, reports)
 
     # ---- files
 
-    def _transfer(self, connection: Connection, request: Upload | Download, serve: FileServer) -> None:
+    def _transfer(self, connection: Connection, request: Upload | Download) -> None:
         def work() -> None:
             try:
-                serve(connection, request)
+                self._serve_file(connection, request)
             except Exception as error:  # whatever it is, the checkpoint is not here
                 self._end_transfer(connection, request, error)
             else:
@@ -251,7 +255,7 @@ class Listener:
         with self._lock:
             self._transfers[connection] = thread
             if self._is_over:
-                hang_up(connection)
+                connection.hang_up()
         try:
             thread.start()
         except RuntimeError as error:  # the system gives this process no more threads for now
@@ -262,7 +266,7 @@ class Listener:
             connection.close()
             del self._transfers[connection]
         if isinstance(request, Upload):
-            self._events.put(("kept", request.file, error))
+            self._events.put(Uploaded(request.file, error))
 
 
 def _allow_files() -> None:
@@ -281,83 +285,29 @@ def _complain(error: Exception) -> None:
 
 
 class _Caller:
-    """Somebody who has dialled in, until his first message is here. Waits for nothing, and takes not a byte more."""
+    """Somebody who has dialled in. Waits for nothing and, until his first word is here, takes not a byte more."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         watch_peer(sock)
-        self.sock = sock
+        self.connection = Connection(sock)
+        self.frames = Frames(only=handshake.ANSWER_SIZE)
         self.deadline = time.monotonic() + PATIENCE
         """On the monotonic clock."""
         self.is_proven = False
-        self.has_spoken = False
-        self.message: Any = None
-        self._buffer = b""
-        self._conversation = self._converse(token)
-        self._wanted = next(self._conversation)
+        self._token = token
+        self._challenge = handshake.challenge()
+        self.connection.send_frame(self._challenge)  # a few bytes into an empty buffer, which takes them at once
 
-    def read(self) -> None:
-        """Take in what has come; there must be something to read.
+    def read(self) -> bytes | None:
+        """Take in what has come, of which there must be something; his first word, once it is whole.
 
         Raises:
             EOFError: He has gone.
             ConnectionRefusedError: He is no agent of this gang.
         """
-        data = self.sock.recv(self._wanted - len(self._buffer))
-        if not data:
-            raise EOFError
-        self._buffer += data
-        if len(self._buffer) == self._wanted:
-            whole, self._buffer = self._buffer, b""
-            try:
-                self._wanted = self._conversation.send(whole)
-            except StopIteration:
-                self.has_spoken = True
-
-    def _converse(self, token: bytes) -> Generator[int, bytes, None]:
-        """Gives how many bytes are to come, and gets them."""
-        challenge = handshake.challenge()
-        self.sock.sendall(challenge)  # a few bytes into an empty buffer, which takes them at once
-        self.sock.sendall(handshake.prove(token, challenge, (yield handshake.ANSWER_SIZE)))
-        self.is_proven, self.deadline = True, time.monotonic() + FIRST_WORD_PATIENCE
-        (size,) = struct.unpack("!i", (yield 4))
-        if size == -1:  # 2 GiB or more
-            (size,) = struct.unpack("!Q", (yield 8))
-        self.message = pickle.loads((yield size))  # noqa: S301 - from our own agent, which has proved to be one
-
-
-class _Agent:
-    """An agent that is heard: takes in what has come, and waits for nothing that is still on its way."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._buffer = bytearray()
-
-    def read(self) -> Iterator[Any]:
-        """The messages that have become whole; there must be something to read.
-
-        Raises:
-            EOFError: The agent has gone.
-        """
-        data = os.read(self.connection.fileno(), READ_SIZE)
-        if not data:
-            raise EOFError
-        self._buffer += data
-        while (span := _first_message(self._buffer)) is not None:
-            with memoryview(self._buffer)[span] as body:
-                message = pickle.loads(body)  # noqa: S301 - from our own agent, which has proved to be one
-            del self._buffer[: span.stop]
-            yield message
-
-
-def _first_message(buffer: bytearray) -> slice | None:
-    """Where it is, if it is whole, behind its size, as `Connection.send` writes it."""
-    start = 4
-    if len(buffer) < start:
+        frame = next(self.frames.take(self.connection.read(self.frames.wanted)), None)
+        if frame is None or self.is_proven:
+            return frame
+        self.connection.send_frame(handshake.prove(self._token, self._challenge, frame))
+        self.is_proven, self.frames.only, self.deadline = True, None, time.monotonic() + FIRST_WORD_PATIENCE
         return None
-    (size,) = struct.unpack_from("!i", buffer)
-    if size == -1:  # 2 GiB or more
-        start = 12
-        if len(buffer) < start:
-            return None
-        (size,) = struct.unpack_from("!Q", buffer, 4)
-    return slice(start, start + size) if len(buffer) >= start + size else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.messages import Tell
+from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
 __all__ = ["StopRequest"]
 
@@ -40,11 +41,11 @@ class StopRequest:
         """Do what is next, by telling the attempt's agents; whether the time is up."""
         if not self._is_asked:
             self._is_asked = True
-            tell(Tell("hold"))
+            tell(Tell(Hold()))
         elif not self._is_released and attempt.have_answered(attempt.held):
             self._is_released = True
             last_call = max(attempt.held.values(), default=0)
-            tell(Tell("release", last_call))
+            tell(Tell(Release(last_call)))
             if last_call == 0:
                 self.deadline = min(self.deadline, self.clock() + UNHEEDED_GRACE)
         return self.clock() >= self.deadline and not attempt.has_delivered

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from flytekitplugins.daskpytorch.driver.result_buffer import Kept, ResultBuffer
-from flytekitplugins.daskpytorch.protocol.messages import Reported
-from flytekitplugins.daskpytorch.protocol.result_frames import Reader, unpack
+from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
 
 __all__ = ["Part", "ReceivedResults", "Submission"]
 
@@ -53,10 +52,9 @@ class ReceivedResults:
         self.folder_is_wanted = False
         """A rank has asked for the folder that its task's results go to."""
 
-    def keep(self, message: Reported) -> Part:
+    def keep(self, rank: int, piece: Piece) -> Part:
         """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
-        piece = unpack(message.report)
-        return Part(message.rank, piece.key, piece.path, piece.is_first, piece.is_last, self._buffer.put(piece.data))
+        return Part(rank, piece.key, piece.path, piece.is_first, piece.is_last, self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
         """Let a piece count; on the supervisor's thread, which knows whether its rank still has a say."""

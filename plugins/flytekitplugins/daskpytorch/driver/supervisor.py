@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import STORAGE_GRACE, Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, NotLaunched, Preempted
+from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.running import running
@@ -24,7 +25,6 @@ from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.handshake import hang_up
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
@@ -57,11 +57,11 @@ class Supervisor:
 
     def cancel(self) -> None:
         """End the gang from any thread; `run` raises `GangCancelledError`."""
-        self._events.put(("cancel", None, None))
+        self._events.put(Cancelled())
 
     def preempt(self, reason: str) -> None:
         """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`."""
-        self._events.put(("preempt", None, reason))
+        self._events.put(Preempted(reason))
 
     def run(self) -> list[Any]:
         """Form the gang and see it through; the ranks' reported results, in rank order.
@@ -105,7 +105,7 @@ class Supervisor:
             launcher=self._launcher,
             num_ranks=self._request.ranks_per_worker,
             address=listener.address,
-            on_failure=lambda worker, *how: self._events.put(("not launched", worker, how)),
+            on_failure=lambda *how: self._events.put(NotLaunched(*how)),
             token=token,
         )
         stack.callback(self._launcher.close)
@@ -147,18 +147,19 @@ class Supervisor:
         deadline = time.monotonic() + DISMISS_TIMEOUT
         while staying and (left := deadline - time.monotonic()) > 0:
             event = self._next_event(left)
-            if event is not None and event[0] == "gone":
-                staying.discard(event[1])
+            if isinstance(event, Gone):
+                staying.discard(event.connection)
         for connection in staying:
-            hang_up(connection)
+            connection.hang_up()
 
     def _next_event(self, timeout: float) -> Event | None:
         try:
             event = self._events.get(timeout=max(0.0, timeout))
         except queue.Empty:
             return None
-        if event[0] == "gone":
-            event[1].close()  # by the only thread that sends: another's send might reach whoever gets the number next
+        if isinstance(event, Gone):
+            # By the only thread that sends: another's send might reach whoever gets the number next.
+            event.connection.close()
         return event
 
 

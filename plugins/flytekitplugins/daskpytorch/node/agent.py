@@ -18,16 +18,18 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection as Channel
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import relay
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, failure_path
+from flytekitplugins.daskpytorch.protocol import reports
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.code import unpack_code
+from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import (
     AgentOrder,
@@ -37,6 +39,7 @@ from flytekitplugins.daskpytorch.protocol.messages import (
     Dump,
     Exited,
     Fetch,
+    FromAgent,
     Heartbeat,
     Hello,
     Leaving,
@@ -47,12 +50,23 @@ from flytekitplugins.daskpytorch.protocol.messages import (
     Start,
     Stop,
     Tell,
+    ToAgent,
     Upload,
-    watch_peer,
 )
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, RankOrder, environment, stacks_path
+from flytekitplugins.daskpytorch.protocol.orders import (
+    DUMP_SIGNAL,
+    MAX_STACKS,
+    STOPPED,
+    NotProvided,
+    Order,
+    Provided,
+    Quit,
+    RankOrder,
+    environment,
+    stacks_path,
+)
 from flytekitplugins.daskpytorch.protocol.placement import Place
-from flytekitplugins.daskpytorch.protocol.transfer import send_file, take_file
+from flytekitplugins.daskpytorch.protocol.transfer import take_file
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 __all__ = ["dial", "run"]
@@ -61,10 +75,8 @@ STOP_GRACE = 0.5
 """Seconds a rank gets to leave by itself once it is told to stop."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between signs of life."""
-ANSWER_TIME = 0.4
-"""Seconds for the ranks to write down their stacks by themselves ..."""
 DUMP_TIME = 0.3
-"""... and then for those that did not, to do so in a signal handler."""
+"""Seconds for ranks that do not answer to write down their stacks in a signal handler."""
 NUM_FILES_KEPT = 3
 """How many checkpoints stay on this node, so that a restart here need not fetch them."""
 TAIL_LINES = 40
@@ -73,8 +85,6 @@ TAIL_SIZE = 16 << 10
 """... and how many characters at most."""
 MAX_LINE = 64 << 10
 """Characters; what a rank writes without an end of the line goes on in pieces of this size."""
-MAX_STACKS = 64 << 10
-"""Characters of a rank's stacks."""
 DIAL_TIMEOUT = 30.0
 DIAL_WAITS = (0.5, 1.0, 2.0)
 """Seconds between attempts to reach the driver with a checkpoint."""
@@ -152,7 +162,7 @@ class _Lines:
 class _Rank:
     key: int
     """Its name at the fork server: the local rank."""
-    channel: Connection
+    channel: Channel
     output: int | None
     """Read end of its standard output and error; None once it has closed them."""
     place: Place | None = None
@@ -189,18 +199,20 @@ class _Agent:
         self._num_kills_for_memory = 0
         self._open = True
         self._heartbeat_at = 0.0
-        self._dump_at: float | None = None
+        self._silent: list[Place] = []
+        """Whose ranks were signalled to write down their stacks ..."""
         self._stacks_at: float | None = None
+        """... and when those are read."""
+        self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Kill what is left of the ranks, of which nobody hears any more."""
         self._server.close()
+        self._outcomes.close()
+        self._outcome_from_thread.close()
         for rank in self._ranks.values():
-            rank.channel.close()
-            if rank.output is not None:
-                os.close(rank.output)
-                rank.output = None
+            rank.close()
 
     def fork_ahead(self, count: int) -> None:
         """Have the first ranks forked while all agents meet; they wait for their orders."""
@@ -210,11 +222,15 @@ class _Agent:
     def serve(self, driver: Connection) -> None:
         """Until the driver closes the gang."""
         self._driver = driver
-        self._interface = interface_of(_own_address(driver))
+        self._interface = interface_of(driver.own_address)
         self._say(Hello(describe_node(self._order.worker, self._interface)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
-            handlers: dict[Any, Callable[[], None]] = {self._driver: self._follow, self._server: self._note_exit}
+            handlers: dict[Any, Callable[[], None]] = {
+                self._driver: self._follow,
+                self._server: self._note_exit,
+                self._outcomes: self._pass_on_outcome,
+            }
             if self._leaving is not None:
                 handlers[self._leaving] = self._say_leaving
             for rank in self._ranks.values():
@@ -227,25 +243,25 @@ class _Agent:
             self._keep_time()
 
     def _follow(self) -> None:
-        match order := self._driver.recv():
+        message: ToAgent = self._driver.recv()
+        match message:
             case Start():
-                self._start(order)
+                self._start(message)
             case Stop(grace, reason):
                 self._stop(grace, reason)
-            case Tell(word, value):
-                for rank in self._at_work():
-                    self._tell(rank, word, value)
-            case Dump():
-                self._dump()
+            case Tell(order):
+                self._tell_all(order)
+            case Dump(ranks):
+                self._dump(ranks)
             case Fetch(file):
                 self._in_background(self._upload, file)
             case Close():
                 self._open = False
+            case _:
+                assert_never(message)
 
     def _start(self, order: Start) -> None:
         self._num_kills_for_memory = num_kills_for_memory()
-        if order.job.checkpoint is not None:
-            self._provide(order.job.checkpoint)
         code = unpack_code(order.code, self._scratch)
         if not self._ranks:
             self._change_server()
@@ -263,6 +279,8 @@ class _Agent:
             )
             with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
                 rank.channel.send(asked)
+        if order.job.checkpoint is not None:
+            self._provide(order.job.checkpoint, order.job.attempt)
 
     def _change_server(self) -> None:
         """Start the next attempt from the fork server as it is now: it may have imported more than at first."""
@@ -283,13 +301,13 @@ class _Agent:
         for rank in self._at_work():
             is_main = rank.place is not None and rank.place.rank == 0
             rank.kill_at = time.monotonic() + (max(STOP_GRACE, main_grace) if is_main else STOP_GRACE)
-            self._tell(rank, "stop", reason)
+            self._tell(rank, Quit(reason))
 
     def _at_work(self) -> list[_Rank]:
         """Those that have had their orders; the others would take a word to them for it."""
         return [rank for rank in self._ranks.values() if rank.place is not None]
 
-    def _say(self, message: object) -> None:
+    def _say(self, message: FromAgent) -> None:
         """Tell the driver, from any thread."""
         with self._lock:
             self._driver.send(message)
@@ -300,9 +318,6 @@ class _Agent:
         for rank in self._ranks.values():
             if rank.kill_at is not None and now >= rank.kill_at:
                 self._server.kill(rank.key, signal.SIGKILL)
-        if self._dump_at is not None and now >= self._dump_at:
-            self._dump_at = None
-            self._dump_silent()
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             self._send_stacks()
@@ -312,7 +327,7 @@ class _Agent:
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
-        deadlines += [due for due in (self._heartbeat_at, self._dump_at, self._stacks_at) if due is not None]
+        deadlines += [due for due in (self._heartbeat_at, self._stacks_at) if due is not None]
         return max(0.01, min(deadlines) - time.monotonic())
 
     def _say_leaving(self) -> None:
@@ -321,28 +336,20 @@ class _Agent:
 
     # ---- stacks
 
-    def _dump(self) -> None:
-        """Have the ranks say how far they are, and write down what they do."""
-        for rank in self._at_work():
-            self._tell(rank, "where")
-        self._dump_at = time.monotonic() + ANSWER_TIME
-
-    def _dump_silent(self) -> None:
-        """Signal the ranks that hang so that they do not even listen."""
-        silent = [rank for rank in self._ranks.values() if rank.place is not None and not self._stacks_of(rank.place)]
-        for rank in silent:
-            self._server.signal(rank.key, DUMP_SIGNAL)
-        self._stacks_at = time.monotonic() + (DUMP_TIME if silent else 0.0)
+    def _dump(self, ranks: list[int]) -> None:
+        """Signal ranks that hang so that they do not even listen."""
+        self._silent = []
+        for rank in self._ranks.values():
+            if rank.place is not None and rank.place.rank in ranks:
+                self._silent.append(rank.place)
+                with contextlib.suppress(OSError):  # it may not have come so far
+                    os.truncate(stacks_path(self._scratch, rank.place), 0)
+                self._server.signal(rank.key, DUMP_SIGNAL)
+        self._stacks_at = time.monotonic() + DUMP_TIME
 
     def _send_stacks(self) -> None:
-        texts = {}
-        for rank in self._ranks.values():
-            if rank.place is None:
-                continue
-            text = self._stacks_of(rank.place) or "(no stacks: the process does not run; is it suspended?)"
-            texts[rank.place.rank] = text
-            self._note_lines(rank, text.splitlines())
-        self._say(Stacks(texts))
+        nothing = "(no stacks: the process does not run; is it suspended?)"
+        self._say(Stacks({place.rank: self._stacks_of(place) or nothing for place in self._silent}))
 
     def _stacks_of(self, place: Place) -> str:
         try:
@@ -352,27 +359,34 @@ class _Agent:
 
     # ---- checkpoints
 
-    def _provide(self, file: CheckpointFile) -> None:
-        """Have the checkpoint here for the ranks to load; they look for it themselves."""
+    def _provide(self, file: CheckpointFile, attempt: int) -> None:
+        """Have the checkpoint here for the ranks to load."""
         path = self._scratch / file.name
-        failure_path(path).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             path.rename(_cached(path))  # until it has proved to be whole
-        self._in_background(self._bring, file)
+        self._in_background(self._bring, file, attempt)
 
-    def _bring(self, file: CheckpointFile) -> None:
-        path = self._scratch / file.name
+    def _bring(self, file: CheckpointFile, attempt: int) -> None:
+        outcome: Provided | NotProvided = Provided(attempt)
         try:
-            if _cached(path).exists() and digest_of(_cached(path)) == file.digest:
-                _cached(path).rename(path)
-                return
-            _cached(path).unlink(missing_ok=True)
-            with contextlib.closing(dial(self._order)) as connection:
-                connection.send(Download(file))
-                take_file(connection, file, self._scratch)
+            self._find(file)
         except Exception as error:
-            with contextlib.suppress(FileNotFoundError):  # the gang has ended, and the folder with it
-                failure_path(path).write_text(f"{type(error).__name__}: {error}")
+            outcome = NotProvided(attempt, f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # the gang has ended
+            self._outcome_from_thread.send(outcome)
+
+    def _find(self, file: CheckpointFile) -> None:
+        cached = _cached(self._scratch / file.name)
+        if cached.exists() and digest_of(cached) == file.digest:
+            cached.rename(self._scratch / file.name)
+            return
+        cached.unlink(missing_ok=True)
+        with contextlib.closing(dial(self._order)) as connection:
+            connection.send(Download(file))
+            take_file(connection, file, self._scratch)
+
+    def _pass_on_outcome(self) -> None:
+        self._tell_all(self._outcomes.recv())
 
     def _upload(self, file: CheckpointFile) -> None:
         """Send a checkpoint, or say that it cannot be sent: the driver asks for no other until then."""
@@ -380,7 +394,7 @@ class _Agent:
         try:
             with contextlib.closing(self._dial_patiently()) as connection:
                 connection.send(Upload(file))
-                send_file(connection, path)
+                connection.send_file(path)
         except (OSError, EOFError) as error:
             with contextlib.suppress(OSError):  # the driver has gone
                 self._say(NotSent(file, f"{type(error).__name__}: {error}"))
@@ -402,25 +416,29 @@ class _Agent:
                 old.unlink(missing_ok=True)
 
     @staticmethod
-    def _in_background(work: Callable[[CheckpointFile], None], file: CheckpointFile) -> None:
-        threading.Thread(target=work, args=(file,), name="daskpytorch-transfer", daemon=True).start()
+    def _in_background(work: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=work, args=args, name="daskpytorch-transfer", daemon=True).start()
 
     # ---- the ranks' channels
 
+    def _tell_all(self, order: Order) -> None:
+        for rank in self._at_work():
+            self._tell(rank, order)
+
     @staticmethod
-    def _tell(rank: _Rank, word: str, value: object = None) -> None:
+    def _tell(rank: _Rank, order: Order) -> None:
         with contextlib.suppress(OSError):  # it is already ending
-            rank.channel.send((word, value))
+            rank.channel.send(order)
 
     def _relay_reports(self, rank: _Rank) -> None:
         try:
-            gathered = relay.gather(rank.channel)
+            gathered = reports.gather(rank.channel)
         except (EOFError, OSError):  # also where its exit was noted a moment ago
             rank.channel.close()
             return
         if rank.place is not None:
-            for reports in gathered:
-                self._say(Reported(rank.place.rank, reports))
+            for together in gathered:
+                self._say(Reported(rank.place.rank, together))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
@@ -490,9 +508,3 @@ def dial(order: AgentOrder) -> Connection:
             f"{host}:{port}, which the worker at {order.worker} took for the driver, is not its gang's ({error}). Has "
             "the driver ended, and another process its port?"
         ) from error
-
-
-def _own_address(connection: Connection) -> str:
-    """This side's address of a connection."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
-        return str(sock.getsockname()[0])

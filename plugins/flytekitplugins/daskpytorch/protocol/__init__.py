@@ -1,4 +1,54 @@
-"""What crosses the border of a process: orders, reports, messages, files, and the interfaces of hosts and observers.
+"""What crosses the border of a process: who says what to whom, and when; and the interfaces of hosts and observers.
 
 Runs in all processes. May import `process`, `settings`, `context` and `errors`.
+
+    agent  ──▶ driver         `messages.FromAgent`; of its ranks their output and exits        TCP, one connection each
+    driver ──▶ agent          `messages.ToAgent`                                               the same
+    rank   ──▶ driver         `reports.Report`: how the function fares, and its results        a pipe to its agent, then
+                                                                                               unopened, in `Reported`
+    driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
+    agent  ──▶ its ranks      `RankOrder`, before all else; `Provided`, `NotProvided`, `Quit`  the pipe
+    agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
+    worker ◀─▶ driver         `Arrived`, `Failed` and an `AgentOrder` for each gang,           TCP, one connection each
+                              where it stays for many
+
+Everything is a frozen dataclass, pickled, and whoever receives it matches all there are. On TCP it goes in frames
+(`framing`), and nothing is unpickled before both ends have proved that they know the gang's token (`handshake`). A
+driver listens, agents dial. On every way things arrive in the order in which they were sent. Nobody waits for an
+answer: one that does not come is the end of a connection, or the silence of an agent that no longer beats.
+
+    driver                                    agent, one per node                       rank
+      │ ◀─────────── dials, handshake ───────────│ ─── has it forked ───────────────────▶ │ waits
+      │ ◀─────────── Hello(node) ────────────────│                                        │
+      │ all have come                            │                                        │
+      │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder ───────────────────────▶ │ joins the process group
+      │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │ runs the function
+      │ ◀── Heartbeat, Lines(output) ─────────── │ ◀── output ─────────────────────────── │
+      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Moved, Piece ────────── │ log, steps, submit
+      │                                          │                                        │
+      │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has written it
+      │ ─── Fetch(file) ───────────────────────▶ │                                        │
+      │ ◀══ Upload(file), its bytes ════════════ │                                        │
+      │                                          │                                        │
+      │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ here or on another node
+      │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed
+      │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
+      │ all have ended, the file is here         │
+      │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ another process
+      │ ◀══ Download(file); its bytes ═════════▶ │ ─── Provided, NotProvided ───────────▶ │ load returns
+      │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │
+      │                                          │                                        │
+      │ a worker leaves: ─── Tell(Hold) ───────▶ │ ─── Hold ────────────────────────────▶ │ its next should_stop waits
+      │ ◀── Reported ─────────────────────────── │ ◀── Held(num_calls) ────────────────── │
+      │ ─── Tell(Release(last_call)) ──────────▶ │ ─── Release ─────────────────────────▶ │ all stop at the same call
+      │ nothing moves: ─── Tell(Locate) ───────▶ │ ─── Locate ──────────────────────────▶ │
+      │ ◀── Reported ─────────────────────────── │ ◀── Located(collectives, stacks) ───── │ or, if it does not answer:
+      │ ─── Dump(ranks) ───────────────────────▶ │ ─── signal ──────────────────────────▶ │ writes stacks to a file
+      │ ◀── Stacks ───────────────────────────── │                                        │
+      │                                          │                                        │
+      │ ◀── Reported ─────────────────────────── │ ◀── Returned(value) ────────────────── │ waits for the others
+      │ all have returned: ─── Tell(Leave) ────▶ │ ─── Leave ───────────────────────────▶ │
+      │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
+      │ ─── Close ─────────────────────────────▶ │ cleans up
+      │ ◀── the connection's end ─────────────── ╵
 """

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CheckpointFile", "digest_of", "failure_path"]
+__all__ = ["CheckpointFile", "digest_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,3 @@ def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def failure_path(path: Path) -> Path:
-    """Where an agent says why it could not bring a checkpoint."""
-    return path.with_suffix(".failed")

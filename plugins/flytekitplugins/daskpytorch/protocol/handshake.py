@@ -7,14 +7,14 @@ what an agent answers proves nobody the driver. All sizes are fixed: a stranger 
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
 import time
-from multiprocessing.connection import Connection
 
-__all__ = ["ANSWER_SIZE", "challenge", "hang_up", "introduce", "prove"]
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+
+__all__ = ["ANSWER_SIZE", "challenge", "introduce", "prove"]
 
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
@@ -48,42 +48,23 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
     Raises:
         ConnectionRefusedError: This is not the gang's driver; the connection is closed.
     """
+    connection = Connection(sock)
     try:
-        _meet(sock, token)
-    except OSError as error:
-        sock.close()
+        _meet(connection, token)
+    except (EOFError, OSError) as error:
+        connection.close()
         raise ConnectionRefusedError("whoever is there does not know the gang's token") from error
     sock.settimeout(None)
-    return Connection(sock.detach())
+    return connection
 
 
-def _meet(sock: socket.socket, token: bytes) -> None:
+def _meet(connection: Connection, token: bytes) -> None:
     deadline = time.monotonic() + PATIENCE
-    theirs, mine = _take(sock, CHALLENGE_SIZE, deadline), challenge()
-    sock.sendall(mine + _proof(token, AGENT, theirs, mine))
-    if not hmac.compare_digest(_take(sock, PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
+    theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), challenge()
+    connection.send_frame(mine + _proof(token, AGENT, theirs, mine))
+    if not hmac.compare_digest(connection.recv_frame(PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
         raise ConnectionRefusedError("a wrong proof")
-
-
-def _take(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        if not (more := sock.recv(size - len(data))):
-            raise ConnectionResetError("it has hung up")
-        data += more
-    return data
 
 
 def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> bytes:
     return hmac.digest(token, role + of_driver + of_agent, "sha256")
-
-
-def hang_up(connection: Connection) -> None:
-    """End a connection for both sides; a thread that reads from it wakes up, which it would not if it were closed."""
-    with contextlib.suppress(OSError):
-        sock = socket.socket(fileno=connection.fileno())  # no copy, for which there may be no descriptor
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        finally:
-            sock.detach()

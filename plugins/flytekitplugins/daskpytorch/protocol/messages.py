@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.orders import Job, OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 __all__ = [
@@ -20,6 +19,8 @@ __all__ = [
     "Exited",
     "Failed",
     "Fetch",
+    "FromAgent",
+    "FromResident",
     "Heartbeat",
     "Hello",
     "Leaving",
@@ -30,8 +31,8 @@ __all__ = [
     "Start",
     "Stop",
     "Tell",
+    "ToAgent",
     "Upload",
-    "watch_peer",
 ]
 
 
@@ -61,10 +62,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Reported:
-    """A rank's own reports, unopened: pickled pairs of kind and value, or a piece of a result (see `submission`)."""
+    """What a rank has reported, unopened; see `reports`."""
 
     rank: int
-    report: bytes
+    reports: bytes
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,12 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Stacks:
-    """What each rank of this agent is doing: the tracebacks of all its threads, or why there are none."""
+    """What the ranks do that were signalled: the tracebacks of their main threads, or why there are none."""
 
     texts: dict[int, str]
+
+
+FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Heartbeat | Leaving | Stacks
 
 
 # ---- ... and to it
@@ -144,15 +148,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class Tell:
-    """Pass a word on to every rank, with what belongs to it; see `rank`."""
+    """Pass this on to every rank."""
 
-    word: str
-    value: object = None
+    order: OrderToAll
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Have every rank say how many collectives it has entered, and write down its stacks."""
+    """Signal these ranks, which do not answer, to write down their stacks; send those."""
+
+    ranks: list[int]
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,9 @@ class Fetch:
 @dataclass(frozen=True)
 class Close:
     """The gang is over."""
+
+
+ToAgent = Start | Stop | Tell | Dump | Fetch | Close
 
 
 # ---- From a worker that stays for many gangs, and gets an AgentOrder for each
@@ -185,6 +193,9 @@ class Failed:
     text: str
 
 
+FromResident = Arrived | Failed
+
+
 # ---- Over connections of their own, in pieces that follow
 
 
@@ -200,13 +211,3 @@ class Download:
     """Please send a checkpoint."""
 
     file: CheckpointFile
-
-
-def watch_peer(sock: socket.socket) -> None:
-    """Have the kernel notice within seconds that the other host has gone without a word."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

@@ -1,4 +1,4 @@
-"""What a rank is told before it starts. Filled in by driver and agent, read by the rank."""
+"""What a rank is told: before it starts, and while it runs. Filled in by driver and agent, read by the rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,32 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
-__all__ = ["DUMP_SIGNAL", "STOPPED", "Job", "RankOrder", "environment", "stacks_path"]
+__all__ = [
+    "DUMP_SIGNAL",
+    "MAX_STACKS",
+    "STOPPED",
+    "Hold",
+    "Job",
+    "Leave",
+    "Locate",
+    "NotProvided",
+    "Order",
+    "OrderToAll",
+    "Provided",
+    "Quit",
+    "RankOrder",
+    "Release",
+    "environment",
+    "stacks_path",
+]
 
 
 STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
 DUMP_SIGNAL = signal.SIGQUIT
 """Has a rank write down its main thread's stack, as it has a Java machine; also good for `kill -QUIT` by hand."""
+MAX_STACKS = 64 << 10
+"""Bytes of a rank's stacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +87,61 @@ class RankOrder:
     """The way to what the Dask worker here holds; None where there is none."""
 
 
+# ---- While it runs: from the driver ...
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Hold back the next call of `should_stop`, and report (`Held`) how many there were."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let those calls through: they return False up to this one, True from the next."""
+
+    last_call: int
+
+
+@dataclass(frozen=True)
+class Locate:
+    """Report (`Located`) where you are."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The functions of all ranks have returned: nobody needs you any more."""
+
+
+# ---- ... and from the agent
+
+
+@dataclass(frozen=True)
+class Provided:
+    """The checkpoint that this attempt starts from lies in the agent's folder."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class NotProvided:
+    """That checkpoint will not come, for this reason."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Quit:
+    """End at once."""
+
+    reason: str | None
+    """Why a training that did not fail is not to go on; goes into its Weights & Biases run."""
+
+
+OrderToAll = Hold | Release | Locate | Leave
+Order = OrderToAll | Provided | NotProvided | Quit
+
+
 def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
     """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
     host, port = job.store or _own_store()
@@ -99,5 +173,5 @@ def _own_store() -> tuple[str, int]:
 
 
 def stacks_path(scratch: Path, place: Place) -> Path:
-    """Where a rank writes down its stacks."""
+    """Where a rank that does not answer writes down its stacks, in a signal handler."""
     return scratch / f"stacks-{place.local_rank}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,14 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["Piece", "Reader", "Writer", "is_piece", "pack", "unpack"]
+__all__ = ["Piece", "Reader", "Writer", "cut"]
 
 PIECE_SIZE = 1 << 20
 """Bytes per piece: an agent is done with one in milliseconds, and then sees to its other ranks and its heartbeat."""
 SMALL_SIZE = 1 << 16
 """Bytes of a return value up to which it needs no pieces, and goes with the report that it is there."""
-MARK = b"piece:"
-"""Begins the report that holds a piece, as no pickle does: it is known for one before it is opened."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +31,17 @@ class Piece:
     is_last: bool
 
 
-def pack(key: str, path: str, data: bytes) -> Iterator[bytes]:
-    """The reports that carry a result, also an empty one."""
+def cut(key: str, path: str, data: bytes) -> Iterator[Piece]:
+    """The pieces of a result, also of an empty one."""
     for start in range(0, max(1, len(data)), PIECE_SIZE):
         end = start + PIECE_SIZE
-        yield _report(Piece(key, path, data[start:end], start == 0, end >= len(data)))
-
-
-def _report(piece: Piece) -> bytes:
-    return MARK + pickle.dumps(piece)
+        yield Piece(key, path, data[start:end], start == 0, end >= len(data))
 
 
 class Writer:
     """A file for a return value, which is on its way before it is complete, unless it is small."""
 
-    def __init__(self, send: Callable[[bytes], object]) -> None:
+    def __init__(self, send: Callable[[Piece], object]) -> None:
         self._send = send
         self._buffer = bytearray()
         self._is_first = True
@@ -73,7 +66,7 @@ class Writer:
         return None
 
     def _send_piece(self, *, is_last: bool) -> None:
-        self._send(_report(Piece("", None, bytes(self._buffer), self._is_first, is_last)))
+        self._send(Piece("", None, bytes(self._buffer), self._is_first, is_last))
         self._buffer.clear()
         self._is_first = False
 
@@ -98,15 +91,3 @@ class Reader(io.RawIOBase):
         size = min(len(target), len(self._rest))
         target[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
-
-
-def is_piece(report: bytes) -> bool:
-    """Whether a rank's report is a part of a result."""
-    return report.startswith(MARK)
-
-
-def unpack(report: bytes) -> Piece:
-    """What `pack` made."""
-    # From our own rank, by its agent's connection.
-    piece: Piece = pickle.loads(memoryview(report)[len(MARK) :])  # noqa: S301
-    return piece

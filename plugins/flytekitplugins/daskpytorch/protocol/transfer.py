@@ -1,25 +1,18 @@
-"""Checkpoint files over a connection, in pieces; whole or not at all. Runs in the driver and in agents."""
+"""Takes checkpoint files from a connection, whole or not at all. Runs in the driver and in agents."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 
-__all__ = ["send_file", "take_file"]
+__all__ = ["take_file"]
 
 CHUNK = 1 << 20
-"""Bytes per message."""
-
-
-def send_file(connection: Connection, path: Path) -> None:
-    """Send a file in pieces; the receiver knows its size."""
-    with path.open("rb") as file:
-        while piece := file.read(CHUNK):
-            connection.send_bytes(piece)
+"""Bytes to take at a time."""
 
 
 def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> Path:
@@ -35,11 +28,12 @@ def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> P
     try:
         with unfinished.open("wb") as file:
             while size < wanted.size:
-                piece = connection.recv_bytes()
+                if not (piece := connection.read(min(CHUNK, wanted.size - size))):
+                    raise EOFError(f"the checkpoint of step {wanted.step} ended after {size:,} of its bytes")
                 digest.update(piece)
                 size += len(piece)
                 file.write(piece)
-        if size != wanted.size or digest.hexdigest() != wanted.digest:
+        if digest.hexdigest() != wanted.digest:
             raise ValueError(f"the checkpoint of step {wanted.step} was damaged on its way")
         return unfinished.rename(folder / wanted.name)
     finally:

@@ -10,22 +10,22 @@ import os
 import pickle
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, failure_path
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["RankCheckpoint"]
 
-POLL_INTERVAL = 0.002
 SHARDED = (
     ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
@@ -45,6 +45,7 @@ class RankCheckpoint(Checkpoint):
         is_main: bool,
         progress: Progress,
         announce: Callable[[CheckpointFile], None],
+        provided: Future[Provided | NotProvided],
         timeout: float,
     ) -> None:
         """Take the rank's own part.
@@ -56,6 +57,7 @@ class RankCheckpoint(Checkpoint):
             is_main: Whether this is rank 0.
             progress: Notes the steps.
             announce: Called, in the writing thread, for each file that is whole.
+            provided: Whether the file that `start` names is in the folder, once that is known.
             timeout: Seconds to wait for the file that `start` names.
         """
         self._folder = folder
@@ -64,6 +66,7 @@ class RankCheckpoint(Checkpoint):
         self._is_main = is_main
         self._progress = progress
         self._announce = announce
+        self._provided = provided
         self._timeout = timeout
         self._writing: threading.Thread | None = None
 
@@ -131,15 +134,14 @@ class RankCheckpoint(Checkpoint):
 
     def _await_file(self, wanted: CheckpointFile) -> Path:
         """Wait for the agent to bring the file."""
-        path = self._folder / wanted.name
-        deadline = time.monotonic() + self._timeout
-        while not path.exists():
-            if failure_path(path).exists():
-                raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {failure_path(path).read_text()}")
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"the checkpoint of step {wanted.step} did not arrive within {self._timeout:g} s")
-            time.sleep(POLL_INTERVAL)
-        return path
+        try:
+            outcome = self._provided.result(self._timeout)
+        except TimeoutError as error:
+            waited = f"the checkpoint of step {wanted.step} did not arrive within {self._timeout:g} s"
+            raise TimeoutError(waited) from error
+        if isinstance(outcome, NotProvided):
+            raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {outcome.reason}")
+        return self._folder / wanted.name
 
 
 class _Inspector(pickle.Pickler):

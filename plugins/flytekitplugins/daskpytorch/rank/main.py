@@ -13,22 +13,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, assert_never
 
 import cloudpickle
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
-from flytekitplugins.daskpytorch.protocol import relay, result_frames
+from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, STOPPED, Job, RankOrder, stacks_path
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ STOP_FLUSH = 0.3
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
-    link = _Link(channel)
+    link = _Link(channel, order.job.attempt)
     observers = Observers()
     progress = Progress()
     has_returned = False
@@ -61,20 +62,20 @@ def main(channel: Connection) -> int:
             call = unpack_call(order.job.call)
             _join_gang(order)
             context.enter(rank)
-            link.send("ready")
+            link.send(reports.Ready())
             _watch_progress(order, link, progress)
             returned = call.function(*call.args, **_keywords(order, call, host))
             rank.checkpoint.flush()
             has_returned = True
             if rank.stop_signal.has_fired:
-                link.send("stopped")
-                link.send("result")  # what it returned is unfinished, and nobody's to use
+                link.send(reports.StoppedEarly())
+                link.send(reports.Returned())  # what it returned is unfinished, and nobody's to use
             else:
-                link.send("result", _payload(order, returned, host, link))
+                link.send(reports.Returned(_payload(order, returned, host, link)))
     except BaseException as error:
         position = (progress.step, progress.num_moves_since)
         is_final = has_returned and not _is_of_storage(error)
-        link.send("failure", Failure.of(error, time.time(), order.code, position, is_final=is_final))
+        link.send(Failure.of(error, time.time(), order.code, position, is_final=is_final))
         _wind_up(observers, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
@@ -86,18 +87,21 @@ def main(channel: Connection) -> int:
 class _Link:
     """The rank's end of its channel: reports go out, orders come in."""
 
-    def __init__(self, channel: Connection) -> None:
+    def __init__(self, channel: Connection, attempt: int) -> None:
         self._channel = channel
+        self._attempt = attempt
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
         self.ended = threading.Event()
         """Set when every rank of the gang has finished."""
+        self.provided: Future[orders.Provided | orders.NotProvided] = Future()
+        """Whether the checkpoint to start from is here, once that is known."""
         self._has_delivered = False
 
-    def send(self, kind: str, value: object = None) -> None:
+    def send(self, report: reports.ShortReport) -> None:
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
-        data = relay.pack(kind, value)
-        self._has_delivered |= kind == "result"
+        data = pickle.dumps(report)  # nothing of the user's is in it but plain values and bytes
+        self._has_delivered |= isinstance(report, reports.Returned)
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
 
@@ -108,7 +112,7 @@ class _Link:
             OSError: The agent has gone, and with it the way to the driver.
         """
         with self._submit_lock:
-            for piece in result_frames.pack(key, path, data):
+            for piece in result_frames.cut(key, path, data):
                 self._send_piece(piece)
 
     def send_returned(self, value: Any) -> bytes | None:
@@ -118,13 +122,14 @@ class _Link:
             _dump(value, writer)
             return writer.close()
 
-    def _send_piece(self, piece: bytes) -> None:
+    def _send_piece(self, piece: result_frames.Piece) -> None:
+        data = pickle.dumps(piece)
         with self._lock:
-            self._channel.send_bytes(piece)
+            self._channel.send_bytes(data)
 
     def ask_for_folder(self, host: RankHost) -> object:
         """Have the task's driver make sure that its results' folder is there when it ends; the folder."""
-        self.send("folder")
+        self.send(reports.FolderWanted())
         return host.results_folder()
 
     def obey(self, rank: RankContext, observers: Observers) -> None:
@@ -133,32 +138,42 @@ class _Link:
 
     def _obey(self, rank: RankContext, observers: Observers) -> None:
         try:
-            while (order := self._channel.recv())[0] != "stop":
-                self._follow(rank, *order)
+            while not isinstance(order := self._next_order(), orders.Quit):
+                self._follow(rank, order)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
         rank.checkpoint.flush(STOP_FLUSH)
-        reason = order[1]
-        observers.tell("close", 1 if reason is None else 0, None if self._has_delivered else reason)
+        observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
 
-    def _follow(self, rank: RankContext, word: str, value: Any) -> None:
-        match word:
-            case "end":
+    def _next_order(self) -> orders.Order:
+        order: orders.Order = self._channel.recv()
+        return order
+
+    def _follow(self, rank: RankContext, order: orders.OrderToAll | orders.Provided | orders.NotProvided) -> None:
+        match order:
+            case orders.Leave():
                 self.ended.set()
-            case "hold":
-                self.send("held", rank.stop_signal.hold())
-            case "release":
-                rank.stop_signal.release(value)
-            case "where":
-                _write_stacks()
-                self.send("collectives", _num_collectives())
+            case orders.Hold():
+                self.send(reports.Held(rank.stop_signal.hold()))
+            case orders.Release(last_call):
+                rank.stop_signal.release(last_call)
+            case orders.Locate():
+                self.send(reports.Located(stacks=_stacks(), num_collectives=_num_collectives()))
+            case orders.Provided(attempt) | orders.NotProvided(attempt):
+                if attempt == self._attempt:
+                    self.provided.set_result(order)
+            case _:
+                assert_never(order)
 
 
-def _write_stacks() -> None:
-    """Write down what all threads do, while this one holds the interpreter, so that they stand still."""
-    if _stacks_file is not None:
-        faulthandler.dump_traceback(_stacks_file, all_threads=True)
+def _stacks() -> str:
+    """What all threads do, written down while this one holds the interpreter, so that they stand still."""
+    if _stacks_file is None:
+        return ""
+    _stacks_file.truncate(0)
+    faulthandler.dump_traceback(_stacks_file, all_threads=True)
+    return os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
 
 
 def _num_collectives() -> int:
@@ -187,7 +202,7 @@ def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
         while True:
             if progress.num_moves != reported:
                 reported = progress.num_moves
-                link.send("moves", reported)
+                link.send(reports.Moved(reported))
             time.sleep(pulse)
 
     threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
@@ -207,7 +222,7 @@ def _settle_in(order: RankOrder) -> None:
     sys.argv[1:] = []
     faulthandler.enable()  # a rank that crashes in C code says where, in its log
     global _stacks_file
-    _stacks_file = stacks_path(Path(order.scratch), order.place).open("w")
+    _stacks_file = stacks_path(Path(order.scratch), order.place).open("a+")
     # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
     faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
     torch.set_num_threads(order.place.num_threads)
@@ -271,7 +286,7 @@ def _context(
     def sink(record: LogRecord) -> None:
         observers.tell("logged", record)
         plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
-        link.send("log", LogRecord(**{**vars(record), "metrics": plain}))
+        link.send(LogRecord(**{**vars(record), "metrics": plain}))
 
     place = order.place
     checkpoint = RankCheckpoint(
@@ -280,7 +295,8 @@ def _context(
         start=order.job.checkpoint,
         is_main=place.rank == 0,
         progress=progress,
-        announce=lambda file: link.send("saved", file),
+        announce=lambda file: link.send(reports.Saved(file)),
+        provided=link.provided,
         timeout=order.job.timeout,
     )
     return RankContext(

@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 import pytest
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.protocol import relay, result_frames
-from flytekitplugins.daskpytorch.protocol.result_frames import is_piece
+from flytekitplugins.daskpytorch.protocol import reports, result_frames
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Moved, Ready, Report, Returned, Saved
 from flytekitplugins.daskpytorch.rank.main import _bare
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,64 +35,63 @@ def gathered_until_closed(channel: Connection) -> list[bytes]:
     messages: list[bytes] = []
     try:
         while True:
-            messages += relay.gather(channel)
+            messages += reports.gather(channel)
     except EOFError:
         return messages
 
 
-def opened(messages: list[bytes]) -> list[object]:
-    return [report for message in messages for report in relay.unpack(message)]
+def opened(messages: list[bytes]) -> list[Report]:
+    return [report for message in messages for report in reports.unpack(message)]
 
 
 def test_reports_that_have_come_go_together_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
-    reports = [*(("log", record(step)) for step in range(50)), ("saved", 3), ("result", b"done")]
-    for report in reports:
-        ranks.send_bytes(relay.pack(*report))
-    [message] = relay.gather(agents)
-    assert list(relay.unpack(message)) == reports
+    file = CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64)
+    sent = [Ready(), *map(record, range(50)), Moved(3), Held(7), Saved(file), FolderWanted(), Returned(b"done")]
+    for report in sent:
+        ranks.send_bytes(pickle.dumps(report))
+    [message] = reports.gather(agents)
+    assert list(reports.unpack(message)) == sent
 
 
 def test_nothing_waits_for_others_to_come(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
     for step in range(3):
-        ranks.send_bytes(relay.pack("log", record(step)))
-        assert opened(relay.gather(agents)) == [("log", record(step))]
+        ranks.send_bytes(pickle.dumps(record(step)))
+        assert opened(reports.gather(agents)) == [record(step)]
 
 
 def test_many_records_are_few_messages_and_none_grows_large(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
-    one = relay.pack("log", record(0, loss=0.5))
+    one = pickle.dumps(record(0, loss=0.5))
     for _ in range(200):
         ranks.send_bytes(one)
     ranks.close()
     messages = gathered_until_closed(agents)
     assert b"".join(messages) == 200 * one
-    assert len(messages) == -(-200 // -(-relay.MAX_TOGETHER // len(one)))
-    assert all(len(message) < relay.MAX_TOGETHER + len(one) for message in messages)
+    assert len(messages) == -(-200 // -(-reports.MAX_TOGETHER // len(one)))
+    assert all(len(message) < reports.MAX_TOGETHER + len(one) for message in messages)
 
 
 def test_what_a_rank_reported_before_it_was_killed_arrives(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
     for step in range(10):
-        ranks.send_bytes(relay.pack("log", record(step)))
+        ranks.send_bytes(pickle.dumps(record(step)))
     ranks.close()
-    assert [value.step for _, value in opened(gathered_until_closed(agents))] == list(range(10))
+    assert opened(gathered_until_closed(agents)) == [record(step) for step in range(10)]
 
 
-def test_pieces_of_results_and_what_is_large_stay_alone_and_in_order(channel: tuple[Connection, Connection]) -> None:
+def test_what_is_large_stays_alone_and_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
-    [piece], log = result_frames.pack("key", "path", b"data"), relay.pack("log", record(0))
-    large = relay.pack("result", b"x" * relay.MAX_TOGETHER)
-    sent = [log, log, piece, piece, log, large, log, large, piece, log]
+    large = pickle.dumps(Returned(b"x" * reports.MAX_TOGETHER))
+    [piece] = map(pickle.dumps, result_frames.cut("key", "path", b"data"))
+    log = pickle.dumps(record(0))
+    sent = [log, log, piece, large, log, large, piece, log]
     for report in sent:
         ranks.send_bytes(report)
     ranks.close()
     messages = gathered_until_closed(agents)
-    assert b"".join(messages) == b"".join(sent)
-    assert [message for message in messages if is_piece(message)] == [piece] * 3
-    assert messages.count(large) == 2
-    assert messages[0] == log + log
+    assert messages == [log + log + piece, large, log, large, piece + log]
 
 
 class Money(float):

@@ -1,0 +1,71 @@
+"""What may happen to a gang: all that its brain ever hears. Runs in the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flytekitplugins.daskpytorch.driver.received import Part
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.messages import FromAgent, FromResident
+from flytekitplugins.daskpytorch.protocol.reports import ShortReport
+
+__all__ = ["Cancelled", "Event", "Gone", "NotLaunched", "Preempted", "RankSaid", "Said", "Uploaded"]
+
+
+@dataclass(frozen=True)
+class Said:
+    """An agent, or a worker that stays for many gangs, has said something."""
+
+    connection: Connection
+    message: FromAgent | FromResident
+
+
+@dataclass(frozen=True)
+class RankSaid:
+    """Reports of one rank have come by its agent, in order; pieces of results are kept already."""
+
+    connection: Connection
+    rank: int
+    reports: Sequence[ShortReport | Part]
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A connection has ended."""
+
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A checkpoint has arrived, or has not, for this reason."""
+
+    file: CheckpointFile
+    error: Exception | None
+
+
+@dataclass(frozen=True)
+class NotLaunched:
+    """An agent could not be started, or ended in an error."""
+
+    worker: str
+    error: Exception
+    launch: int
+    """The how manieth time its worker was asked."""
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """The task is to end, and to save a checkpoint before."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Nobody wants the results any more."""
+
+
+Event = Said | RankSaid | Gone | Uploaded | NotLaunched | Preempted | Cancelled

@@ -1,0 +1,121 @@
+"""What a rank reports to the driver. Its agent gathers reports and passes them on unopened."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.result_frames import Piece
+
+__all__ = [
+    "FolderWanted",
+    "Held",
+    "Located",
+    "Moved",
+    "Ready",
+    "Report",
+    "Returned",
+    "Saved",
+    "ShortReport",
+    "StoppedEarly",
+    "gather",
+    "unpack",
+]
+
+MAX_TOGETHER = 1 << 14
+"""Bytes of reports in one message; more would make what waits in the driver large, and hardly any cheaper."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """It has joined the process group."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """It has written a checkpoint, which its agent can send."""
+
+    file: CheckpointFile
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How many signs of life it has given so far."""
+
+    num_moves: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """It holds back its next call of `should_stop`, after so many; asked by `Hold`."""
+
+    num_calls: int
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where it is; asked by `Locate`."""
+
+    num_collectives: int
+    """How many it has entered."""
+    stacks: str
+    """What all of its threads do."""
+
+
+@dataclass(frozen=True)
+class FolderWanted:
+    """The folder of its task's results is to be there when the task ends."""
+
+
+@dataclass(frozen=True)
+class StoppedEarly:
+    """Its function returned because `should_stop` had turned true."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Its function returned."""
+
+    value: object = None
+    """What the driver needs of the value; None also where that went in pieces before."""
+
+
+ShortReport = Ready | LogRecord | Saved | Moved | Held | Located | FolderWanted | StoppedEarly | Returned | Failure
+"""A `LogRecord` is a call of `log`, a `Failure` the end of the function by an exception."""
+Report = ShortReport | Piece
+
+
+def gather(channel: Connection) -> list[bytes]:
+    """What has come from a rank, pickled, to be passed on in order; waits for the first report.
+
+    Small ones go together: those that come faster than they are passed on would cost a message each. Nothing waits for
+    others to come, and so nothing is lost with the rank.
+
+    Raises:
+        EOFError, OSError: The channel is closed, and nothing is left in it.
+    """
+    together = channel.recv_bytes()
+    look = select.poll()
+    look.register(channel, select.POLLIN)
+    with contextlib.suppress(EOFError, OSError):  # the next call says so
+        while len(together) < MAX_TOGETHER and look.poll(0):
+            report = channel.recv_bytes()
+            if len(report) >= MAX_TOGETHER:
+                return [together, report]
+            together += report
+    return [together]
+
+
+def unpack(reports: bytes) -> Iterator[Report]:
+    """The reports that were gathered; their pickles lie one after the other."""
+    stream = io.BytesIO(reports)
+    while stream.tell() < len(reports):
+        yield pickle.load(stream)  # noqa: S301 - from our own rank, by its agent's connection

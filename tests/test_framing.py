@@ -1,0 +1,78 @@
+"""What is sent arrives whole, whatever the pieces in which it comes, and nothing of what follows is taken with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, Frames
+from processes import ends
+
+pytestmark = pytest.mark.timeout(60)
+
+DATA = [b"", b"x", os.urandom(3 * READ_SIZE), b"the end"]
+
+
+def framed(data: bytes) -> bytes:
+    return SIZE.pack(len(data)) + data
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = ends()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("step", [1, 7, 8, 9, READ_SIZE, 1 << 20])
+def test_frames_come_whole_and_in_order_from_pieces_of_any_size(step: int) -> None:
+    stream, frames = b"".join(map(framed, DATA)), Frames()
+    pieces = (stream[at : at + step] for at in range(0, len(stream), step))
+    assert [frame for piece in pieces for frame in frames.take(piece)] == DATA
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_who_takes_what_is_wanted_takes_nothing_of_what_follows(data: bytes) -> None:
+    rest, frames, found = framed(data) + b"the bytes of a file", Frames(), []
+    while not found:
+        piece, rest = rest[: frames.wanted], rest[frames.wanted :]
+        found = list(frames.take(piece))
+    assert (found, rest) == ([data], b"the bytes of a file")
+
+
+@pytest.mark.parametrize("size", [0, 31, 33, 1 << 40])
+def test_a_frame_of_another_size_than_the_expected_is_refused_before_it_has_come(size: int) -> None:
+    with pytest.raises(ConnectionRefusedError, match=f"{size} bytes were announced instead of 32"):
+        list(Frames(only=32).take(SIZE.pack(size)))
+
+
+def test_the_end_is_not_an_empty_frame(both: tuple[Connection, Connection]) -> None:
+    ours, theirs = both
+    theirs.send_frame(b"")
+    theirs.hang_up()
+    assert ours.recv_frame() == b""
+    with pytest.raises(EOFError):
+        ours.recv_frame()
+
+
+def test_a_file_follows_its_announcement_and_is_followed_by_messages(
+    both: tuple[Connection, Connection], tmp_path: Path
+) -> None:
+    ours, theirs = both
+    (tmp_path / "file").write_bytes(b"its bytes")
+    theirs.send("announced")
+    theirs.send_file(tmp_path / "file")
+    theirs.send("afterwards")
+    assert (ours.recv(), ours.read(9), ours.recv()) == ("announced", b"its bytes", "afterwards")
+
+
+def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:
+    ours, theirs = both
+    theirs._sock.sendall(framed(b"x" * 32)[:-1])
+    with pytest.raises(TimeoutError):
+        ours.recv_frame(32, time.monotonic() + 0.05)
