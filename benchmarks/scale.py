@@ -46,7 +46,7 @@ import os
 import resource
 import sys
 import time
-from flytekitplugins.daskpytorch.messages import *
+from flytekitplugins.daskpytorch.protocol.messages import *
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
@@ -57,10 +57,10 @@ def addresses(count):
 AGENTS = f"""{SETUP}
 import pickle
 import selectors
-from flytekitplugins.daskpytorch.agent import HEARTBEAT_INTERVAL, dial
-from flytekitplugins.daskpytorch.blame import Failure
-from flytekitplugins.daskpytorch.node import local_versions
-from flytekitplugins.daskpytorch.placement import Node
+from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.node.hardware import local_versions
+from flytekitplugins.daskpytorch.protocol.placement import Node
 
 class Agent:
     rank = None
@@ -138,8 +138,8 @@ import subprocess
 import threading
 import torch.distributed
 from flytekitplugins.daskpytorch import Gang, dispatch
-from flytekitplugins.daskpytorch.gang import Supervisor
-from flytekitplugins.daskpytorch.observer import Observer
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 agents = subprocess.Popen([sys.executable, "agents.py"], stdin=subprocess.PIPE)
 

@@ -356,15 +356,15 @@ def test_handlers_and_children_of_a_ranks_code_heed_sigterm_as_everywhere(client
 OWNER = """
     import json, os, sys, time
     from multiprocessing.connection import Pipe
-    from flytekitplugins.daskpytorch import forkserver
+    from flytekitplugins.daskpytorch.node import fork_client
 
-    client = forkserver.connect()
+    client = fork_client.connect()
     for key in (0, 1):
         mine, theirs = Pipe()
         client.spawn(key, theirs.fileno(), 1)
         globals()[f"channel_{key}"] = mine
     client.kill(1, 19)  # SIGSTOP
-    print(json.dumps({"server": forkserver._owned.process.pid}), flush=True)
+    print(json.dumps({"server": fork_client._owned.process.pid}), flush=True)
     time.sleep(600)
 """
 
@@ -428,7 +428,7 @@ def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> Non
 WORKER = """
     import os, sys, time
     from multiprocessing.connection import Pipe
-    from flytekitplugins.daskpytorch import forkserver
+    from flytekitplugins.daskpytorch.node import fork_client
 
     class Rank:
         def __reduce__(self):
@@ -436,10 +436,10 @@ WORKER = """
 
     key, what = sys.argv[1:]
     parent = os.getppid()
-    forkserver.hand_over(key)
+    fork_client.hand_over(key)
     if what == "starts-ahead":
-        forkserver.start_ahead()
-    client = forkserver.connect()
+        fork_client.start_ahead()
+    client = fork_client.connect()
     channel, theirs = Pipe()
     read, write = os.pipe()
     client.spawn(0, theirs.fileno(), write)
@@ -529,7 +529,7 @@ def test_only_the_heir_finds_the_server(nanny: Nanny) -> None:
 
 def test_without_an_heir_the_server_ends_in_time() -> None:
     """The next_owner's time is up: a server whose owner is gone and whose parent lives on."""
-    source = "from flytekitplugins.daskpytorch import forkserver as f; f.HAND_OVER_PATIENCE = 0.1; f.main()"
+    source = "from flytekitplugins.daskpytorch.node import fork_server as f; f.HAND_OVER_PATIENCE = 0.1; f.main()"
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.pidfd_open(os.getpid())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -22,7 +22,7 @@ MAPS = """\
 """
 PROGRAM = """
 from pathlib import Path
-from flytekitplugins.daskpytorch import hugepages
+from flytekitplugins.daskpytorch.node import hugepages
 held = [bytes(1000) for _ in range(64_000)]
 sizes = lambda: [int(l.split()[1]) for l in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in l]
 before = sizes()[0]
