@@ -118,7 +118,7 @@ def train(folder, pace, save_interval, ballast):
 def nothing():
     return None
 
-class RankState(dispatch.Echo):
+class Witness(dispatch.Echo):
     def __init__(self, folder):
         self._events = open(os.path.join(folder, "events"), "a", buffering=1)
 
@@ -177,7 +177,7 @@ def main(settings):
         signal.signal(signal.SIGTERM, heed)
     say("ready", census())
     sys.stdin.readline()
-    quiet, dispatch.Echo = dispatch.Echo, lambda: RankState(folder)
+    quiet, dispatch.Echo = dispatch.Echo, lambda: Witness(folder)
     results, outcome, message = [], "finished", ""
     try:
         futures = dispatch.run(client, train, folder, *settings["train"], gang=Gang(**settings["gang"]))
@@ -839,8 +839,8 @@ def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story
 def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> str:
     made = {id(one.fault) for one in story.made}
     faults = "; ".join(f"{fault}{'' if id(fault) in made else ' NOT MADE'}" for fault in schedule.faults)
-    error_of = "FAILED" if found else "ok"
-    return f"{schedule.index:4} {error_of:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
+    verdict = "FAILED" if found else "ok"
+    return f"{schedule.index:4} {verdict:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
 
 
 def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -> None:

@@ -267,7 +267,7 @@ class Note:
     """What a rank wrote down."""
 
     rank: int
-    generation: int
+    attempt: int
     kind: str
     """`start`, `step`, `save`, `stopped`, `returning`"""
     step: int
@@ -376,7 +376,7 @@ def _is_own(fault: Fault) -> bool:
 
 
 def _may_defeat(fault: Fault) -> bool:
-    """A generation may fail of it, to be charged to one of the budgets."""
+    """An attempt may fail of it, to be charged to one of the budgets."""
     if fault.is_kind or fault.target in ("scheduler", "driver", "everything"):
         return fault.target == "scheduler" and fault.signum != Signals.SIGSTOP
     if fault.signum == Signals.SIGSTOP:
@@ -404,7 +404,7 @@ def _spent(setting: Setting, story: Story) -> tuple[set[tuple[str, str]], bool]:
 
 
 def _must_defeat(fault: Fault) -> bool:
-    """Made while a gang trains, and alone, it fails the generation."""
+    """Made while a gang trains, and alone, it fails the attempt."""
     if not _may_defeat(fault) or fault.target == "scheduler":
         return False
     if fault.signum == Signals.SIGSTOP:
@@ -426,7 +426,7 @@ def _judge_results(story: Story) -> Iterator[str]:
 
 
 def _placed(story: Story) -> list[tuple[int, list[str]]]:
-    """Of each generation the number of ranks, and the worker of each."""
+    """Of each attempt the number of ranks, and the worker of each."""
     return [(len(event["workers"]), event["workers"]) for event in story.of_kind("placed")]
 
 
@@ -452,7 +452,7 @@ def _cause(fault: Fault, setting: Setting) -> str:
 
 
 def _defeats(story: Story) -> list[tuple[float, int, str, str]]:
-    """When, which rank, its worker, and how: of each generation that failed."""
+    """When, which rank, its worker, and how: of each attempt that failed."""
     found = []
     for event in story.of_kind("restarting", "ended"):
         text = str(event["text"])
@@ -505,33 +505,33 @@ def _explains(made: Made, setting: Setting, at: float, rank: int, worker: str, h
 
 
 def _judge_steps(story: Story) -> Iterator[str]:
-    """Nothing is lost: each generation starts at the newest checkpoint that was kept, and takes one step after another.
+    """Nothing is lost: each attempt starts at the newest checkpoint that was kept, and takes one step after another.
 
     What is kept may be newer than what the observer has heard of, never older.
     """
     starts: dict[int, int] = {0: 0}
-    newest, generation = 0, -1
+    newest, attempt = 0, -1
     for event in story.events:
         match event["kind"]:
             case "placed":
-                generation += 1
+                attempt += 1
             case "kept":
                 newest = max(newest, event["step"])
             case "restarting":
-                starts[generation + 1] = event["step"] or 0
-                if starts[generation + 1] < newest:
-                    yield f"generation {generation + 1} starts from step {starts[generation + 1]}, {newest} was kept"
+                starts[attempt + 1] = event["step"] or 0
+                if starts[attempt + 1] < newest:
+                    yield f"attempt {attempt + 1} starts from step {starts[attempt + 1]}, {newest} was kept"
     by_rank: dict[tuple[int, int], list[Note]] = {}
     for note in story.notes:
-        by_rank.setdefault((note.generation, note.rank), []).append(note)
+        by_rank.setdefault((note.attempt, note.rank), []).append(note)
     for (number, rank), notes in by_rank.items():
         start = starts.get(number)
         told = [note.step for note in notes if note.kind == "start"]
         steps = [note.step for note in notes if note.kind == "step"]
         if told != [start] and not (story.outcome == "died" and start is None):
-            yield f"rank {rank} of generation {number} started from {told}, the gang from {start}"
+            yield f"rank {rank} of attempt {number} started from {told}, the gang from {start}"
         elif steps != list(range(told[0] + 1, told[0] + 1 + len(steps))):
-            yield f"rank {rank} of generation {number} took the steps {steps} after {told[0]}"
+            yield f"rank {rank} of attempt {number} took the steps {steps} after {told[0]}"
 
 
 def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
@@ -540,10 +540,8 @@ def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
     asked = [made for made in asked if made.fault.target in ("driver", "everything", "nanny", "pod")]
     if not asked or (asked[0].fault.target in ("driver", "everything") and not schedule.setting.heeds_sigterm):
         return
-    generation = max((note.generation for note in story.notes if note.at < asked[0].at), default=0)
-    trained = max(
-        (note.step for note in story.notes if note.generation == generation and note.kind == "step"), default=0
-    )
+    attempt = max((note.attempt for note in story.notes if note.at < asked[0].at), default=0)
+    trained = max((note.step for note in story.notes if note.attempt == attempt and note.kind == "step"), default=0)
     kept = [event["step"] for event in story.of_kind("kept")]
     if trained not in kept:
         yield f"{asked[0].fault}: step {trained} was trained, and {max(kept, default=None)} the newest checkpoint kept"
@@ -552,16 +550,16 @@ def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
 def _judge_growth(story: Story) -> Iterator[str]:
     """Growing costs one interruption, and brings more ranks."""
     sizes = [len(event["workers"]) for event in story.of_kind("placed")]
-    num_growths, generation = 0, -1
+    num_growths, attempt = 0, -1
     for event in story.events:
         if event["kind"] == "placed":
-            generation += 1
+            attempt += 1
         elif event["kind"] == "restarting" and "more workers" in str(event["text"]):
             num_growths += 1
-            if generation + 1 < len(sizes) and sizes[generation + 1] <= sizes[generation]:
+            if attempt + 1 < len(sizes) and sizes[attempt + 1] <= sizes[attempt]:
                 lost = any(made.fault.loses_worker for made in story.made)
                 if not lost or len(story.made) == 1:
-                    yield f"it grew from {sizes[generation]} ranks to {sizes[generation + 1]}"
+                    yield f"it grew from {sizes[attempt]} ranks to {sizes[attempt + 1]}"
     # A fork server's end takes the agent along, whose worker is asked again.
     num_lost = sum(made.fault.loses_worker or made.fault.target == "fork server" for made in story.made)
     if num_growths > num_lost + sum(made.fault.moment in ("growth", "newcomer") for made in story.made):

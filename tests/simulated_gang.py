@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.observers import Observers
-
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from flytekitplugins.daskpytorch.driver.observers import Observers
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 

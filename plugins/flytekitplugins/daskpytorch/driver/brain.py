@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch.driver.observers import Observers
-
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of
@@ -30,6 +28,7 @@ from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, Fa
 from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
 from flytekitplugins.daskpytorch.driver.listener import Event
+from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request

@@ -12,12 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.driver.observers import Observers
-
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import STORAGE_GRACE, Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.listener import Event, Listener
+from flytekitplugins.daskpytorch.driver.observers import Observers
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.running import running
