@@ -214,7 +214,7 @@ def session_of(pid: int) -> int:
 
 
 def is_server(pid: int) -> bool:
-    """Whether it is a fork server, a successor included, or what one has become that waits for its successor."""
+    """Whether it is a fork server."""
     return SERVER in read(f"/proc/{pid}/cmdline") and not is_rank(pid)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from flytekitplugins.daskpytorch.node.fork_wire import AHEAD, END, MAX_PACKET, _is_of_this_user, _python
+from flytekitplugins.daskpytorch.node.fork_wire import END, MAX_PACKET, _is_of_this_user, _python
 from flytekitplugins.daskpytorch.process import sigterm
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "shutdown", "start_ahead"]
@@ -79,7 +79,7 @@ class _Owned:
     is_for_tasks: bool
 
     def has_ended(self) -> bool:
-        """Whether the server is gone; the control socket may tell a little late, if its successor was being forked."""
+        """Whether the server is gone; the control socket may tell a little late, if a rank was being forked."""
         if self.process is not None and self.process.poll() is not None:
             return True
         return bool(wait([self.control], 0))  # it says nothing, so that is its end
@@ -108,7 +108,8 @@ def connect(start_method: str = "forkserver") -> ForkServerClient:
 def start_ahead() -> None:
     """Start this process's fork server, with all that the ranks of Flyte tasks will need, while nobody waits for it."""
     with _lock:
-        _running(is_for_tasks=True).control.send(AHEAD)
+        _running(is_for_tasks=True)
+    connect().close()
 
 
 def hand_over(key: str) -> None:
