@@ -13,6 +13,7 @@ import tarfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
     code = code_module.pack_code()
     first = code_module.unpack_code(code, tmp_path)
     (first / "mark").touch()
-    assert code_module.unpack_code(code, tmp_path) == first
+    assert code_module.unpack_code(replace(code, archive=b""), tmp_path) == first
     assert (first / "mark").exists()
 
 

@@ -366,7 +366,7 @@ class Brain:
         )
         self._carriers = [self._agents.peers[node.worker] for node in nodes]
         for peer, here in zip(self._carriers, places, strict=True):
-            peer.send(messages.Start(job, self._code, here))
+            peer.start(job, self._code, here)
         placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
         self._attempt = Attempt(number=self._number, places=placed, clock=self._now)
         self._stop_request, self._has_kept = None, False
