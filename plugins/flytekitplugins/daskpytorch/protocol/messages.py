@@ -12,13 +12,11 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 __all__ = [
     "AgentOrder",
-    "Arrived",
     "Broken",
     "Close",
     "Download",
     "Dump",
     "Exited",
-    "Failed",
     "Fetch",
     "Heartbeat",
     "Hello",
@@ -165,24 +163,6 @@ class Fetch:
 @dataclass(frozen=True)
 class Close:
     """The gang is over."""
-
-
-# ---- From a worker that stays for many gangs, and gets an AgentOrder for each
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The worker waits for orders."""
-
-    worker: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The agent of the gang with this token ended in an error that its driver may not have heard of."""
-
-    token: bytes = field(repr=False)
-    text: str
 
 
 # ---- Over connections of their own, in pieces that follow
