@@ -431,17 +431,17 @@ def goals(times: Times) -> Iterator[str]:
     """What was to be reached, and what was; nobody can start CUDA in the time that a warm gang has for its launch."""
     if WARM_ROW in times and os.environ[BACKEND] == "gloo":
         seconds, factor = statistics.median(times[WARM_ROW]), ratio(times, TORCHRUN_ROW, WARM_ROW)
-        yield f"- warm gang within 0.1 s: {error_of(seconds <= 0.1)}, {seconds:.3f} s"
-        yield f"- 30× as fast as `torchrun`: {error_of(factor >= 30)}, {factor:.0f}×"
+        yield f"- warm gang within 0.1 s: {verdict(seconds <= 0.1)}, {seconds:.3f} s"
+        yield f"- 30× as fast as `torchrun`: {verdict(factor >= 30)}, {factor:.0f}×"
     if WARM_ROW in times and RAY_ROW in times:
         factor = ratio(times, RAY_ROW, WARM_ROW)
-        yield f"- 100× as fast as a warm Ray Train `fit()`: {error_of(factor >= 100)}, {factor:.0f}×"
+        yield f"- 100× as fast as a warm Ray Train `fit()`: {verdict(factor >= 100)}, {factor:.0f}×"
     if PYFLYTE_ROW in times:
         factor = ratio(times, PYFLYTE_ROW, TORCHRUN_ROW)
-        yield f"- cold `pyflyte run` within 1.5× the time of `torchrun`: {error_of(factor <= 1.5)}, {factor:.2f}×"
+        yield f"- cold `pyflyte run` within 1.5× the time of `torchrun`: {verdict(factor <= 1.5)}, {factor:.2f}×"
 
 
-def error_of(reached: bool) -> str:
+def verdict(reached: bool) -> str:
     """A goal's outcome in a word."""
     return "reached" if reached else "missed"
 

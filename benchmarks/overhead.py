@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import JOIN, error_of, gpus, machine
+from launch import JOIN, gpus, machine, verdict
 from running import FOLLOW, Cluster, Gang, nothing_left
 
 BACKEND, NUM_RANKS, NUM_WORKERS = ("nccl", len(gpus()), 1) if gpus() else ("gloo", 2, 2)
@@ -235,8 +235,8 @@ def goals(measured: Measured) -> Iterator[str]:
     """What was to be reached, and what was."""
     _, cost, _ = quartiles([turns["full"].mean / turns["watched"].mean - 1 for turns in measured.rounds])
     _, speed, _ = quartiles([turns["torchrun"].mean / turns["full"].mean for turns in measured.rounds])
-    yield f"- logging, checkpoints and `should_stop` within 1 % of a step: {error_of(cost <= 0.01)}, {cost:.2%}"
-    yield f"- with all that no slower than under `torchrun`: {error_of(speed >= 1)}, {speed:.3f}×"
+    yield f"- logging, checkpoints and `should_stop` within 1 % of a step: {verdict(cost <= 0.01)}, {cost:.2%}"
+    yield f"- with all that no slower than under `torchrun`: {verdict(speed >= 1)}, {speed:.3f}×"
 
 
 def main() -> None:

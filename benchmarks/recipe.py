@@ -33,7 +33,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch import error_of, gpus, machine
+from launch import gpus, machine, verdict
 from running import ROOT, Cluster, Program, nothing_left
 
 GOAL = 4.0
@@ -258,7 +258,7 @@ def main() -> None:
     print("| training | windows per step | learning rate | to the recipe's best loss | the recipe is |")
     print("| --- | --- | --- | --- | --- |")
     print("\n".join(table(contestants, times)))
-    print(f"time to the same held-out loss: {ratio:.1f} x sooner; goal {goal:g} x: {error_of(ratio >= goal)}")
+    print(f"time to the same held-out loss: {ratio:.1f} x sooner; goal {goal:g} x: {verdict(ratio >= goal)}")
 
 
 if __name__ == "__main__":

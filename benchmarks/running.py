@@ -362,14 +362,13 @@ def worker_of(rank: int) -> int:
 
 
 def nanny_of(server: int) -> int | None:
-    """The nanny whose workers a fork server serves: it watches it, or where it has handed over, its successor does.
+    """The nanny whose workers a fork server serves: it watches it.
 
     The worker that has started it may have been an earlier one of the same nanny.
     """
-    for process in (server, *children_of(server)):
-        for watched in entries(f"/proc/{process}/fdinfo"):
-            if found := re.search(r"^Pid:\s*(\d+)$", read(watched), re.MULTILINE):
-                return int(found[1])
+    for watched in entries(f"/proc/{server}/fdinfo"):
+        if found := re.search(r"^Pid:\s*(\d+)$", read(watched), re.MULTILINE):
+            return int(found[1])
     return None
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
-from launch import error_of, machine, version_of
+from launch import machine, verdict, version_of
 from running import Program, nothing_left
 from s3_readers import BATCH_SIZE, BUCKET, WAYS
 
@@ -152,7 +152,7 @@ def goals(speeds: Speeds) -> Iterator[str]:
             reached = {count: ratio(speeds, Place(is_far, count), peer) for count in (0, 2)}
             seen = ", ".join(f"{factor:.2g}× by {count} workers" for count, factor in reached.items())
             where = "with 20 ms" if is_far else "near"
-            yield f"- {goal:g}× {peer}, {where}: {error_of(min(reached.values()) >= goal)}, {seen}"
+            yield f"- {goal:g}× {peer}, {where}: {verdict(min(reached.values()) >= goal)}, {seen}"
 
 
 def start(way: str, folder: Path, near: str, far: str, environment: dict[str, str]) -> Program:

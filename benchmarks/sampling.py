@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from launch import error_of, machine
+from launch import machine, verdict
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -93,7 +93,7 @@ def main() -> None:
     ratios = [slow / fast for slow, fast in zip(times["one by one"], times["batched"], strict=True)]
     ratio = statistics.median(ratios)
     spread = f"{min(ratios):.0f}-{max(ratios):.0f}"
-    print(f"batched is {ratio:.0f} ({spread}) x as fast; goal {GOAL:g} x: {error_of(ratio >= GOAL)}")
+    print(f"batched is {ratio:.0f} ({spread}) x as fast; goal {GOAL:g} x: {verdict(ratio >= GOAL)}")
 
 
 if __name__ == "__main__":

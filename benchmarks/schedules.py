@@ -214,7 +214,7 @@ def session_of(pid: int) -> int:
 
 
 def is_server(pid: int) -> bool:
-    """Whether it is a fork server, a successor included, or what one has become that waits for its successor."""
+    """Whether it is a fork server."""
     return SERVER in read(f"/proc/{pid}/cmdline") and not is_rank(pid)
 
 
@@ -839,8 +839,8 @@ def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story
 def _line(schedule: Schedule, story: Story, found: list[str], took: float) -> str:
     made = {id(one.fault) for one in story.made}
     faults = "; ".join(f"{fault}{'' if id(fault) in made else ' NOT MADE'}" for fault in schedule.faults)
-    error_of = "FAILED" if found else "ok"
-    return f"{schedule.index:4} {error_of:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
+    verdict = "FAILED" if found else "ok"
+    return f"{schedule.index:4} {verdict:6} {took:5.1f} s  {story.outcome:16} {schedule.setting}  |  {faults}"
 
 
 def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -> None:

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch import machine
-from running import ROOT, Cluster, Program, nothing_left, read, started_here, worker_below, worker_of
+from running import ROOT, Cluster, Program, nothing_left, started_here, worker_below, worker_of
 from schedules import census_of, is_rank, is_server
 
 MEMORY_SHARE = 0.05
@@ -203,9 +203,8 @@ def count(driver: Program, cluster: Cluster) -> Census:
     seen: list[Census] = []
     while True:
         seen = [*seen, _count_now(driver, cluster)][-STILL:]
-        is_settled = seen[-1]["all"]["fork servers"] == len(cluster.nannies)  # else one has yet to be relieved
         steady = [{who: {k: v for k, v in what.items() if k != "memory"} for who, what in one.items()} for one in seen]
-        is_still = is_settled and len(steady) == STILL and all(one == steady[0] for one in steady)
+        is_still = len(steady) == STILL and all(one == steady[0] for one in steady)
         if is_still or time.monotonic() > deadline:
             return seen[-1]
         time.sleep(0.5)
@@ -218,17 +217,12 @@ def _count_now(driver: Program, cluster: Cluster) -> Census:
     found = {"driver": {**own["files"], **threads, "memory": census_of(driver.pid)["memory"]}}
     for number, nanny in enumerate(cluster.nannies, 1):
         found[f"worker {number}"] = census_of(worker_below(nanny))
-    servers = [pid for pid in started_here() if is_server(pid) and _imports_torch(pid)]
+    servers = [pid for pid in started_here() if is_server(pid)]
     for number, pid in enumerate(sorted(servers), 1):
         found[f"fork server {number}"] = census_of(pid)
     found["all"] = {"fork servers": len(servers), "ranks": sum(map(is_rank, started_here()))}
     found["all"]["folders"] = len(list(Path(os.environ["TMPDIR"]).glob("daskpytorch-*")))
     return found
-
-
-def _imports_torch(pid: int) -> bool:
-    """Not what a fork server has become that only waits for its successor."""
-    return "libtorch" in read(f"/proc/{pid}/maps")
 
 
 def compare(before: Census, after: Census) -> Iterator[str]:

@@ -376,7 +376,7 @@ def _is_own(fault: Fault) -> bool:
 
 
 def _may_defeat(fault: Fault) -> bool:
-    """A attempt may fail of it, to be charged to one of the budgets."""
+    """An attempt may fail of it, to be charged to one of the budgets."""
     if fault.is_kind or fault.target in ("scheduler", "driver", "everything"):
         return fault.target == "scheduler" and fault.signum != Signals.SIGSTOP
     if fault.signum == Signals.SIGSTOP:

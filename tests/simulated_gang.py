@@ -109,6 +109,7 @@ class Agent:
     is_closed: bool = False
     """It was told that the gang is over."""
     is_hung_up: bool = False
+    has_sources: bool = False
 
     # ---- as the driver's connection
 
@@ -199,7 +200,7 @@ class World:
             self,
             Observers([self.watcher]),
             self.received,
-            code=Code(archive=b"", digest="d"),
+            code=Code(archive=b"sources", digest="d"),
             asked_at=self.clock(),
             clock=self.clock,
         )
@@ -342,7 +343,9 @@ class World:
     def _begin(self, agent: Agent, order: messages.Start) -> None:
         if not any(start.job.attempt == order.job.attempt for start in self.starts):
             self._note_start(order)
-        agent.attempt = order.job.attempt
+        if bool(order.code.archive) == agent.has_sources:
+            self.complaints.append(f"{agent.worker} {'has' if agent.has_sources else 'needs'} the sources")
+        agent.attempt, agent.has_sources = order.job.attempt, True
         step = order.job.checkpoint.step if order.job.checkpoint else 0
         agent.ranks = {place.rank: Rank(place.rank, step=step) for place in order.places}
 

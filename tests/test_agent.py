@@ -109,8 +109,8 @@ def driver() -> Iterator[Driver]:
 
 
 def idle_ranks() -> list[psutil.Process]:
-    """The ranks below this process's fork server, or its successor: each leads a session of its own."""
-    return [child for child in fork_server().children(recursive=True) if os.getsid(child.pid) == child.pid]
+    """The ranks below this process's fork server: each leads a session of its own."""
+    return [child for child in fork_server().children() if os.getsid(child.pid) == child.pid]
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:

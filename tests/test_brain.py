@@ -62,6 +62,18 @@ def shrunk(world: World, *lost: str) -> Agent:
     return world.agent(W1)
 
 
+def test_sources_travel_once_to_each_agent(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    shrunk(world)
+    newcomer = world.join(world.new_worker())
+    world.train()
+    world.obey_all()
+    world.form()
+    assert newcomer.has_sources
+    assert world.complaints == []
+    assert [start.code.archive for start in world.starts] == [b"sources", b"", b""]
+
+
 # ---- Growing --------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
-from processes import Cluster, dask_cluster, fork_server, nothing_left_behind, until
+from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -230,12 +230,18 @@ def train_share(per_rank: int, lr: float, epochs: int) -> float:
     return loss.item()
 
 
+def has_imported_more() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
 @pytest.fixture
 def warm_server() -> Iterator[None]:
     """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
-    fork_client.start_ahead()
-    server = fork_server()
-    until(lambda: server.children() and server.memory_info().rss < 40 * MIB, "its successor to take over")
+    with (
+        LocalCluster(n_workers=1, processes=False, memory_limit=0, dashboard_address=None) as workers,
+        Client(workers) as client,
+    ):
+        until(lambda: dispatch.run(client, has_imported_more).result(60)[0], "the fork server's imports")
     yield
     fork_client.shutdown()
 

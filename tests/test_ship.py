@@ -13,6 +13,7 @@ import tarfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
     code = code_module.pack_code()
     first = code_module.unpack_code(code, tmp_path)
     (first / "mark").touch()
-    assert code_module.unpack_code(code, tmp_path) == first
+    assert code_module.unpack_code(replace(code, archive=b""), tmp_path) == first
     assert (first / "mark").exists()
 
 
@@ -194,9 +195,9 @@ def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path
         from pathlib import Path
 
         sys.path.insert(0, sys.argv[1])
-        from flytekitplugins.daskpytorch.protocol import code as ship
+        from flytekitplugins.daskpytorch.protocol import code
 
-        call = ship.unpack_call(Path(sys.argv[2]).read_bytes())
+        call = code.unpack_call(Path(sys.argv[2]).read_bytes())
         print(repr(call.function(*call.args, **call.kwargs)))
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(script), str(sources), str(call)]
@@ -238,14 +239,14 @@ def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) 
 def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) -> None:
     script = """
         import torch
-        from flytekitplugins.daskpytorch.protocol import code as ship
+        from flytekitplugins.daskpytorch.protocol import code
 
         def count(folder):
             return torch.tensor(len(folder.classes)).item()  # there is a torch.classes, of a type of its own
 
-        call = ship.pack_call(count, (), {})
+        call = code.pack_call(count, (), {})
         assert b"count" in call
-        print(ship.unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
+        print(code.unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from distributed.comm import get_address_host
 from distributed.core import Status
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch.dask import cluster, resident, worker_data
+from flytekitplugins.daskpytorch.dask import cluster, worker_data
 from flytekitplugins.daskpytorch.node import agent, fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import placement
 from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
@@ -52,21 +53,26 @@ GPUS_TIMEOUT = 30.0
 class DaskAgents:
     """Starts a gang's agents on the workers of a Dask cluster, one each, pinned.
 
-    On all of them or the first `num_workers`; to `stay` for many gangs, or each for one.
+    On all of them or the first `num_workers`.
     """
 
-    def __init__(self, client: Client, num_workers: int | None = None, *, stay: bool = False) -> None:
+    def __init__(self, client: Client, num_workers: int | None = None) -> None:
         if client.asynchronous:
             raise TypeError("dispatch needs a synchronous client: Client(..., asynchronous=False)")
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        self._stay = stay
         self._addresses = _addresses(cluster.identity(client, FIRST_LOOK_TIMEOUT))
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
+
+    def for_one_gang(self) -> DaskAgents:
+        """The same workers, for one of many gangs, which closes only what it has launched."""
+        one = copy(self)
+        one._futures = []  # noqa: SLF001
+        return one
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """Submit the agents."""
@@ -78,7 +84,6 @@ class DaskAgents:
                 _serve,
                 address,
                 order,  # whole, since Dask logs the arguments of a task that fails, and it hides its token
-                stay=self._stay,
                 workers=[address],
                 allow_other_workers=False,
                 priority=AGENT_PRIORITY,
@@ -159,7 +164,7 @@ def _addresses(scheduler: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
+def _serve(address: str, order: AgentOrder) -> None:
     """Be the agent on one worker: a Dask task."""
     here = get_worker()
     if here.address != address:
@@ -169,7 +174,7 @@ def _serve(address: str, order: AgentOrder, *, stay: bool) -> None:
         _run_on(here, _end_as_the_nanny_says, here)
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
     with _farewell(here) as leaving, worker_data.served(here) as data:
-        (resident.stay if stay else agent.run)(order, leaving, data)
+        agent.run(order, leaving, data)
 
 
 @contextlib.contextmanager

@@ -7,13 +7,15 @@ import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello, ToAgent
-from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello, Start, ToAgent
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place, worker_order
 
 __all__ = ["Agents", "Peer"]
 
@@ -45,9 +47,15 @@ class Peer:
     """When it last said anything; by the agents' clock."""
     joined_at: float = field(init=False)
     """When it said hello."""
+    _has_code: bool = False
 
     def __post_init__(self) -> None:
         self.joined_at = self.heard_at
+
+    def start(self, job: Job, code: Code, places: list[Place]) -> None:
+        """Have it start ranks; the sources travel once."""
+        self.send(Start(job, replace(code, archive=b"") if self._has_code else code, places))
+        self._has_code = True
 
     def send(self, message: ToAgent) -> None:
         """Tell it something; should it be gone, that arrives as an event."""

@@ -216,7 +216,7 @@ class Brain:
         for peer in self._agents.silent():
             self._give_up(peer)
 
-    def _hear(self, connection: Connection, message: messages.FromAgent | messages.FromResident) -> None:
+    def _hear(self, connection: Connection, message: messages.FromAgent) -> None:
         if isinstance(message, messages.Hello):
             self._welcome(message, connection)
             return
@@ -235,8 +235,8 @@ class Brain:
                 self._observe("wrote", rank, lines)
             case messages.NotSent(file, reason):
                 self._note_kept(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
-            case messages.Heartbeat() | messages.Reported() | messages.Arrived() | messages.Failed():
-                pass  # that it speaks is all; reports come opened, and residents do not speak to gangs
+            case messages.Heartbeat() | messages.Reported():
+                pass  # that it speaks is all; reports come opened
             case _:
                 assert_never(message)
 
@@ -433,7 +433,7 @@ class Brain:
         )
         self._carriers = [self._agents.peers[node.worker] for node in nodes]
         for peer, here in zip(self._carriers, places, strict=True):
-            peer.send(messages.Start(job, self._code, here))
+            peer.start(job, self._code, here)
         placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
         self._attempt = Attempt(number=self._number, places=placed, clock=self._now)
         self._stop_request, self._has_kept = None, False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flytekitplugins.daskpytorch.driver.received import Part
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import FromAgent, FromResident
+from flytekitplugins.daskpytorch.protocol.messages import FromAgent
 from flytekitplugins.daskpytorch.protocol.reports import ShortReport
 
 __all__ = ["Cancelled", "Event", "Gone", "NotLaunched", "Preempted", "RankSaid", "Said", "Uploaded"]
@@ -19,7 +19,7 @@ class Said:
     """An agent, or a worker that stays for many gangs, has said something."""
 
     connection: Connection
-    message: FromAgent | FromResident
+    message: FromAgent
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.events import Event, Gone, RankSaid, Sai
 from flytekitplugins.daskpytorch.driver.received import Part
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, FromResident, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload
 from flytekitplugins.daskpytorch.protocol.reports import unpack
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
@@ -207,7 +207,7 @@ class Listener:
             del self._guests[file]
             self._receive(caller, pickle.loads(first_word))  # noqa: S301 - from our own agent, which has proved to be one
 
-    def _receive(self, caller: _Caller, message: FromAgent | FromResident | Upload | Download) -> None:
+    def _receive(self, caller: _Caller, message: FromAgent | Upload | Download) -> None:
         if isinstance(message, (Upload, Download)):
             self._poll.unregister(caller.connection)
             self._transfer(caller.connection, message)
@@ -229,7 +229,7 @@ class Listener:
             del self._agents[agent.connection.fileno()]
             self._events.put(Gone(agent.connection))
 
-    def _note(self, connection: Connection, message: FromAgent | FromResident) -> None:
+    def _note(self, connection: Connection, message: FromAgent) -> None:
         event = self._opened(connection, message) if isinstance(message, Reported) else Said(connection, message)
         while self._events.qsize() >= MAX_WAITING and self._is_accepting:
             time.sleep(WAIT_INTERVAL)

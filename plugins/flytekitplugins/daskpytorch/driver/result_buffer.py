@@ -1,6 +1,7 @@
 """Keeps bytes for a while: a few in memory, the rest in a temporary file without a name. Runs in the driver.
 
-Nothing is left behind, however the driver ends: the file goes with the last reference to it.
+Nothing is left behind, however the driver ends: the file goes with the last reference to it. Not
+`tempfile.SpooledTemporaryFile`, which is for one thread and loses all where it finds the disk full.
 """
 
 from __future__ import annotations

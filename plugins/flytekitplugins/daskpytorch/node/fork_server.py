@@ -9,15 +9,11 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
                                                    client's ranks, which are fresh interpreters where it asked for that
     next owner    ──hand-over socket▶ fork server: becomes the owner, as the worker that a Dask nanny has started in the
                                                    place of a killed one
-    fork server   ──forks, once it has started ranks──▶ its successor, which imports what training needs besides, makes
-                                                   itself cheap to fork, takes over the control socket, and so starts
-                                                   later ranks warmer; once its own are gone the first only waits for it
 All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -27,23 +23,24 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from importlib import import_module, metadata
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from flytekitplugins.daskpytorch.node import hugepages
-from flytekitplugins.daskpytorch.node.fork_wire import AHEAD, END, MAX_PACKET, SPAWN, _is_of_this_user, _python
+from flytekitplugins.daskpytorch.node.fork_wire import END, MAX_PACKET, SPAWN, _is_of_this_user, _python
 from flytekitplugins.daskpytorch.process import sigterm
 
 __all__ = []
 
-SUCCESSION_DELAY = 3.0
-"""Seconds from the first rank to the successor's imports, so that they do not slow the gang's start."""
+LEISURE = 3.0
+"""Seconds until what only training needs is imported, so that it does not slow the first gang's start."""
 HAND_OVER_PATIENCE = 60.0
 """Seconds from the owner's death to that of a fork server that no other owner has come for."""
 PR_SET_PDEATHSIG = 1
@@ -77,22 +74,12 @@ class _HandOver:
 
 
 class _Server:
-    """One thread, so that PR_SET_PDEATHSIG in the ranks means the death of this process."""
+    """All forks come from one thread, so that PR_SET_PDEATHSIG in the ranks means the death of this process."""
 
-    def __init__(
-        self,
-        control: socket.socket | None,
-        hand_over: _HandOver | None,
-        imported_ahead: Sequence[str],
-        predecessor: socket.socket | None = None,
-    ) -> None:
-        self._control = control
-        """None while the next owner is waited for."""
+    def __init__(self, control: socket.socket, hand_over: _HandOver | None, imported_ahead: Sequence[str]) -> None:
         self._hand_over = hand_over
         self._imported_ahead = imported_ahead
         """What its ranks need besides what every rank needs."""
-        self._relative = predecessor
-        """The link to the predecessor, or to the successor: its end is that of the other."""
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._wakeup, wakeup_write = os.pipe()
@@ -107,12 +94,13 @@ class _Server:
         self._end_at: float | None = None
         self._obey(control)
         if hand_over is not None:
-            self._selector.register(hand_over.listener, selectors.EVENT_READ, self._welcome_next_owner)
+            welcome = functools.partial(self._welcome_next_owner, hand_over.listener)
+            self._selector.register(hand_over.listener, selectors.EVENT_READ, welcome)
             self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
-        self._needs_successor = predecessor is None
-        self._has_successor = False
-        """It has taken over the control socket."""
-        self._succeed_at: float | None = None
+        self._has_imports = False
+        """It can fork ranks; what training needs comes later, beside it, and ranks of that time wait for it."""
+        self._import_at: float | None = None
+        self._importing = threading.Thread(target=_import_for_training, daemon=True)
 
     def serve(self) -> None:
         """Until the owner says so, or dies and nobody takes over."""
@@ -122,18 +110,16 @@ class _Server:
                     self._serve_client(key.data)
                 else:
                     key.data()
-            if self._succeed_at is not None and time.monotonic() >= self._succeed_at:
-                self._succeed_at = None
-                self._start_successor()
+            if self._import_at is not None and time.monotonic() >= self._import_at:
+                self._import_at = None
+                self._importing.start()
             if self._end_at is not None and time.monotonic() >= self._end_at:
                 self._end()
-            if self._has_successor and not self._clients and self._relative is not None:
-                _wait_for(self._relative)
         for client in list(self._clients):
             self._drop(client)
 
     def _patience(self) -> float | None:
-        due = [at for at in (self._succeed_at, self._end_at) if at is not None]
+        due = [at for at in (self._import_at, self._end_at) if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _end(self) -> None:
@@ -142,7 +128,7 @@ class _Server:
     # ---- the owner
 
     def _obey(self, control: socket.socket | None) -> None:
-        """Serve the owner at this end of its socket, or nobody until the next owner comes."""
+        """Serve the owner at this end of its socket, or nobody (None) until the next owner comes."""
         self._control = control
         if control is None:
             self._end_at = time.monotonic() + HAND_OVER_PATIENCE
@@ -156,64 +142,16 @@ class _Server:
             self._control.close()
             self._control = None
 
-    def _welcome_next_owner(self) -> None:
-        if self._hand_over is None:  # the successor has it
-            return
-        next_owner, _ = self._hand_over.listener.accept()
+    def _welcome_next_owner(self, listener: socket.socket) -> None:
+        next_owner, _ = listener.accept()
         if not _is_of_this_user(next_owner):
             next_owner.close()
             return
         self._leave_owner()  # who may be dead already, and its socket kept open by a child of its own
         self._obey(next_owner)
 
-    # ---- the successor
-
-    def _start_successor(self) -> None:
-        """Fork the process that starts later ranks; the imports would keep this one from hearing of exits."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server_pid = os.getpid()
-        if os.fork():
-            theirs.close()
-            self._relative = mine
-            self._selector.register(mine, selectors.EVENT_READ, functools.partial(self._follow_successor, mine))
-            return
-        try:
-            mine.close()
-            _die_with(server_pid)
-            self._close_inherited()
-            os.close(self._wakeup)
-            _import_for_training()
-            theirs.send(b"ready")
-            packet, descriptors, _, _ = socket.recv_fds(theirs, MAX_PACKET, 1)
-            if packet:
-                control = socket.socket(fileno=descriptors[0]) if descriptors else None
-                _Server(control, self._hand_over, self._imported_ahead, predecessor=theirs).serve()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-
-    def _follow_successor(self, successor: socket.socket) -> None:
-        packet = b""
-        with contextlib.suppress(ConnectionResetError):
-            packet = successor.recv(MAX_PACKET)
-        if packet:
-            socket.send_fds(successor, [b"."], [] if self._control is None else [self._control.fileno()])
-            self._leave_owner()
-            self._end_at = None
-            if self._hand_over is not None:
-                for end in (self._hand_over.listener, self._hand_over.parent):
-                    self._selector.unregister(end)
-                self._hand_over.close()
-                self._hand_over = None
-            self._has_successor = True
-        elif self._has_successor:  # it ended with the owner, or was killed: nobody hears the owner any more
-            self._running = False
-        else:  # it did not come to that: this one goes on as it is
-            self._selector.unregister(successor)
-
     def _accept(self, control: socket.socket) -> None:
-        if control is not self._control:  # the next owner came in the same moment, or the successor
+        if control is not self._control:  # the next owner came in the same moment
             return
         try:
             packet, descriptors, _, _ = socket.recv_fds(control, MAX_PACKET, 1)
@@ -226,14 +164,10 @@ class _Server:
             self._leave_owner()
             self._obey(None)
             return
-        if packet == AHEAD:
-            if self._needs_successor:
-                _import_for_ranks(self._imported_ahead)
-                self._needs_successor, self._succeed_at = False, time.monotonic()
-            return
         client = _Client(socket.socket(fileno=descriptors[0]), spawns=packet == SPAWN)
-        if not client.spawns:
+        if not client.spawns and not self._has_imports:
             _import_for_ranks(self._imported_ahead)
+            self._has_imports, self._import_at = True, time.monotonic() + LEISURE
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
 
@@ -248,9 +182,6 @@ class _Server:
         request = json.loads(packet)
         if request["op"] == "spawn":
             client.ranks[request["key"]] = self._fork(*descriptors, spawns=client.spawns)
-            if self._needs_successor and not client.spawns:
-                self._needs_successor = False
-                self._succeed_at = time.monotonic() + SUCCESSION_DELAY
             for descriptor in descriptors:
                 os.close(descriptor)
         elif (pid := client.ranks.get(request["key"])) is None:
@@ -288,6 +219,8 @@ class _Server:
             return
 
     def _fork(self, channel: int, output: int, *, spawns: bool) -> int:
+        if self._importing.is_alive():
+            self._importing.join()  # a fork would find modules half imported, for ever
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
@@ -306,11 +239,11 @@ class _Server:
         _be_rank(channel)
 
     def _close_inherited(self) -> None:
-        """Close what is the server's: held by a child, it would hide the server's end, or a sibling's, from others."""
+        """Close what is the server's: held by a rank, it would hide the server's end, or a sibling's, from others."""
         self._selector.close()  # not unregister, since parent and child share it
-        for sock in (self._control, self._relative, *(client.sock for client in self._clients)):
-            if sock is not None:
-                sock.close()
+        for end in (self._control, self._hand_over, *(client.sock for client in self._clients)):
+            if end is not None:
+                end.close()
 
     def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
         os.setsid()
@@ -319,20 +252,10 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored; see `_be_rank`
         self._close_inherited()
-        if self._hand_over is not None:
-            self._hand_over.close()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _wait_for(successor: socket.socket) -> NoReturn:
-    """Give the memory back: become a small program that ends with the successor, whose parent this process stays."""
-    successor.set_inheritable(True)
-    program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
-    name_for_ps = __name__
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program, str(successor.fileno()), name_for_ps])  # noqa: S606
 
 
 def _die_with(parent: int) -> None:
@@ -361,17 +284,20 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     gc.disable()
     import torch.distributed  # noqa: F401
 
-    from flytekitplugins.daskpytorch.rank import main as rank_main
+    import flytekitplugins.daskpytorch.rank.main  # noqa: F401
 
     for name in others:
         import_module(name)
-    rank_main.installed_backends()
+    # With each process group torch asks twice for plugins, and reads the metadata of all that is installed. Kept in
+    # memory, that takes a fifth off a warm gang's start.
+    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
+    metadata.entry_points(group="torch.distributed.backends")
     _settle()
     gc.enable()
 
 
 def _import_for_training() -> None:
-    """Import what the first optimizer would (3 s).
+    """Import what the first optimizer would.
 
     Not wandb: it makes a folder for media when it is imported, which the first rank to end would remove for all others.
     """
@@ -384,9 +310,10 @@ def _import_for_training() -> None:
 
 def _settle() -> None:
     """Make what was imported cheap to inherit."""
-    gc.freeze()  # keeps the ranks' collectors from copying the shared pages
+    gc.freeze()  # else a rank's first full collection takes 0.3 s, and copies 90 MiB of the shared pages
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001
-        finalizer.atexit = False  # torch's own take a rank 50 ms when it ends, and undo what ends anyway
+        # torch's own undo what ends anyway; with them a warm gang takes 1.7 times as long to its end.
+        finalizer.atexit = False
 
 
 def _kill_session(pid: int, signum: int) -> None:
@@ -410,6 +337,7 @@ def main() -> None:
     left = _HandOver(socket.socket(fileno=hand_over[0]), hand_over[1]) if hand_over else None
     imported_ahead = [argument for argument in sys.argv[1:] if not argument.isdecimal()]
     _Server(socket.socket(fileno=control), left, imported_ahead).serve()
+    os._exit(0)  # also in the middle of imports
 
 
 def main_of_spawned_rank() -> None:

@@ -9,11 +9,10 @@ import struct
 import sys
 from collections.abc import Sequence
 
-__all__ = ["AHEAD", "BOOTSTRAP", "END", "MAX_PACKET", "SPAWN"]
+__all__ = ["BOOTSTRAP", "END", "MAX_PACKET", "SPAWN"]
 
 
 MAX_PACKET = 4096
-AHEAD = b"ahead"
 END = b"end"
 SPAWN = b"spawn"
 # Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders

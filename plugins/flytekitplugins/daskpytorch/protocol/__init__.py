@@ -9,8 +9,6 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
     agent  ──▶ its ranks      `RankOrder`, before all else; `Provided`, `NotProvided`, `Quit`  the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
-    worker ◀─▶ driver         `Arrived`, `Failed` and an `AgentOrder` for each gang,           TCP, one connection each
-                              where it stays for many
 
 Everything is a frozen dataclass, pickled, and whoever receives it matches all there are. On TCP it goes in frames
 (`framing`), and nothing is unpickled before both ends have proved that they know the gang's token (`handshake`). A

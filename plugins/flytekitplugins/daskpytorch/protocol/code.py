@@ -39,7 +39,7 @@ class Code:
     """The project's sources."""
 
     archive: bytes
-    """A tar file of modules, laid out as their names say."""
+    """A tar file of modules, laid out as their names say; empty for who has unpacked it."""
     digest: str
     """SHA-256 of the archive, in hexadecimal digits."""
 

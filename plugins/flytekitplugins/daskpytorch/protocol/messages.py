@@ -11,16 +11,13 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 __all__ = [
     "AgentOrder",
-    "Arrived",
     "Broken",
     "Close",
     "Download",
     "Dump",
     "Exited",
-    "Failed",
     "Fetch",
     "FromAgent",
-    "FromResident",
     "Heartbeat",
     "Hello",
     "Leaving",
@@ -173,27 +170,6 @@ class Close:
 
 
 ToAgent = Start | Stop | Tell | Dump | Fetch | Close
-
-
-# ---- From a worker that stays for many gangs, and gets an AgentOrder for each
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The worker waits for orders."""
-
-    worker: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The agent of the gang with this token ended in an error that its driver may not have heard of."""
-
-    token: bytes = field(repr=False)
-    text: str
-
-
-FromResident = Arrived | Failed
 
 
 # ---- Over connections of their own, in pieces that follow

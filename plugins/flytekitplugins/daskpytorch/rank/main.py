@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, assert_never
@@ -36,11 +35,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
-__all__ = ["installed_backends", "main"]
+__all__ = ["main"]
 
 
-BACKENDS_GROUP = "torch.distributed.backends"
-"""Under this name packages announce backends of torch.distributed."""
 STOP_FLUSH = 0.3
 """Seconds for a checkpoint that is being written when its rank is told to stop."""
 
@@ -235,14 +232,13 @@ def _join_gang(order: RankOrder) -> None:
     device = torch.device("cuda", 0) if order.job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
-    with _known_backends():
-        distributed.init_process_group(
-            order.job.backend,
-            store=_store(order.job),
-            rank=order.place.rank,
-            world_size=order.place.world_size,
-            device_id=device,
-        )
+    distributed.init_process_group(
+        order.job.backend,
+        store=_store(order.job),
+        rank=order.place.rank,
+        world_size=order.place.world_size,
+        device_id=device,
+    )
 
 
 def _store(job: Job) -> Store:
@@ -254,30 +250,6 @@ def _store(job: Job) -> Store:
     host, port = job.store
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
-
-
-@functools.cache
-def installed_backends() -> metadata.EntryPoints:
-    """Plugins of torch.distributed; the fork server asks ahead, since that reads the metadata of all that is installed.
-
-    It takes 20 ms, and torch 2.15 does it twice in each `init_process_group`.
-    """
-    return metadata.entry_points(group=BACKENDS_GROUP)
-
-
-@contextlib.contextmanager
-def _known_backends() -> Iterator[None]:
-    """Have torch's own question answered from memory."""
-    original, known = metadata.entry_points, installed_backends()
-
-    def entry_points(**params: Any) -> Any:
-        return known if params == {"group": BACKENDS_GROUP} else original(**params)
-
-    metadata.entry_points = entry_points
-    try:
-        yield
-    finally:
-        metadata.entry_points = original
 
 
 def _context(

@@ -14,7 +14,6 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.dask.residents import Residents
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver import keys
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
@@ -52,7 +51,7 @@ def train_all(
     """See `dispatch.map`."""
     halving = Halving(stop_early, len(experiments)) if stop_early is not None else None
     sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
-    cluster = DaskAgents(client, stay=True)
+    cluster = DaskAgents(client)
     _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
     function = name_of(pytorch_function)
     execution = current_execution().name
@@ -73,7 +72,7 @@ def train_all(
             request = replace(request, observers=[*request.observers, observer])
         line = board.line(index, experiment)
         models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
-    return ModelFutures(cluster, Residents(cluster), models, settings.start_timeout, halving)
+    return ModelFutures(cluster, models, settings.start_timeout, halving)
 
 
 class ModelFuture(GangFuture):
@@ -139,13 +138,11 @@ class ModelFutures(Sequence[ModelFuture]):
     def __init__(
         self,
         cluster: DaskAgents,
-        residents: Residents,
         models: Sequence[_Model],
         start_timeout: float,
         halving: Halving | None = None,
     ) -> None:
         self._cluster = cluster
-        self._residents = residents
         self._start_timeout = start_timeout
         self._halving = halving
         self._changed = threading.Condition()
@@ -223,8 +220,6 @@ class ModelFutures(Sequence[ModelFuture]):
                 self._give_up(self._waiting, error)
         finally:
             running.discard(self)
-            with self._changed:
-                self._dismiss_if_over()
 
     def _start_all(self) -> None:
         look_at = time.monotonic() + LOOK_INTERVAL
@@ -287,7 +282,6 @@ class ModelFutures(Sequence[ModelFuture]):
             model.future.set_running_or_notify_cancel()
             model.future.set_exception(error)
             model.line.ended(error)
-        self._dismiss_if_over()
 
     # ---- in other threads
 
@@ -295,11 +289,6 @@ class ModelFutures(Sequence[ModelFuture]):
     def cluster(self) -> DaskAgents:
         """All the workers."""
         return self._cluster
-
-    @property
-    def residents(self) -> Residents:
-        """Those that have stayed."""
-        return self._residents
 
     def refill(self, model: _Model) -> list[str]:
         """A gang's workers, after it was given free ones for those that it has lost.
@@ -312,15 +301,10 @@ class ModelFutures(Sequence[ModelFuture]):
             self._pool.update(present)
             return self._pool.refill(model)
 
-    def _dismiss_if_over(self) -> None:
-        if not self._waiting and not self._pool.is_in_use:
-            self._residents.close()
-
     def _end(self, model: _Model) -> None:
         gang, model.gang = model.gang, None
         with self._changed:
             self._pool.release(model)
-            self._dismiss_if_over()
             self._changed.notify_all()
         if gang is None:
             return
@@ -338,7 +322,6 @@ class ModelFutures(Sequence[ModelFuture]):
                 Future.cancel(model.future)
                 model.future.set_running_or_notify_cancel()
                 model.line.ended(CancelledError("cancelled"))
-                self._dismiss_if_over()
                 return True
             gang = model.gang
         return gang.cancel() if gang is not None else model.future.cancelled()
@@ -353,10 +336,11 @@ class _Share:
         self.workers = workers
         self.num_wanted = len(workers)
         self.host = models.cluster.host
+        self._agents = models.cluster.for_one_gang()
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Have agents started by the workers that have stayed."""
-        self._models.residents.launch(orders, on_failure)
+        """Submit the agents."""
+        self._agents.launch(orders, on_failure)
 
     def present(self) -> Sequence[str]:
         """The gang's workers, the replacements of those that have gone among them."""
@@ -367,7 +351,8 @@ class _Share:
         return self._models.cluster.is_connected()
 
     def close(self) -> None:
-        """The workers stay for other gangs."""
+        """Forget the agents' tasks; the workers are other gangs' then."""
+        self._agents.close()
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:
