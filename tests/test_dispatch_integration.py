@@ -580,7 +580,7 @@ def num_inherited_folders() -> int:
 
 @pytest.mark.slow
 def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
-    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.node.preload"}
+    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}
     with (
         nothing_left_behind(),
         dask_cluster(tmp_path, worker_environments={0: preload, 1: preload}) as cluster,

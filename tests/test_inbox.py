@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import buffer
+from flytekitplugins.daskpytorch.driver import result_buffer as buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol.messages import Reported

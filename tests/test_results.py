@@ -14,7 +14,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import context, results
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.driver import buffer
+from flytekitplugins.daskpytorch.driver import result_buffer as buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.result_buffer import ResultBuffer

@@ -35,7 +35,7 @@ WORKERS = WorkerGroup(
 )
 DAEMON, FAILURES = "DASK_DISTRIBUTED__WORKER__DAEMON", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES"
 OTHERS = {
-    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.node.preload",
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
 QUIET = {
