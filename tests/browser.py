@@ -72,5 +72,5 @@ def _chromium(folder: Path, *arguments: str, height: int) -> str:
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=10000"]
     options += [f"--user-data-dir={folder / 'chromium'}", f"--window-size=1200,{height}"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND"]  # the Deck's fonts come from elsewhere, the pictures do not
-    done = subprocess.run([program, *options, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([program, *options, *arguments], capture_output=True, text=True, check=True)
     return done.stdout

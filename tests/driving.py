@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import running
 
 
@@ -61,7 +61,7 @@ if sys.argv[1:2] == ["task"]:  # flytekit handles Ctrl-C in its own way
 
     from flytekitplugins.daskpytorch import SpawnDDP
 
-    @task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)))
+    @task(task_config=SpawnDDP(nproc=2))
     def spawned(folder: str, stops: bool) -> float:
         """The same on this machine."""
         return train(folder, stops=stops)

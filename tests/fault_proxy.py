@@ -198,7 +198,7 @@ class FaultProxy:
         return await _send(writer, rule.fault(right))
 
     def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 async def _response(reader: asyncio.StreamReader, *, has_body: bool) -> Answer:

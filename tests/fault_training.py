@@ -135,10 +135,7 @@ def _has(folder: str, name: str) -> bool:
 
 
 def _await(folder: str, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while not _has(folder, name):
-        assert time.monotonic() < deadline, f"waited for {name}"
-        time.sleep(0.005)
+    until(lambda: _has(folder, name), name)
 
 
 # ---- Ways to break it
@@ -283,8 +280,8 @@ class Watched:
         """Let the ranks through the gate before a step."""
         (self.folder / f"open-{step}").touch()
 
-    def wait_for(self, name: str, timeout: float = 60.0) -> None:
-        until(lambda: (self.folder / name).exists() or self.futures.done(), name, timeout)
+    def wait_for(self, name: str) -> None:
+        until(lambda: (self.folder / name).exists() or self.futures.done(), name)
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name

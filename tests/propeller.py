@@ -87,7 +87,6 @@ class Propeller:
                 env={**os.environ, **self.env, "DASKPYTORCH_TEST_MARK": mark, **_environment(template)},
                 capture_output=True,
                 text=True,
-                timeout=170,
                 check=True,
             )
         if (error := folder / "out" / "error.pb").exists():

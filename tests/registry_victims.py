@@ -23,7 +23,7 @@ from tasks.registry import ChampionChangedError, Registry
 
 CHANGES = {"fsync", "link", "mkdir", "open", "replace", "sendfile", "unlink", "write"}
 """What may be asked of the operating system and leaves a trace."""
-BARRIER = multiprocessing.get_context("fork").Barrier(2, timeout=60)
+BARRIER = multiprocessing.get_context("fork").Barrier(2)
 
 
 def kill_each(uri: str, options: dict[str, Any], folder: Path) -> int:

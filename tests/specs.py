@@ -52,7 +52,6 @@ def package(profile: str, home: Path) -> dict[str, Spec]:
         env=environment(home, profile),
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
-import psutil
 import pytest
 
 from flytekitplugins.daskpytorch.driver.events import Gone, RankSaid, Said
@@ -26,9 +25,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import Job, Leave
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
-from processes import ends, fork_server, until
-
-pytestmark = pytest.mark.timeout(300)
+from processes import ends, fork_server, ranks_of, until
 
 Wanted = TypeVar("Wanted")
 
@@ -103,14 +100,9 @@ def driver() -> Iterator[Driver]:
     finally:
         if serving.is_alive():
             made.send(messages.Close())
-        serving.join(30)
+        serving.join()
         made.listener.close()
         assert not serving.is_alive()
-
-
-def idle_ranks() -> list[psutil.Process]:
-    """The ranks below this process's fork server: each leads a session of its own."""
-    return [child for child in fork_server().children() if os.getsid(child.pid) == child.pid]
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
@@ -124,8 +116,8 @@ def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driv
 
 
 def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
-    until(idle_ranks, "the rank to be forked")
-    [idle] = idle_ranks()
+    until(lambda: ranks_of(fork_server()), "the rank to be forked")
+    [idle] = ranks_of(fork_server())
     idle.kill()
     driver.hear(messages.Heartbeat)
     driver.start()

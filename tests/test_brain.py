@@ -748,7 +748,7 @@ AnyOrder.TestCase.settings = settings(
     database=None,
     phases=[phase for phase in Phase if phase is not Phase.shrink],
 )
-TestAnyOrder = pytest.mark.timeout(300)(AnyOrder.TestCase)
+TestAnyOrder = AnyOrder.TestCase
 
 
 # ---- Observers in rank 0

@@ -329,7 +329,6 @@ def test_bigram_loss() -> None:
 # Training
 
 
-@pytest.mark.timeout(60)
 def test_training_alone(records: list[LogRecord], tmp_path: Path) -> None:
     hp = Hyperparameters(epochs=2, batch_size=64, log_interval=20)
     result = train(TRAINING, HELD_OUT, hp)
@@ -355,7 +354,6 @@ def test_training_alone(records: list[LogRecord], tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.timeout(60)
 def test_training_repeats_and_depends_on_the_seed(records: list[LogRecord]) -> None:
     def run(seed: int) -> list[float]:
         records.clear()
@@ -367,7 +365,6 @@ def test_training_repeats_and_depends_on_the_seed(records: list[LogRecord]) -> N
     assert run(seed=2) != losses
 
 
-@pytest.mark.timeout(60)
 def test_training_starts_from_given_weights() -> None:
     few = TRAINING[:64]
     start = train(few, HELD_OUT, Hyperparameters(epochs=3, batch_size=16)).state_dict
@@ -377,7 +374,6 @@ def test_training_starts_from_given_weights() -> None:
     assert train(few, HELD_OUT, hp, start={}).epochs[0].held_out_loss != pytest.approx(found, rel=1e-2)
 
 
-@pytest.mark.timeout(60)
 def test_training_starts_from_the_frequencies_of_the_characters() -> None:
     hp = Hyperparameters(epochs=1, learning_rate=1e-9)
     bias = train(windows(["aab", "ab"]), HELD_OUT, hp).state_dict["dense.bias"]
@@ -387,7 +383,6 @@ def test_training_starts_from_the_frequencies_of_the_characters() -> None:
     torch.testing.assert_close(bias, expected)
 
 
-@pytest.mark.timeout(60)
 def test_order_changes_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[list[int]] = []
     draw = torch.randperm
@@ -402,7 +397,6 @@ def test_order_changes_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first != second
 
 
-@pytest.mark.timeout(60)
 def test_large_batch_is_one_batch_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     result = train(TRAINING[:20], HELD_OUT, Hyperparameters(epochs=3, batch_size=50))
     assert [metrics.samples_seen for metrics in result.epochs] == [20, 20, 20]
@@ -420,7 +414,6 @@ def test_training_needs_windows() -> None:
 # Training with interruptions
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
 def test_resumed_training_is_that_without_interruption(alone: dict[str, Any], interruption: str) -> None:
     """The first call also waits for the trainings."""
@@ -469,7 +462,6 @@ def test_checkpoint_of_other_data(tmp_path: Path) -> None:
 # Training in a gang
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_follow_one(gang: list[dict[str, Any]], records: list[LogRecord], case: str) -> None:
     """The first call also waits for the gang."""
@@ -514,7 +506,6 @@ def test_windows_seen_twice_are_an_error(gang: list[dict[str, Any]]) -> None:
         assert "of 64 training samples not at all" in found["other_order"]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("interruption", [*SAVE, *STOP_AFTER])
 def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], interruption: str) -> None:
     for found in gang:
@@ -522,7 +513,6 @@ def test_resumed_gang_is_that_without_interruption(gang: list[dict[str, Any]], i
         _assert_equal_to_uninterrupted(found["interruptions"], interruption)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.slow
 def test_resumed_gang_of_three(tmp_path: Path) -> None:
     """From three ranks on, the order in which they add up their gradients matters."""

@@ -70,7 +70,7 @@ def test_state_of_fsdp2_is_refused_by_all_ranks_and_comes_back_when_it_is_gather
     monkeypatch.setattr(ft, "train", train_under_fsdp)
     with nothing_left_behind():
         watched = launch(2)
-        results = watched.futures.result(90)
+        results = watched.futures.result()
         fork_client.shutdown()
     refusals = [(watched.folder / f"refused-{rank}").read_text() for rank in range(2)]
     assert "is sharded: state['model']['0.weight'] is a DTensor of shape (4, 3)" in refusals[0]

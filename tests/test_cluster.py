@@ -13,8 +13,6 @@ from distributed import Worker
 from flytekitplugins.daskpytorch.dask import cluster
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def silent() -> Iterator[str]:
@@ -55,7 +53,7 @@ def intervals(*, dashboard: bool) -> dict[str, float]:
     def of(dask_worker: Worker) -> dict[str, float]:
         return {name: callback.callback_time for name, callback in dask_worker.periodic_callbacks.items()}
 
-    with cluster.opened(num_workers=1, start_timeout=30, dashboard=dashboard) as client:
+    with cluster.opened(num_workers=1, start_timeout=300, dashboard=dashboard) as client:
         [found] = client.run(of).values()
     return found
 

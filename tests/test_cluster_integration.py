@@ -21,8 +21,6 @@ from flytekitplugins.daskpytorch.dask import cluster as clusters
 from flytekitplugins.daskpytorch.errors import GangStartError
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
 
-pytestmark = pytest.mark.timeout(120)
-
 TASK = """
 import torch
 import torch.distributed as dist
@@ -83,7 +81,6 @@ def test_a_task_takes_its_tls_settings_from_its_environment(
         env={**os.environ, **tls, "DASK_SCHEDULER_ADDRESS": encrypted.address},
         capture_output=True,
         text=True,
-        timeout=90,
         check=False,
     )
     assert done.stdout.strip().endswith("3"), done.stdout + done.stderr
@@ -98,8 +95,8 @@ def test_a_gang_runs_for_a_client_with_a_security_of_its_own(encrypted: Cluster,
         require_encryption=True,
     )
     with Client(encrypted.address, security=security) as client:
-        client.wait_for_workers(2, timeout=60)
-        assert dispatch.run(client, add, offset=1).result(60) == [3, 3]
+        client.wait_for_workers(2)
+        assert dispatch.run(client, add, offset=1).result() == [3, 3]
 
 
 def test_a_scheduler_that_wants_tls_does_not_take_a_stranger(encrypted: Cluster) -> None:
@@ -116,7 +113,7 @@ def test_a_scheduler_that_falls_silent_while_workers_are_waited_for_is_named(
 
         def wait() -> None:
             try:
-                with clusters.opened(num_workers=1, start_timeout=4):
+                with clusters.opened(num_workers=1, start_timeout=8):
                     pass
             except GangStartError as error:
                 failures.append(error)
@@ -126,7 +123,7 @@ def test_a_scheduler_that_falls_silent_while_workers_are_waited_for_is_named(
         until(lambda: "0 of 1 Dask workers are here" in capfd.readouterr().err, "the wait to begin")
         cluster.scheduler.send_signal(signal.SIGSTOP)
         try:
-            waiting.join(60)
+            waiting.join()
         finally:
             cluster.scheduler.send_signal(signal.SIGCONT)
     assert f"{cluster.address} is connected, but did not say within" in str(failures[0])

@@ -284,7 +284,6 @@ SLOW = {"torch", "distributed", "dask", "optuna", "flytekit", "wandb"}
         ("from flytekitplugins.daskpytorch.rank import main", set()),
     ],
 )
-@pytest.mark.timeout(30)
 def test_import_loads_what_it_needs(statement: str, allowed: set[str]) -> None:
     script = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -295,7 +294,6 @@ def test_import_loads_what_it_needs(statement: str, allowed: set[str]) -> None:
 
 @pytest.mark.parametrize("module", ["flytekitplugins.daskpytorch", "flytekitplugins.daskpytorch.flyte.config"])
 @pytest.mark.parametrize("name", ["DaskCluster", "DaskDDP", "SpawnDDP"])
-@pytest.mark.timeout(30)
 def test_a_task_is_of_its_type_wherever_its_config_comes_from(name: str, module: str, tmp_path: Path) -> None:
     script = f"""
 from {module} import {name}

@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch import DaskCluster, Gang, WorkerGroup, current_
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from processes import Cluster, dask_cluster, until
 
-pytestmark = pytest.mark.timeout(120)
-
 ONCE = Gang(max_restarts=0)
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 

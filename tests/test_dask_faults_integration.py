@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +19,8 @@ from distributed import Client
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, start_worker, until
-
-pytestmark = pytest.mark.timeout(120)
 
 SMALLER = Gang(min_workers=1)
 
@@ -33,7 +34,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def check_gone(*pids: int) -> None:
     """The gang may be faster than the kernel."""
-    until(lambda: not any(is_alive(pid) for pid in pids), "the old ranks to end", timeout=5)
+    until(lambda: not any(is_alive(pid) for pid in pids), "the old ranks to end")
 
 
 def gates(tmp_path: Path, *steps: int) -> None:
@@ -50,7 +51,7 @@ def test_a_killed_worker_is_waited_for_at_its_new_address(
     watched = launch(client, "wait")
     watched.wait_for("broken")
     cluster.worker_process(1).send_signal(signum)
-    assert watched.futures.result(60) == [ft.expected()] * 2
+    assert watched.futures.result() == [ft.expected()] * 2
     assert watched.starts(0) == watched.starts(1) == [0, ft.SAVED_AT]
     assert set(client.scheduler_info()["workers"]) != before
     assert any("127.0.0.3" in note and "its worker was lost" in note for note in watched.notes)
@@ -59,11 +60,11 @@ def test_a_killed_worker_is_waited_for_at_its_new_address(
 
 def test_the_fork_server_of_a_killed_worker_serves_the_next(cluster: Cluster, client: Client) -> None:
     """20: the new worker's ranks wait for no import."""
-    before = set(dispatch.run(client, os.getppid).result(60))
+    before = set(dispatch.run(client, os.getppid).result())
     old = set(client.scheduler_info()["workers"])
     cluster.kill_worker_process(1)
     until(lambda: len(new := set(client.scheduler_info()["workers"])) == 2 and new != old, "the new worker")
-    for server in dispatch.run(client, os.getppid).result(60):
+    for server in dispatch.run(client, os.getppid).result():
         assert server in before
 
 
@@ -75,41 +76,50 @@ def test_a_lost_pod_is_done_without_where_fewer_workers_are_enough(
     killed_at = time.time()
     cluster.kill_worker(1)
     first, other = watched.futures
-    assert first.result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+    assert first.result() == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
     assert isinstance(other.exception(), GangStartError)
     assert watched.formed_at[-1] - killed_at < MAX_SECONDS
     assert watched.starts(0) == [0, ft.SAVED_AT]
     check_gone(watched.broken_pid())
 
 
-@pytest.mark.slow
 def test_a_pod_that_does_not_come_back_is_an_error_that_counts(
     cluster: Cluster, client: Client, launch: ft.Launch
 ) -> None:  # 21, 30
-    watched = launch(client, "wait", gang=Gang(start_timeout=12))
+    watched = launch(client, "wait")
     watched.wait_for("broken")
+    settings = watched.futures._supervisor._request.settings
+    object.__setattr__(settings, "start_timeout", 3.0)  # not for the first start, which may take its time
     cluster.kill_worker(1)
     with pytest.raises(WorkerLostError, match=r"1 of 2 workers are left of train, 2 are needed.*\n.*was lost"):
-        watched.futures.result(60)
+        watched.futures.result()
 
 
 def deliver_and_wait(path: str) -> str:
     """Rank 1 returns at once; rank 0 when it is told to."""
-    Path(f"{path}-{current_rank().rank}").touch()
     while current_rank().is_main and not Path(path).exists():
         time.sleep(0.01)
     return f"from rank {current_rank().rank}"
 
 
-def test_what_a_rank_has_delivered_survives_its_worker(cluster: Cluster, client: Client, tmp_path: Path) -> None:  # 22
-    path = tmp_path / "go"
+def test_what_a_rank_has_delivered_survives_its_worker(
+    cluster: Cluster, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 22
+    path, delivered, take = tmp_path / "go", threading.Event(), Attempt.take
+
+    def taking(attempt: Attempt, *reports: Any) -> Any:
+        taken = take(attempt, *reports)
+        if 1 in attempt.results:
+            delivered.set()
+        return taken
+
+    monkeypatch.setattr(Attempt, "take", taking)
     futures = dispatch.run(client, deliver_and_wait, str(path))
-    until(lambda: all(Path(f"{path}-{rank}").exists() for rank in range(2)), "the ranks to start")
-    time.sleep(1.0)  # the result is a few bytes on an open connection
+    delivered.wait()
     cluster.kill_worker(1)
     time.sleep(0.5)
     path.touch()
-    assert futures.result(30) == ["from rank 0", "from rank 1"]
+    assert futures.result() == ["from rank 0", "from rank 1"]
 
 
 def test_a_worker_lost_during_rendezvous(
@@ -128,7 +138,7 @@ def test_a_worker_lost_during_rendezvous(
     futures = dispatch.run(client, slow_on_rank_1.train)
     until(marker.exists, "rank 1 to hold up the rendezvous")
     cluster.kill_worker_process(1)
-    assert futures.result(60) == ["0", "1"]
+    assert futures.result() == ["0", "1"]
 
 
 def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: ft.Launch) -> None:  # 25
@@ -140,19 +150,24 @@ def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: ft.Launch) 
     ):
         watched = launch(client, "wait", gang=SMALLER)
         watched.wait_for("broken")
+        gates(tmp_path, 5)  # which two ranks are not to pass, should they get that far
         cluster.kill_worker(1)
         time.sleep(0.1)
         cluster.kill_worker(2)
-        assert watched.futures[0].result(60) == ft.expected({1: 3, ft.SAVED_AT + 1: 1})
+        watched.open(5)
+        assert watched.futures[0].result() == ft.expected({1: 3, ft.SAVED_AT + 1: 1})
 
 
-def test_a_killed_scheduler_is_named_soon(cluster: Cluster, client: Client, launch: ft.Launch) -> None:  # 26
-    watched = launch(client, pace=2.0)
+def test_a_killed_scheduler_is_named_soon(
+    cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
+) -> None:  # 26
+    gates(tmp_path, 6)
+    watched = launch(client)
     watched.wait_for("kept-4")
     killed_at = time.time()
     cluster.scheduler.kill()
     with pytest.raises(WorkerLostError, match="scheduler was lost"):
-        watched.futures.result(60)
+        watched.futures.result()
     assert time.time() - killed_at < MAX_SECONDS
     check_gone(*watched.pids(0), *watched.pids(1))
 
@@ -160,6 +175,7 @@ def test_a_killed_scheduler_is_named_soon(cluster: Cluster, client: Client, laun
 DRIVER = """
 import sys
 from pathlib import Path
+from typing import Any
 from distributed import Client
 import fault_training
 from flytekitplugins.daskpytorch import dispatch
@@ -170,17 +186,16 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_are_gone_two_seconds_after_their_driver(cluster: Cluster, tmp_path: Path) -> None:  # 27
+def test_ranks_go_with_their_killed_driver(cluster: Cluster, tmp_path: Path) -> None:  # 27
     script, traces = tmp_path / "driver.py", tmp_path / "traces"
     script.write_text(DRIVER)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     driver = subprocess.Popen([os.sys.executable, str(script), cluster.address, str(traces)], env=env)
     until((traces / "broken").exists, "the ranks to train")
-    ranks = [psutil.Process(int((traces / f"start-{rank}").read_text().split()[1])) for rank in range(2)]
+    ranks = [int((traces / f"start-{rank}").read_text().split()[1]) for rank in range(2)]
     driver.kill()
     driver.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=2)
-    assert not alive
+    check_gone(*ranks)
 
 
 def test_a_dropped_connection_of_the_client_does_not_matter(
@@ -193,7 +208,7 @@ def test_a_dropped_connection_of_the_client_does_not_matter(
     until(lambda: client.status == "running" and client.scheduler_info()["workers"], "the client to connect again")
     time.sleep(1.0)
     watched.open(6)
-    assert watched.futures.result(60) == [ft.expected()] * 2
+    assert watched.futures.result() == [ft.expected()] * 2
     assert not watched.restarted_at
 
 
@@ -232,7 +247,7 @@ def test_dasks_memory_limits(tmp_path: Path, launch: ft.Launch) -> None:  # 29
         client.submit(hold_memory, 1.2, str(tmp_path / "never"), workers=[victim], pure=False)
         until(lambda: status() == "None", "the nanny to terminate the worker")
         watched.open(6)
-        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.futures.result() == [ft.expected()] * 2
         assert watched.starts(0) == [0, ft.SAVED_AT]
 
 
@@ -248,15 +263,14 @@ def test_a_gang_grows_back_at_a_checkpoint_when_a_worker_comes(
     try:
         until(lambda: len(watched.futures._supervisor._agents.nodes()) == 2, "the new worker's agent")
         watched.open(7)
-        until(lambda: len(watched.starts(0)) == 3, "the gang to grow", timeout=30)
+        until(lambda: len(watched.starts(0)) == 3, "the gang to grow")
         watched.open(9)
-        assert watched.futures.result(60) == [ft.expected({1: 2, 5: 1, 9: 2})] * 2
+        assert watched.futures.result() == [ft.expected({1: 2, 5: 1, 9: 2})] * 2
         assert watched.starts(0) == [0, 4, 8]
     finally:
         end_worker()
 
 
-@pytest.mark.slow
 def test_a_worker_that_joins_a_whole_gang_is_left_in_peace(
     cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
 ) -> None:  # 31
@@ -267,7 +281,7 @@ def test_a_worker_that_joins_a_whole_gang_is_left_in_peace(
     try:
         until(lambda: len(client.scheduler_info()["workers"]) == 3, "the new worker")
         watched.open(3)
-        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.futures.result() == [ft.expected()] * 2
         assert watched.starts(0) == [0]
     finally:
         end_worker()
@@ -285,8 +299,8 @@ def test_three_gangs_on_the_same_workers(client: Client, tmp_path: Path) -> None
         doomed.wait_for("broken")
         assert doomed.futures.cancel()
         with pytest.raises(CancelledError):
-            doomed.futures.result(30)
-        assert calm.futures.result(60) == broken.futures.result(60) == [ft.expected()] * 2
+            doomed.futures.result()
+        assert calm.futures.result() == broken.futures.result() == [ft.expected()] * 2
         assert calm.starts(0) == [0]
         assert broken.starts(0) == [0, ft.SAVED_AT]
         check_gone(doomed.broken_pid())
@@ -299,7 +313,7 @@ def port_of_the_store() -> int:
 def test_the_stores_port_is_bound_when_it_is_picked(client: Client) -> None:
     """34: the driver binds port 0 and keeps it, so that nobody can take the port in between, however many gangs."""
     gangs = [dispatch.run(client, port_of_the_store) for _ in range(4)]
-    ports = [gang.result(60) for gang in gangs]
+    ports = [gang.result() for gang in gangs]
     assert all(one == other for one, other in ports)
     listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
     assert not listening & {one for one, _ in ports}  # given back with the gangs
@@ -308,7 +322,8 @@ def test_the_stores_port_is_bound_when_it_is_picked(client: Client) -> None:
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
     """A second host, as a network namespace: its name, the address on this side, and the one on the other."""
-    name, here, there = f"dp{os.getpid()}", "10.213.7.1", "10.213.7.2"
+    name = f"dp{os.getpid()}"
+    here, there = (f"10.213.{os.getpid() % 256}.{number}" for number in (1, 2))  # other runs of this have theirs
     commands = [
         f"ip netns add {name}",
         f"ip link add {name}a type veth peer name {name}b netns {name}",
@@ -329,8 +344,10 @@ def network(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-@pytest.mark.slow
-def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, launch: ft.Launch) -> None:  # 35
+def test_a_network_partition(
+    network: tuple[str, str, str], tmp_path: Path, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 35
+    monkeypatch.setattr(agents, "MAX_SILENCE", 6.0)
     name, here, there = network
     with (
         nothing_left_behind(),
@@ -346,21 +363,21 @@ def test_a_network_partition(network: tuple[str, str, str], tmp_path: Path, laun
         watched.wait_for("broken")
         subprocess.run(["ip", "link", "set", f"{name}a", "down"], check=True)
         cut_at = time.time()
-        assert watched.futures[0].result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+        assert watched.futures[0].result() == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
         assert watched.formed_at[-1] - cut_at < agents.MAX_SILENCE + MAX_SECONDS
-        until(lambda: not is_alive(watched.broken_pid()), "the rank beyond the partition to end", timeout=30)
+        until(lambda: not is_alive(watched.broken_pid()), "the rank beyond the partition to end")
 
 
 def test_a_suspended_worker_is_given_up_and_may_not_write(
     cluster: Cluster, client: Client, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 16, 35
-    monkeypatch.setattr(agents, "MAX_SILENCE", 4.0)
+    monkeypatch.setattr(agents, "MAX_SILENCE", 6.0)
     watched = launch(client, "wait", at_rank=0, gang=SMALLER)
     watched.wait_for("broken")
     suspended = cluster.worker_process(0)
     suspended.suspend()
     try:
-        assert watched.futures[0].result(60) == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+        assert watched.futures[0].result() == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
     finally:
         suspended.resume()
     until(lambda: not is_alive(watched.broken_pid()), "the old rank to end")

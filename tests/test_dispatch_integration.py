@@ -7,10 +7,8 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 import weakref
@@ -35,8 +33,6 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.driver import brain
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, until
-
-pytestmark = pytest.mark.timeout(120)
 
 ONCE = Gang(max_restarts=0)
 """For tests of how a gang ends; see test_faults_integration.py for how it starts again."""
@@ -88,10 +84,7 @@ def meet(own: str, other: str) -> float:
     import torch.distributed as dist
 
     Path(own + str(current_rank().rank)).touch()
-    deadline = time.monotonic() + 60
-    while not all(Path(other + str(rank)).exists() for rank in range(2)):
-        assert time.monotonic() < deadline, "the other gang did not start"
-        time.sleep(0.01)
+    until(lambda: all(Path(other + str(rank)).exists() for rank in range(2)), "the other gang to start")
     total = torch.tensor(float(len(own)))
     dist.all_reduce(total)
     return total.item()
@@ -207,21 +200,21 @@ class _Squares:
 def test_positional_arguments_results_in_rank_order_and_an_all_reduce(client: Client) -> None:
     futures = dispatch.run(client, weighted_sum, 5, x=1)
     assert len(futures) == 2
-    assert futures.result(60) == [(0, 56.0), (1, 56.0)]
+    assert futures.result() == [(0, 56.0), (1, 56.0)]
     assert [future.result() for future in futures] == [(0, 56.0), (1, 56.0)]
     assert futures.exception() is None
 
 
 def test_two_identical_calls_train_twice(client: Client, tmp_path: Path) -> None:
     path = str(tmp_path / "calls")
-    first = dispatch.run(client, count_call, path).result(60)
-    second = dispatch.run(client, count_call, path).result(60)
+    first = dispatch.run(client, count_call, path).result()
+    second = dispatch.run(client, count_call, path).result()
     assert sorted(Path(path).read_text().split()) == ["0", "0", "1", "1"]
     assert not set(first) & set(second)
 
 
 def test_ranks_see_the_variables_of_plain_pytorch(client: Client) -> None:
-    first, second = dispatch.run(client, environment_of_rank, pass_local_rank=True).result(60)
+    first, second = dispatch.run(client, environment_of_rank, pass_local_rank=True).result()
     assert [first[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["0", "0", "2", "1"]
     assert [second["RANK"], second["GROUP_RANK"], second["argument"]] == ["1", "1", "0"]
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
@@ -229,7 +222,7 @@ def test_ranks_see_the_variables_of_plain_pytorch(client: Client) -> None:
 
 
 def test_several_ranks_per_worker(client: Client) -> None:
-    results = dispatch.run(client, weighted_sum, 1, gang=Gang(ranks_per_worker=2)).result(60)
+    results = dispatch.run(client, weighted_sum, 1, gang=Gang(ranks_per_worker=2)).result()
     assert results == [(rank, 1111.0) for rank in range(4)]
 
 
@@ -237,36 +230,36 @@ def test_a_gang_runs_beside_another_on_one_cluster(client: Client, tmp_path: Pat
     own, other = str(tmp_path / "a"), str(tmp_path / "another")
     one = dispatch.run(client, meet, own, other)
     two = dispatch.run(client, meet, other, own)
-    assert one.result(60) == [2.0 * len(own)] * 2
-    assert two.result(60) == [2.0 * len(other)] * 2
+    assert one.result() == [2.0 * len(own)] * 2
+    assert two.result() == [2.0 * len(other)] * 2
 
 
 def test_a_gang_leaves_no_connection_open(client: Client) -> None:
-    assert dispatch.run(client, os.getpid).result(60)
+    assert dispatch.run(client, os.getpid).result()
     gc.collect()
     gc.disable()  # a large gang's connections must not wait for it
     try:
         num_open = num_open_files()
-        assert dispatch.run(client, os.getpid).result(60)
-        until(lambda: num_open_files() <= num_open, "the gang's connections to be closed", 10)
+        assert dispatch.run(client, os.getpid).result()
+        until(lambda: num_open_files() <= num_open, "the gang's connections to be closed")
     finally:
         gc.enable()
 
 
 def test_closures_travel_by_value(client: Client) -> None:
     number = 41
-    assert dispatch.run(client, lambda: number + current_rank().world_size).result(60) == [43, 43]
+    assert dispatch.run(client, lambda: number + current_rank().world_size).result() == [43, 43]
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_data_loader_workers_in_a_rank(client: Client, start_method: str) -> None:
-    assert dispatch.run(client, load_in_workers, start_method).result(100) == [285.0, 285.0]
+    assert dispatch.run(client, load_in_workers, start_method).result() == [285.0, 285.0]
 
 
 @pytest.mark.parametrize("how", ["own exception", "closes its group first", "deaf survivor"])
 def test_the_failing_ranks_own_exception_is_raised(client: Client, how: str) -> None:
     with pytest.raises(SimpleError, match="the batch is spoilt") as caught:
-        dispatch.run(client, fail_on_rank_1, how, gang=ONCE).result(60)
+        dispatch.run(client, fail_on_rank_1, how, gang=ONCE).result()
     blamed = caught.value.__cause__
     assert isinstance(blamed, GangError)
     assert blamed.rank == 1
@@ -278,7 +271,7 @@ def test_the_failing_ranks_own_exception_is_raised(client: Client, how: str) -> 
 
 def test_an_exception_with_a_demanding_init_keeps_its_type(client: Client) -> None:
     with pytest.raises(NeedsTwoError, match="code 7"):
-        dispatch.run(client, fail_on_rank_1, "exception with a demanding __init__", gang=ONCE).result(60)
+        dispatch.run(client, fail_on_rank_1, "exception with a demanding __init__", gang=ONCE).result()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +285,7 @@ def test_an_exception_with_a_demanding_init_keeps_its_type(client: Client) -> No
 )
 def test_other_ends_of_a_rank_are_named(client: Client, how: str, cause: str) -> None:
     with pytest.raises(GangError, match=cause) as caught:
-        dispatch.run(client, fail_on_rank_1, how, gang=ONCE).result(60)
+        dispatch.run(client, fail_on_rank_1, how, gang=ONCE).result()
     assert caught.value.rank == 1
     assert not isinstance(caught.value, WorkerLostError)
     if how == "crash":
@@ -302,7 +295,7 @@ def test_other_ends_of_a_rank_are_named(client: Client, how: str, cause: str) ->
 def test_a_result_that_cannot_be_sent_ends_the_gang_at_once(client: Client, tmp_path: Path) -> None:
     path = tmp_path / "runs"
     with pytest.raises(TypeError, match="returned a lock that cannot be pickled") as caught:
-        dispatch.run(client, return_a_lock, str(path)).result(60)
+        dispatch.run(client, return_a_lock, str(path)).result()
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__cause__.rank == 1
     assert sorted(path.read_text().split()) == ["0", "1"]
@@ -310,7 +303,7 @@ def test_a_result_that_cannot_be_sent_ends_the_gang_at_once(client: Client, tmp_
 
 def test_a_killed_rank_counts_as_infrastructure(client: Client) -> None:
     with pytest.raises(WorkerLostError, match="SIGKILL") as caught:
-        dispatch.run(client, fail_on_rank_1, "killed", gang=ONCE).result(60)
+        dispatch.run(client, fail_on_rank_1, "killed", gang=ONCE).result()
     assert caught.value.rank == 1
 
 
@@ -320,7 +313,7 @@ def test_cancel_ends_all_ranks(client: Client, tmp_path: Path) -> None:
     until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
     assert futures.cancel()
     with pytest.raises(CancelledError):
-        futures.result(30)
+        futures.result()
     assert not futures.cancel()
 
 
@@ -331,17 +324,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts(client: Client) 
 
 def test_nccl_without_gpus_is_refused(client: Client) -> None:
     with pytest.raises(ValueError, match=r"no GPU for rank 0 on .*127\.0\.0\.2.*, rank 1"):
-        dispatch.run(client, weighted_sum, 5, backend="nccl").result(60)
-
-
-def test_a_lost_worker_ends_the_gang(tmp_path: Path) -> None:
-    started = str(tmp_path / "rank")
-    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, train_for_ever, started, gang=ONCE)
-        until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
-        cluster.kill_worker(1)
-        with pytest.raises(WorkerLostError, match="its worker was lost"):
-            futures.result(30)
+        dispatch.run(client, weighted_sum, 5, backend="nccl").result()
 
 
 def test_a_client_that_has_closed_itself_is_a_lost_scheduler(cluster: Cluster) -> None:
@@ -357,7 +340,7 @@ def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: 
         futures = dispatch.run(client, lose_a_worker, str(tmp_path), gang=Gang(min_workers=1))
         until(lambda: all((tmp_path / f"started-2-{rank}").exists() for rank in "01"), "the ranks to start")
         cluster.kill_worker(1)
-        assert futures.result(60) == [10]
+        assert futures.result() == [10]
     assert futures.exception() is None
     assert [future.exception() is None for future in futures] == [True, False]
     with pytest.raises(GangStartError, match="there was no rank 1"):
@@ -400,10 +383,10 @@ def test_auto_is_a_rank_for_each_gpu_of_the_workers(tmp_path: Path) -> None:
     with workers_with_gpus(tmp_path, "0 1 2 3", "0 1 2 3") as client:
         futures = dispatch.run(client, place_of_rank, gang=gloo)
         assert len(futures) == 4
-        assert futures.result(60) == [(0, "0", "2"), (1, "1", "2"), (2, "2", "2"), (3, "3", "2")]
+        assert futures.result() == [(0, "0", "2"), (1, "1", "2"), (2, "2", "2"), (3, "3", "2")]
         models = dispatch.map(client, place_of_rank, ["a", "b"], gang=gloo)
-        assert {model.result(60)[2] for model in models} == {"2"}
-        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result(60)) == 2
+        assert {model.result()[2] for model in models} == {"2"}
+        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result()) == 2
 
 
 def test_auto_with_unequal_numbers_of_gpus_is_an_error(tmp_path: Path) -> None:
@@ -416,7 +399,7 @@ def test_auto_with_unequal_numbers_of_gpus_is_an_error(tmp_path: Path) -> None:
                 ValueError, match=r"not equally many: there would be 1 rank on tcp://\S+, 2 ranks on tcp://"
             ):
                 start(Gang(backend="gloo"))
-        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result(60)) == 2
+        assert len(dispatch.run(client, place_of_rank, gang=Gang(backend="gloo", ranks_per_worker=1)).result()) == 2
 
 
 def test_each_worker_is_asked_for_its_gpus_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +407,7 @@ def test_each_worker_is_asked_for_its_gpus_once(client: Client, monkeypatch: pyt
     run = client.run
     monkeypatch.setattr(client, "run", lambda *args, **kwargs: asked.append(kwargs) or run(*args, **kwargs))
     for _ in range(3):
-        assert dispatch.run(client, current_rank_number).result(60) == [0, 1]
+        assert dispatch.run(client, current_rank_number).result() == [0, 1]
     assert len(asked) == 2
 
 
@@ -445,14 +428,14 @@ def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
         worker.suspend()
         told.touch()
         with pytest.raises(SimpleError, match="told to"):
-            futures.result(30)
+            futures.result()
         worker.resume()  # now it hears that all is over, and ends its rank
         until(lambda: not rank.is_running(), "the rank of the suspended worker to end")
 
 
 def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(brain, "MAX_LEAVE_WAIT", 1.0)
-    assert dispatch.run(client, linger_at_exit).result(30) == [0, 1]
+    assert dispatch.run(client, linger_at_exit).result() == [0, 1]
 
 
 def test_a_scheduler_that_is_busy_for_a_while_is_not_lost(cluster: Cluster, client: Client) -> None:
@@ -460,7 +443,7 @@ def test_a_scheduler_that_is_busy_for_a_while_is_not_lost(cluster: Cluster, clie
     wake = threading.Timer(2 * dask_agents.LOOK_TIMEOUT, cluster.scheduler.send_signal, [signal.SIGCONT])
     wake.start()
     try:
-        assert dispatch.run(client, weighted_sum, 1).result(60) == [(0, 11), (1, 11)]
+        assert dispatch.run(client, weighted_sum, 1).result() == [(0, 11), (1, 11)]
     finally:
         wake.join()
 
@@ -477,45 +460,6 @@ def test_a_scheduler_that_says_nothing_is_named(
         cluster.scheduler.send_signal(signal.SIGCONT)
 
 
-def test_a_lost_scheduler_ends_the_gang(tmp_path: Path) -> None:
-    started = str(tmp_path / "rank")
-    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, train_for_ever, started, gang=ONCE)
-        until(lambda: all(Path(started + rank).exists() for rank in "01"), "the ranks to start")
-        cluster.scheduler.kill()
-        with pytest.raises(WorkerLostError):
-            futures.result(60)
-
-
-def test_ranks_die_with_a_killed_driver(cluster: Cluster, tmp_path: Path) -> None:
-    started = tmp_path / "rank"
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, time
-        from pathlib import Path
-        from distributed import Client, LocalCluster
-        from flytekitplugins.daskpytorch import current_rank, dispatch
-
-        def train():
-            Path({str(started)!r} + str(current_rank().rank)).write_text(str(os.getpid()))
-            time.sleep(600)
-
-        if __name__ == "__main__":
-            with Client({cluster.address!r}) as client:
-                dispatch.run(client, train).result()
-        """)
-    )
-    driver = subprocess.Popen([sys.executable, str(script)])
-    files = [Path(f"{started}{rank}") for rank in range(2)]
-    until(lambda: all(file.exists() and file.read_text() for file in files), "the ranks to start")
-    ranks = [psutil.Process(int(file.read_text())) for file in files]
-    driver.kill()
-    driver.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
-    assert not alive
-
-
 def test_workers_with_another_torch_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "site" / "torch-0.0.1.dist-info"
     other.mkdir(parents=True)
@@ -526,7 +470,7 @@ def test_workers_with_another_torch_are_refused(tmp_path: Path) -> None:
         Client(cluster.address) as client,
         pytest.raises(ValueError, match=r"has torch 0\.0\.1, this process"),
     ):
-        dispatch.run(client, weighted_sum, 5).result(60)
+        dispatch.run(client, weighted_sum, 5).result()
 
 
 def test_a_cluster_without_workers_is_an_error(tmp_path: Path) -> None:
@@ -538,21 +482,11 @@ def test_a_cluster_without_workers_is_an_error(tmp_path: Path) -> None:
         dispatch.run(client, weighted_sum, 5)
 
 
-def test_a_busy_worker_is_named_when_the_start_time_out_ends(tmp_path: Path) -> None:
-    with dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        workers = sorted(client.scheduler_info()["workers"])
-        blocker = client.submit(time.sleep, 600, workers=[workers[1]], pure=False)
-        until(lambda: client.processing()[workers[1]], "the worker to be busy")
-        with pytest.raises(GangStartError, match="only 1 of 2 workers"):
-            dispatch.run(client, weighted_sum, 5, gang=Gang(start_timeout=8)).result(60)
-        blocker.cancel(force=True)
-
-
 def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
     from flytekitplugins.daskpytorch.dask import cluster as clusters
 
-    with nothing_left_behind() as mark, clusters.opened(num_workers=2, start_timeout=60) as client:
-        assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
+    with nothing_left_behind() as mark, clusters.opened(num_workers=2) as client:
+        assert dispatch.run(client, weighted_sum, 5, x=1).result() == [(0, 56.0), (1, 56.0)]
         assert marked(mark)
 
 
@@ -593,7 +527,7 @@ def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
         servers = [child for index in range(2) for child in cluster.worker_process(index).children()]
         assert len(servers) == 2
         until(lambda: all(map(imports_torch, servers)), "the fork servers to be ready before any gang")
-        assert {pid for _, pid in dispatch.run(client, what_the_fork_server_has_imported).result(60)} == {
+        assert {pid for _, pid in dispatch.run(client, what_the_fork_server_has_imported).result()} == {
             server.pid for server in servers
         }
 
@@ -606,17 +540,17 @@ def memory_settings() -> tuple[str | None, bool]:
 
 def test_ranks_do_not_inherit_the_nannys_settings_of_the_allocator(client: Client) -> None:
     assert client.submit(lambda: "MALLOC_TRIM_THRESHOLD_" in os.environ, pure=False).result()
-    assert dispatch.run(client, memory_settings).result(60) == [(None, False)] * 2
+    assert dispatch.run(client, memory_settings).result() == [(None, False)] * 2
 
 
 @pytest.mark.slow
 def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Path) -> None:
     from flytekitplugins.daskpytorch.dask import cluster as clusters
 
-    with nothing_left_behind(), clusters.opened(num_workers=2, start_timeout=60) as client:
-        (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result(60)
+    with nothing_left_behind(), clusters.opened(num_workers=2) as client:
+        (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result()
         assert not first
-        until(lambda: dispatch.run(client, what_the_fork_server_has_imported).result(60)[0][0], "its imports")
-        assert dispatch.run(client, num_inherited_folders).result(60) == [0, 0]
+        until(lambda: dispatch.run(client, what_the_fork_server_has_imported).result()[0][0], "its imports")
+        assert dispatch.run(client, num_inherited_folders).result() == [0, 0]
         os.kill(server, signal.SIGKILL)  # the next gang has a new one
-        assert dispatch.run(client, weighted_sum, 5, x=1).result(60) == [(0, 56.0), (1, 56.0)]
+        assert dispatch.run(client, weighted_sum, 5, x=1).result() == [(0, 56.0), (1, 56.0)]

@@ -68,7 +68,6 @@ def test_what_does_not_fit_is_said(function: object, returned: object, said: str
         outputs(function, returned)
 
 
-@pytest.mark.timeout(60)
 def test_no_import_is_left_for_two_threads_to_race_for() -> None:
     """As in a rank, which imports torch first."""
     script = """

@@ -42,10 +42,6 @@ from test_task_integration import (
 )
 from wandb_file import read_run
 
-pytestmark = pytest.mark.timeout(150)
-
-MAX_ATTEMPT_SECONDS = 75.0
-"""A whole attempt, the start of the container's command included."""
 RUN_ID = "f3a-n0"
 """Of Weights & Biases: the execution and the node, whatever the attempt."""
 
@@ -155,9 +151,9 @@ class Execution:
 
         def meddle(process: subprocess.Popen[bytes]) -> None:
             dying = [self.traces / f"dying-{number}-{rank}" for rank in range(2)]
-            until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch", 40)
-            until(lambda: epoch in self.mirrored(number) or process.poll() is not None, "the stored checkpoint", 20)
-            until(lambda: len(self.runs()) >= num_runs or process.poll() is not None, "Weights & Biases", 20)
+            until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch")
+            until(lambda: epoch in self.mirrored(number) or process.poll() is not None, "the stored checkpoint")
+            until(lambda: len(self.runs()) >= num_runs or process.poll() is not None, "Weights & Biases")
             if act is not None:
                 act(process)
             else:
@@ -173,7 +169,7 @@ def execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Iterator[
     yield begun
     pids = [int(line) for line in begun.lines("pids")]
     assert pids
-    until(lambda: not any(is_alive(pid) for pid in pids), "the ranks to be gone", 5)
+    until(lambda: not any(is_alive(pid) for pid in pids), "the ranks to be gone")
 
 
 def _execution(cluster: Cluster, wandb_folder: Path, tmp_path: Path) -> Execution:
@@ -203,7 +199,7 @@ def signal_after(execution: Execution, epochs: int, target: Callable[[subprocess
     """To meddle with the first attempt: SIGTERM once rank 1 has been through some epochs."""
 
     def meddle(process: subprocess.Popen[bytes]) -> None:
-        until(lambda: len(execution.lines("epochs-0-1")) >= epochs or process.poll() is not None, "the training", 40)
+        until(lambda: len(execution.lines("epochs-0-1")) >= epochs or process.poll() is not None, "the training")
         target(process).send_signal(signal.SIGTERM)
 
     return meddle
@@ -226,7 +222,7 @@ def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:
         execution = _execution(cluster, wandb_folder, tmp_path)
         meddle = signal_after(execution, 3, lambda _: cluster.workers[1])
         attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
-        cluster.workers[1].wait(MAX_SECONDS)
+        cluster.workers[1].wait()
     check_stopped(execution, attempt, "was told to end")
     assert "tcp://127.0.0.3" in attempt.error.message
     assert attempt.seconds < MAX_SECONDS
@@ -237,7 +233,7 @@ def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: P
         execution = _execution(cluster, wandb_folder, tmp_path)
 
         def meddle(driver: subprocess.Popen[bytes]) -> None:
-            until(lambda: len(execution.lines("epochs-0-1")) >= 3 or driver.poll() is not None, "the training", 40)
+            until(lambda: len(execution.lines("epochs-0-1")) >= 3 or driver.poll() is not None, "the training")
             for pod in (psutil.Process(process.pid) for process in (driver, *cluster.workers)):
                 for process in [*pod.children(recursive=True), pod]:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -245,7 +241,7 @@ def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: P
 
         attempt = execution.attempt(0, **LONG, meddle=meddle, env={"WANDB_MODE": "disabled"})
         for worker in cluster.workers:
-            worker.wait(MAX_SECONDS)
+            worker.wait()
     check_stopped(execution, attempt, "was told to end")
 
 
@@ -260,7 +256,7 @@ def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) ->
         watched.wait_for("start-1")
         signalled_at = time.time()
         cluster.workers[1].send_signal(signal.SIGTERM)
-        value = watched.futures[0].result(60)
+        value = watched.futures[0].result()
     stopped = watched.stopped_at()
     assert len(stopped) == 2
     assert stopped[0] == stopped[1] < ft.STEPS
@@ -275,7 +271,7 @@ def test_42_the_same_error_twice_in_a_gang(client: Client, tmp_path: Path) -> No
     with ft.watching(tmp_path / "traces") as launch:
         watched = launch(client, "raise", always=True)
         began_at = time.monotonic()
-        error = watched.futures.exception(60)
+        error = watched.futures.exception()
     assert time.monotonic() - began_at < MAX_SECONDS
     assert type(error).__name__ == "SpoiltError"
     assert str(error) == "the batch is spoilt"
@@ -309,7 +305,6 @@ def test_43_weights_and_biases_is_down(execution: Execution) -> None:
     assert "The run is recorded offline" in attempt.output
 
 
-@pytest.mark.slow
 def test_attempts_go_on_from_each_other(execution: Execution) -> None:
     """The first attempt's own process is killed, and leaves no error.pb; of the second one the ranks, all at once.
 
@@ -345,7 +340,7 @@ def test_55_calls_find_their_checkpoints_in_another_process(
 
     def fail_once_stored(process: subprocess.Popen[bytes]) -> None:
         stored = tmp_path / "run" / "attempt-0" / "checkpoint" / "daskpytorch"
-        until(lambda: len(list(stored.glob(f"*/{MANIFEST}"))) == 3 or process.poll() is not None, "checkpoints", 60)
+        until(lambda: len(list(stored.glob(f"*/{MANIFEST}"))) == 3 or process.poll() is not None, "checkpoints")
         (execution.traces / "fail").touch()
 
     with nothing_left_behind():
@@ -386,12 +381,7 @@ def store(folder: Path, epochs: list[int]) -> Path:
 
 @pytest.mark.parametrize(
     ("damage", "resumes_at"),
-    [
-        ("nothing there", 0),
-        ("torn file", 2),
-        pytest.param("empty folder", 0, marks=pytest.mark.slow),  # in test_mirror.py, too
-        pytest.param("torn files", 0, marks=pytest.mark.slow),
-    ],
+    [("nothing there", 0), ("torn file", 2)],
 )
 def test_what_the_attempt_before_left_may_be_damaged(
     execution: Execution, tmp_path: Path, damage: str, resumes_at: int
@@ -399,16 +389,11 @@ def test_what_the_attempt_before_left_may_be_damaged(
     """See test_mirror.py for the other ways."""
     previous = tmp_path / "previous"
     own = store(previous, [2, 3])
-    match damage:
-        case "nothing there":
-            shutil.rmtree(previous)
-        case "empty folder":
-            shutil.rmtree(own)
-            own.mkdir()
-        case "torn files" | "torn file":
-            for path in own.glob("step-3-*" if damage == "torn file" else "*"):
-                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if damage == "nothing there":
+        shutil.rmtree(previous)
+    else:
+        [path] = own.glob("step-3-*")
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     attempt = execution.attempt(1, epochs=4, previous=str(previous), env={"WANDB_MODE": "disabled"})
     assert result(attempt) == expected(4)
     assert execution.starts(1) == [resumes_at] * 2
-    assert attempt.seconds < MAX_ATTEMPT_SECONDS

@@ -11,9 +11,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,8 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
-from processes import fork_server, nothing_left_behind
-
-pytestmark = pytest.mark.timeout(60)
-
-PATIENCE = 20.0
-"""Seconds for what takes milliseconds on an idle machine."""
+from processes import fork_server as own_fork_server
+from processes import is_alive, nothing_left_behind, ranks_of, until
 
 
 class Doing:
@@ -58,9 +53,8 @@ class Rank:
     def running(cls, client: ForkServerClient, key: int, source: str) -> Rank:
         return cls(client, key, Doing(exec, textwrap.dedent(source)))
 
-    def line(self, patience: float = PATIENCE) -> str:
+    def line(self) -> str:
         """The next line it writes."""
-        assert wait([self.output], patience), "the rank wrote nothing"
         return self.output.readline().decode().rstrip()
 
 
@@ -85,35 +79,14 @@ def client() -> Iterator[ForkServerClient]:
         yield client
 
 
-def next_exit(client: ForkServerClient) -> tuple[int, int]:
-    assert wait([client], PATIENCE), "no rank ended"
-    return client.next_exit()
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def are_gone(pids: Iterable[int]) -> bool:
-    pids = list(pids)
-    return eventually(lambda: not any(map(is_running, pids)))
+def await_end(*pids: int) -> None:
+    until(lambda: not any(map(is_alive, pids)), "processes to end")
 
 
 def pids_of(rank: Rank) -> list[int]:
     pids = [int(pid) for pid in rank.line().split()]
     assert pids
-    assert all(map(is_running, pids))
+    assert all(map(is_alive, pids))
     return pids
 
 
@@ -123,48 +96,48 @@ def pids_of(rank: Rank) -> list[int]:
 def test_exit_code_of_each_rank_is_reported_with_its_key(client: ForkServerClient) -> None:
     for key in (3, 4, 5):
         Rank(client, key, Doing(os._exit, 10 * key))
-    assert {next_exit(client) for _ in range(3)} == {(3, 30), (4, 40), (5, 50)}
+    assert {client.next_exit() for _ in range(3)} == {(3, 30), (4, 40), (5, 50)}
 
 
 def test_rank_whose_agent_is_gone_before_its_first_message_ends_with_an_error(client: ForkServerClient) -> None:
     Rank(client, 0).channel.close()
-    assert next_exit(client) == (0, 1)
+    assert client.next_exit() == (0, 1)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGKILL, signal.SIGSEGV])
 def test_signal_that_ended_a_rank_is_reported_as_a_negative_code(client: ForkServerClient, signum: int) -> None:
     rank = Rank(client, 7)
     client.kill(7, signum)
-    assert next_exit(client) == (7, -signum)
+    assert client.next_exit() == (7, -signum)
     rank.channel.close()
 
 
 def test_rank_that_ends_itself_by_a_signal_is_reported(client: ForkServerClient) -> None:
     Rank(client, 1, Doing(os.abort))
-    assert next_exit(client) == (1, -signal.SIGABRT)
+    assert client.next_exit() == (1, -signal.SIGABRT)
 
 
 def test_kill_of_a_rank_that_has_ended_is_ignored(client: ForkServerClient) -> None:
     Rank(client, 0, Doing(os._exit, 0))
-    assert next_exit(client) == (0, 0)
+    assert client.next_exit() == (0, 0)
     client.kill(0, signal.SIGKILL)
     client.kill(99, signal.SIGKILL)
     Rank(client, 1, Doing(os._exit, 5))
-    assert next_exit(client) == (1, 5)
+    assert client.next_exit() == (1, 5)
 
 
 def test_kill_reaches_what_the_rank_started(client: ForkServerClient) -> None:
     pids = pids_of(Rank.running(client, 0, FAMILY))
     client.kill(0, signal.SIGKILL)
-    assert next_exit(client) == (0, -signal.SIGKILL)
-    assert are_gone(pids)
+    assert client.next_exit() == (0, -signal.SIGKILL)
+    await_end(*pids)
 
 
 def test_what_a_rank_leaves_behind_when_it_ends_is_killed(client: ForkServerClient) -> None:
     rank = Rank.running(client, 0, FAMILY.replace("time.sleep(600)", "os._exit(0)"))
     pids = [int(pid) for pid in rank.line().split()]
-    assert next_exit(client) == (0, 0)
-    assert are_gone(pids)
+    assert client.next_exit() == (0, 0)
+    await_end(*pids)
 
 
 def test_both_outputs_of_a_rank_go_to_its_own_pipe_line_by_line(client: ForkServerClient) -> None:
@@ -186,7 +159,7 @@ def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> 
         print(torch.cuda.is_initialized(), os.getsid(0) == os.getpid(), os.getppid())
     """
     rank = Rank.running(client, 0, source)
-    assert rank.line() == f"False True {fork_server().pid}"
+    assert rank.line() == f"False True {own_fork_server().pid}"
 
 
 def test_torchs_question_for_plugins_is_answered_from_memory(client: ForkServerClient) -> None:
@@ -209,12 +182,12 @@ def sockets_of(pid: int) -> set[str]:
 def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -> None:
     # It would hide the server's end from them.
     Rank(client, 0, Doing(os._exit, 0))
-    assert next_exit(client) == (0, 0)
-    before = sockets_of(fork_server().pid)
+    assert client.next_exit() == (0, 0)
+    before = sockets_of(own_fork_server().pid)
     with contextlib.closing(fork_client.connect()) as other:
         Rank(other, 0, Doing(os._exit, 0))
-        assert next_exit(other) == (0, 0)
-        others = sockets_of(fork_server().pid) - before
+        assert other.next_exit() == (0, 0)
+        others = sockets_of(own_fork_server().pid) - before
         [pid, _] = pids_of(Rank.running(client, 1, FAMILY))
         assert others
         assert not others & sockets_of(pid)
@@ -222,12 +195,12 @@ def test_rank_holds_no_socket_of_the_servers_clients(client: ForkServerClient) -
 
 def test_ranks_cost_the_server_no_descriptors(client: ForkServerClient) -> None:
     Rank(client, 0, Doing(os._exit, 0))
-    next_exit(client)
-    before = fork_server().num_fds()
+    client.next_exit()
+    before = own_fork_server().num_fds()
     for key in range(10):
         Rank(client, key, Doing(os._exit, 0))
-    assert {next_exit(client) for _ in range(10)} == {(key, 0) for key in range(10)}
-    assert fork_server().num_fds() == before
+    assert {client.next_exit() for _ in range(10)} == {(key, 0) for key in range(10)}
+    assert own_fork_server().num_fds() == before
 
 
 # ---- Fresh interpreters ----------------------------------------------------------------------------------------------
@@ -245,21 +218,21 @@ def test_spawned_rank_is_a_fresh_interpreter_that_dies_with_the_server() -> None
             time.sleep(600)
         """
         rank = Rank.running(client, 1, source)
-        server = fork_server()
+        server = own_fork_server()
         assert rank.line() == f"False True {server.pid}"
         assert rank.line() == "to stderr"
         [pid] = pids_of(rank)
-        assert next_exit(client) == (0, 7)
+        assert client.next_exit() == (0, 7)
         assert not sockets_of(pid) & sockets_of(server.pid)
         server.kill()
-        assert are_gone([pid])
+        await_end(pid)
         server.wait()
 
 
 def test_closing_a_client_kills_its_spawned_ranks_and_their_children() -> None:
     with contextlib.closing(fork_client.connect("spawn")) as client:
         pids = pids_of(Rank.running(client, 0, FAMILY))
-    assert are_gone(pids)
+    await_end(*pids)
 
 
 # ---- Nothing is left ------------------------------------------------------------------------------------------------
@@ -269,7 +242,7 @@ def test_closing_a_client_kills_its_ranks_and_their_children() -> None:
     client = fork_client.connect()
     pids = [pid for key in (0, 1) for pid in pids_of(Rank.running(client, key, FAMILY))]
     client.close()
-    assert are_gone(pids)
+    await_end(*pids)
 
 
 def test_closing_a_client_leaves_the_ranks_of_others_alone(client: ForkServerClient) -> None:
@@ -278,8 +251,8 @@ def test_closing_a_client_leaves_the_ranks_of_others_alone(client: ForkServerCli
     other = fork_client.connect()
     others = pids_of(Rank.running(other, 0, FAMILY))
     other.close()
-    assert are_gone(others)
-    assert all(map(is_running, pids))
+    await_end(*others)
+    assert all(map(is_alive, pids))
 
 
 def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: ForkServerClient) -> None:
@@ -287,50 +260,41 @@ def test_client_that_closes_without_hearing_of_an_exit_does_no_harm(client: Fork
     deaf = fork_client.connect()
     others = pids_of(Rank.running(deaf, 0, FAMILY))
     deaf.kill(0, signal.SIGKILL)
-    assert wait([deaf], PATIENCE)
+    wait([deaf])
     deaf.close()
-    assert are_gone(others)
+    await_end(*others)
     Rank(client, 1, Doing(os._exit, 5))
-    assert next_exit(client) == (1, 5)
-    assert all(map(is_running, pids))
+    assert client.next_exit() == (1, 5)
+    assert all(map(is_alive, pids))
 
 
 def test_stopped_rank_dies_with_its_client() -> None:
     client = fork_client.connect()
     pids = pids_of(Rank.running(client, 0, FAMILY))
     client.kill(0, signal.SIGSTOP)
-    assert eventually(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
+    until(lambda: is_stopped([psutil.Process(pids[0])]), "the rank to stop")
     client.close()
-    assert are_gone(pids)
+    await_end(*pids)
 
 
 def test_no_sigterm_ends_a_rank_but_what_it_started_and_it_dies_with_its_client() -> None:
     client = fork_client.connect()
     [pid, child] = pids_of(Rank.running(client, 0, FAMILY))
     client.kill(0, signal.SIGTERM)
-    assert are_gone([child])
+    await_end(child)
     assert not wait([client], 0.1)
     client.close()
-    assert are_gone([pid])
-
-
-def ranks_of(server: psutil.Process) -> list[psutil.Process]:
-    """Not what torch starts while it is imported, and what may end any moment."""
-    ranks = []
-    for child in server.children():
-        with contextlib.suppress(ProcessLookupError):
-            ranks += [child] if os.getsid(child.pid) == child.pid else []
-    return ranks
+    await_end(pid)
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant(start_method: str) -> None:
     fork_client.shutdown()
     with contextlib.closing(fork_client.connect(start_method)) as client:
-        server = fork_server()
+        server = own_fork_server()
         server.terminate()  # it has hardly begun
         rank = Rank(client, 0)
-        assert eventually(lambda: bool(ranks_of(server)))
+        until(lambda: ranks_of(server), "the rank")
         [process] = ranks_of(server)
         process.terminate()  # nor has this
         rank.channel.send(Doing(exec, "import os, time; print(os.getpid(), flush=True); time.sleep(600)"))
@@ -338,9 +302,9 @@ def test_sigterm_to_all_processes_ends_none_of_ours_from_their_first_instant(sta
         process.terminate()
         server.terminate()
         Rank(client, 1, Doing(os._exit, 5))
-        assert next_exit(client) == (1, 5)
-        assert is_running(process.pid)
-    assert are_gone([process.pid])
+        assert client.next_exit() == (1, 5)
+        assert is_alive(process.pid)
+    await_end(process.pid)
 
 
 def test_handlers_and_children_of_a_ranks_code_heed_sigterm_as_everywhere(client: ForkServerClient) -> None:
@@ -365,6 +329,13 @@ def test_handlers_and_children_of_a_ranks_code_heed_sigterm_as_everywhere(client
     assert rank.line() == "heard"
 
 
+def is_stopped(processes: list[psutil.Process]) -> bool:
+    """Whether one of them is; any other may end any moment."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(process.status() == psutil.STATUS_STOPPED for process in processes)
+    return False
+
+
 OWNER = """
     import json, os, sys, time
     from multiprocessing.connection import Pipe
@@ -386,30 +357,29 @@ def test_killing_the_owner_leaves_no_rank_and_no_server() -> None:
     try:
         assert owner.stdout is not None
         server = psutil.Process(json.loads(owner.stdout.readline())["server"])
-        assert eventually(lambda: len(server.children()) == 2)
+        until(lambda: is_stopped(server.children()), "the second rank to stop")
         ranks = server.children()
-        assert eventually(lambda: ranks[1].status() == psutil.STATUS_STOPPED)
+        assert len(ranks) == 2
     finally:
         owner.kill()
         owner.wait()
         owner.stdout.close()
-    assert are_gone([server.pid, *(rank.pid for rank in ranks)])
+    await_end(server.pid, *(rank.pid for rank in ranks))
 
 
 def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(client: ForkServerClient) -> None:
     rank = Rank.running(client, 0, "import os, time; print(os.getpid()); time.sleep(600)")
     pids = pids_of(rank)
-    first = fork_server()
+    first = own_fork_server()
     first.kill()
-    assert wait([client], PATIENCE)
     with pytest.raises(fork_client.ForkServerLostError):
         client.next_exit()
-    assert are_gone(pids)
+    await_end(*pids)
     first.wait()
     with contextlib.closing(fork_client.connect()) as again:
-        assert fork_server().pid != first.pid
+        assert own_fork_server().pid != first.pid
         Rank(again, 0, Doing(os._exit, 5))
-        assert next_exit(again) == (0, 5)
+        assert again.next_exit() == (0, 5)
 
 
 IMPORTING = """
@@ -444,23 +414,23 @@ def test_while_more_is_imported_exits_are_heard_and_new_ranks_wait(tmp_path: Pat
             source = "import sys; print('imported' in sys.modules); sys.stdin.read()"
             first = Rank.running(client, 0, "import time; print('runs'); time.sleep(600)")
             assert first.line() == "runs"
-            assert eventually(started.exists)
+            until(started.exists, "more imports")
             client.kill(0, signal.SIGKILL)
-            assert next_exit(client) == (0, -signal.SIGKILL)
+            assert client.next_exit() == (0, -signal.SIGKILL)
             second = Rank.running(client, 1, source)
             assert not wait([second.output], 0.5)
             go.touch()
             assert second.line() == "True"
         control.close()
-        assert server.wait(PATIENCE) == 0
+        assert server.wait() == 0
 
 
 def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:
     pids = pids_of(Rank.running(client, 0, FAMILY))
-    server = fork_server()
+    server = own_fork_server()
     fork_client.shutdown()
-    assert not is_running(server.pid)
-    assert are_gone(pids)
+    assert not is_alive(server.pid)
+    await_end(*pids)
 
 
 # ---- A server that survives its owner -------------------------------------------------------------------------------
@@ -528,8 +498,8 @@ def test_the_server_survives_a_killed_owner_and_serves_the_next(nanny: Nanny) ->
     os.kill(worker, signal.SIGKILL)
     next_owner, second_rank, same = nanny.worker()
     assert same == server
-    assert are_gone([rank])
-    assert is_running(second_rank)
+    await_end(rank)
+    assert is_alive(second_rank)
     os.kill(next_owner, signal.SIGKILL)  # and once more
     assert nanny.worker()[2] == server
 
@@ -537,15 +507,15 @@ def test_the_server_survives_a_killed_owner_and_serves_the_next(nanny: Nanny) ->
 def test_the_server_ends_with_its_owners_parent(nanny: Nanny) -> None:
     worker, rank, server = nanny.worker()
     os.kill(worker, signal.SIGKILL)
-    assert are_gone([rank])
-    assert is_running(server)
+    await_end(rank)
+    assert is_alive(server)
     nanny.end()
-    assert are_gone([server])
+    await_end(server)
 
 
 def test_the_server_ends_with_an_owner_that_ends_in_good_order(nanny: Nanny) -> None:
     _, rank, server = nanny.worker(what="leaves")
-    assert are_gone([rank, server])
+    await_end(rank, server)
 
 
 def test_only_the_heir_finds_the_server(nanny: Nanny) -> None:
@@ -568,7 +538,7 @@ def test_without_an_heir_the_server_ends_in_time() -> None:
         theirs.close()
         with contextlib.closing(control), pytest.raises(subprocess.TimeoutExpired):
             server.wait(1)
-        assert server.wait(PATIENCE) == 0
+        assert server.wait() == 0
 
 
 STRANGER = """
@@ -604,7 +574,7 @@ def test_another_user_neither_gets_the_server_nor_takes_its_place(nanny: Nanny) 
         assert said == "listens"
         worker, _, server = nanny.worker()  # one of its own, without heirs
         os.kill(worker, signal.SIGKILL)
-        assert are_gone([server])
+        await_end(server)
     worker, _, server = nanny.worker()
     with stranger(nanny, "connects") as said:
         assert said == "b''"

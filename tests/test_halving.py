@@ -229,7 +229,6 @@ def test_ended_models_still_count() -> None:
     assert models.said == []
 
 
-@pytest.mark.timeout(60)
 def test_many_threads_at_once() -> None:
     models = Models(EarlyStopping(metric="loss", reduction_factor=3), num_models=12)
     trained = [0] * 12
@@ -314,7 +313,6 @@ def test_without_optuna_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch.map(Client.__new__(Client), len, [1], stop_early=LOSS)  # it is not asked for anything
 
 
-@pytest.mark.timeout(60)
 def test_optuna_is_imported_only_when_it_is_asked_for() -> None:
     script = "import sys, flytekitplugins.daskpytorch.sweep.models; print('optuna' in sys.modules)"
     assert (

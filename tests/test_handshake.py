@@ -25,8 +25,6 @@ from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Lines
 from processes import num_open_files
 
-pytestmark = pytest.mark.timeout(60)
-
 TOKEN = b"t" * 32
 
 
@@ -64,11 +62,11 @@ def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
 
 
 def connected(listener: Listener) -> socket.socket:
-    return socket.create_connection(listener.address, timeout=20)
+    return socket.create_connection(listener.address)
 
 
 def heard(events: queue.SimpleQueue[Event]) -> Any:
-    event = events.get(timeout=20)
+    event = events.get()
     assert isinstance(event, Said)
     return event.message
 
@@ -112,7 +110,7 @@ def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queu
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
         assert heard(events) == Heartbeat()
-    assert isinstance(events.get(timeout=20), Gone)
+    assert isinstance(events.get(), Gone)
 
 
 def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
@@ -126,7 +124,7 @@ def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
         sent.append(take(ours, handshake.ANSWER_SIZE))
         sent.append(handshake.prove(TOKEN, *sent))
         ours.sendall(framed(sent[2]))
-        agents.join(20)
+        agents.join()
         met[0].send("hello")
         assert Connection(ours).recv() == "hello"
         met[0].close()
@@ -158,8 +156,10 @@ def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events
 def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
     listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "PATIENCE", 0.3)
-    stranger = connected(listener)
+    with monkeypatch.context() as patched:
+        patched.setattr(ear, "PATIENCE", 0.3)
+        stranger = connected(listener)
+        take(stranger, 40)  # his time has begun; the agent has its own
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
         assert heard(events) == Heartbeat()
@@ -206,14 +206,15 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
     listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ear, "MAX_STRANGERS", 4)
-    monkeypatch.setattr(ear, "PATIENCE", 0.5)
     files = num_open_files()
-    strangers = [connected(listener) for _ in range(20)]
     most = 0
-    for each in strangers:
-        with contextlib.suppress(ConnectionError):
-            each.recv(40)  # his turn comes when others have been sent away
-        most = max(most, num_open_files() - files - len(strangers))
+    with monkeypatch.context() as patched:
+        patched.setattr(ear, "PATIENCE", 0.5)
+        strangers = [connected(listener) for _ in range(20)]
+        for each in strangers:
+            with contextlib.suppress(ConnectionError):
+                each.recv(40)  # his turn comes when others have been sent away
+            most = max(most, num_open_files() - files - len(strangers))
     assert most <= 4
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
@@ -232,7 +233,7 @@ def test_many_agents_that_call_at_once_all_get_in(
     for each in reversed(agents):  # some of those who wait answer at once, while the first say nothing yet
         each.start()
     for each in agents:
-        each.join(20)
+        each.join()
     for rank, connection in enumerate(met):
         connection.send(Lines(rank, []))
     assert {heard(events).rank for _ in calls} == set(range(60))
@@ -253,7 +254,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> No
     address, thread = impostor(play)
     with pytest.raises(ConnectionError, match=r"took for the driver, is not its gang's .*another process its port\?"):
         agent.dial(order(address))
-    thread.join(20)
+    thread.join()
 
 
 def test_an_agent_survives_one_who_begins_with_something_else(bomb: Bomb) -> None:
@@ -266,7 +267,7 @@ def test_an_agent_survives_one_who_begins_with_something_else(bomb: Bomb) -> Non
     address, thread = impostor(play)
     with pytest.raises(ConnectionError, match="is not its gang's"):
         agent.dial(order(address))
-    thread.join(20)
+    thread.join()
 
 
 def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
@@ -294,5 +295,5 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
     for each in agents:
         each.start()
     for each in (*agents, thread):
-        each.join(20)
+        each.join()
     assert refused.qsize() == 2

@@ -180,5 +180,5 @@ def test_a_too_large_picture_takes_no_memory(tmp_path: Path) -> None:
     for kind, body in LARGE.items():
         (tmp_path / kind).write_bytes(body)
     command = [sys.executable, "-c", PEAK, *(str(tmp_path / kind) for kind in LARGE)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 30  # MiB; one of them decoded takes more than 500

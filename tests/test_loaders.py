@@ -12,8 +12,6 @@ from flytekitplugins.daskpytorch.node import fork_client
 from processes import fork_server, nothing_left_behind
 from test_forkserver import Rank, next_exit
 
-pytestmark = pytest.mark.timeout(120)
-
 LOADING = """
     import multiprocessing, os, time
     from torch.utils.data import DataLoader

@@ -19,8 +19,6 @@ from distributed import Client
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, current_rank, dispatch, results
 from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
 
-pytestmark = pytest.mark.timeout(120)
-
 NUM_WORKERS = 4
 
 
@@ -82,7 +80,7 @@ def test_results_come_in_the_order_of_the_experiments(client: Client) -> None:
     futures = dispatch.map(client, reduced, experiments, workers=lambda experiment: experiment[1])
     sums = {1: 1, 2: 11, 4: 1111}
     expected = [(value, size, value * float(sums[size])) for value, size in experiments]
-    assert futures.result(60) == expected
+    assert futures.result() == expected
     assert [future.result() for future in futures] == expected
     assert sorted(future.result() for future in futures.as_completed(1)) == sorted(expected)
     assert futures.done()
@@ -103,7 +101,7 @@ def test_as_they_are_completed(client: Client, tmp_path: Path) -> None:
 def test_a_failed_experiment_fails_alone_with_its_own_error(client: Client) -> None:
     futures = dispatch.map(client, raise_if_odd, range(6), gang=Gang(max_restarts=0))
     with pytest.raises(LookupError, match="1 is odd") as caught:
-        futures.result(60)
+        futures.result()
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__notes__ == ["in experiment 1 of 6"]
     assert [future.result() for future in futures if future.exception() is None] == [0, 2, 4]
@@ -118,10 +116,10 @@ def test_33_one_of_many_is_cancelled(client: Client, tmp_path: Path) -> None:
     assert futures[5].cancelled()
     assert futures[1].cancel()  # it trains
     with pytest.raises(CancelledError):
-        futures[1].result(30)
+        futures[1].result()
     for path in paths:
         Path(path).touch()
-    assert [futures[index].result(60) for index in (0, 2, 3, 4)] == [paths[index] for index in (0, 2, 3, 4)]
+    assert [futures[index].result() for index in (0, 2, 3, 4)] == [paths[index] for index in (0, 2, 3, 4)]
     assert not (tmp_path / "f-started").exists()
     assert not futures[1].cancel()
 
@@ -132,22 +130,22 @@ def test_all_are_cancelled(client: Client, tmp_path: Path) -> None:
     assert futures.cancel()
     assert all(isinstance(_error(future), CancelledError) for future in futures)
     assert not (tmp_path / "4-started").exists()
-    assert dispatch.map(client, raise_if_odd, [2] * 4).result(60) == [2] * 4  # the workers are free again
+    assert dispatch.map(client, raise_if_odd, [2] * 4).result() == [2] * 4  # the workers are free again
 
 
 def _error(future: object) -> BaseException | None:
     try:
-        return future.exception(30)  # type: ignore[attr-defined,no-any-return]
+        return future.exception()  # type: ignore[attr-defined,no-any-return]
     except CancelledError as error:
         return error
 
 
 def test_a_killed_rank_concerns_its_own_experiment_only(client: Client, tmp_path: Path) -> None:
     undisturbed = dispatch.map(client, descend, [(1, ""), (2, ""), (3, "")], workers=lambda e: 2 if e[0] < 3 else 1)
-    expected = undisturbed.result(60)
+    expected = undisturbed.result()
     experiments = [(1, ""), (2, str(tmp_path)), (3, "")]
     futures = dispatch.map(client, descend, experiments, workers=lambda e: 2 if e[0] < 3 else 1)
-    assert futures.result(60) == expected
+    assert futures.result() == expected
     assert (tmp_path / "killed").exists()
 
 
@@ -198,14 +196,14 @@ def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:
         futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1)
         until(lambda: all(Path(f"{path}-started").exists() for path in paths), "the models to start")
         (tmp_path / "single").touch()
-        assert futures[1].result(30) == paths[1]
+        assert futures[1].result() == paths[1]
         (tmp_path / "pair-started").unlink()
         running = {worker for holder in futures._pool._held.values() for worker in holder}  # type: ignore[attr-defined]
         lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in running)
         cluster.kill_worker(lost)
         until((tmp_path / "pair-started").exists, "the pair to start again")
         (tmp_path / "pair").touch()
-        assert futures.result(60) == paths
+        assert futures.result() == paths
 
 
 def test_a_new_worker_takes_over(tmp_path: Path) -> None:
@@ -221,7 +219,7 @@ def test_a_new_worker_takes_over(tmp_path: Path) -> None:
             until((tmp_path / "first-started").exists, "the first model to start again")
             for path in paths:
                 Path(path).touch()
-            assert futures.result(60) == paths
+            assert futures.result() == paths
         finally:
             end_late()
 

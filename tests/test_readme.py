@@ -23,8 +23,6 @@ from jpegs import photos
 from processes import SCRIPTS, nothing_left_behind
 from seaweed import Weed
 
-pytestmark = pytest.mark.timeout(180)
-
 README = (REPOSITORY / "README.md").read_text()
 
 
@@ -42,7 +40,6 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
             env={**environment, "DASKPYTORCH_TEST_MARK": mark},
             capture_output=True,
             text=True,
-            timeout=170,
             check=False,
         )
 
@@ -69,7 +66,6 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
 
 
-@pytest.mark.slow
 def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if "checkpoint.load()" in block))
     model = torch.nn.Linear(4, 1)

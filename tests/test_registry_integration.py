@@ -21,8 +21,6 @@ from processes import nothing_left_behind
 from seaweed import NO_RIGHTS, Weed
 from tasks.registry import Registry
 
-pytestmark = pytest.mark.timeout(100)
-
 SUCCESS: Fault = lambda _: Answer(head=b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # noqa: E731
 """Whatever the server found."""
 
@@ -92,7 +90,6 @@ def run(what: str, place: Place, states: Path, *rest: str) -> Any:
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
-            timeout=90,
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr

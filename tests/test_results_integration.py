@@ -35,8 +35,6 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 
-pytestmark = pytest.mark.timeout(120)
-
 ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
 
@@ -76,11 +74,13 @@ def submit_many(count: int) -> None:
 
 
 def submit_until_killed(notes: str) -> None:
-    """Write down each submission after it returned, and what is on its way."""
+    """Write down each submission after it returned, and what is on its way; killed some time after the twentieth."""
     rank = current_rank().rank
     with Path(notes, str(rank)).open("a") as note:
         number = 0
         while True:
+            if number == 20:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
             handler.submit_result(f"rank-{rank}/{number}", f"{number}-" + "x" * (number % 7 * 100_000))
             note.write(f"{number}\n")
             note.flush()
@@ -194,7 +194,7 @@ def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
         """)
     )
     results = tmp_path / "results"
-    subprocess.run([sys.executable, script, cluster.address, results], check=True, timeout=100)
+    subprocess.run([sys.executable, script, cluster.address, results], check=True)
     written = read(results)
     assert sorted(written) == [
         "checkpoint-0.pkl",
@@ -246,7 +246,6 @@ def warm_server() -> Iterator[None]:
     fork_client.shutdown()
 
 
-@pytest.mark.timeout(300)
 def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None) -> None:
     import torch
 
@@ -273,7 +272,7 @@ def test_an_experiment_over_numbers_of_workers(tmp_path: Path, warm_server: None
             assert torch.allclose(tensor, weights[0][name], rtol=1e-12)
 
 
-@pytest.mark.parametrize("total", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("total", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_small_results_from_four_ranks(client: Client, tmp_path: Path, total: int) -> None:
     futures = dispatch.run(client, submit_many, total // 4, gang=Gang(ranks_per_worker=2))
     handler.process_results(tmp_path, futures)
@@ -292,7 +291,7 @@ def test_a_killed_rank_loses_nothing_that_it_had_submitted(client: Client, tmp_p
     with pytest.raises(WorkerLostError, match="SIGKILL"):
         handler.process_results(results, futures)
     num_submitted = len((notes / "1").read_text().splitlines())
-    assert num_submitted > 10
+    assert num_submitted >= 20
     for number in range(num_submitted):
         assert (results / f"rank-1/{number}").read_text() == f"{number}-" + "x" * (number % 7 * 100_000)
     assert len(list((results / "rank-1").iterdir())) in (num_submitted, num_submitted + 1)  # killed before its note
@@ -300,14 +299,13 @@ def test_a_killed_rank_loses_nothing_that_it_had_submitted(client: Client, tmp_p
 
 def kill_oneself_while_submitting(notes: str) -> None:
     if current_rank().rank == 1:
-        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
         submit_until_killed(notes)
     time.sleep(60)
 
 
 def test_what_was_submitted_before_anybody_processed_it(client: Client, tmp_path: Path) -> None:
     futures = dispatch.run(client, submit_epochs, 2)
-    futures.result(60)
+    futures.result()
     handler.process_results(tmp_path, futures[:1])  # any of its futures leads to the gang
     assert len(read(tmp_path)) == 2 * 4
 
@@ -328,7 +326,7 @@ def test_files_come_while_the_gang_runs(client: Client, tmp_path: Path) -> None:
     until(lambda: len(list((tmp_path / "results").glob("early-*"))) == 2, "the first files")
     assert not futures.done()
     release.touch()
-    writer.join(60)
+    writer.join()
     assert not writer.is_alive()
     assert sorted(read(tmp_path / "results")) == ["early-0", "early-1", "late-0", "late-1"]
 
@@ -345,7 +343,7 @@ def test_big_results_pass_beside_other_work(client: Client, tmp_path: Path) -> N
     big = dispatch.run(client, submit_big, 40, gang=ONCE)
     beside = dispatch.run(client, submit_epochs, 2, gang=ONCE)
     handler.process_results(tmp_path, [*big, *beside])
-    assert client.submit(lambda: 41 + 1, pure=False).result(30) == 42
+    assert client.submit(lambda: 41 + 1, pure=False).result() == 42
     written = read(tmp_path)
     assert written["big.bin"] == bytes(range(256)) * (40 * MIB // 256)
     assert len(written) == 1 + 2 * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -57,20 +56,35 @@ def cluster() -> Cluster:
     return Cluster(W1, W2)
 
 
+class Clock:
+    """Stands still but where a test moves it."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def register(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Agents:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def register(cluster: Cluster, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Agents:
     """A register that looks at the cluster whenever it is asked to."""
     monkeypatch.setattr(roster_module, "RECRUIT_INTERVAL", 0.0)
-    return make(cluster)
+    return make(cluster, clock)
 
 
-def make(cluster: Cluster) -> Agents:
+def make(cluster: Cluster, clock: Clock) -> Agents:
     return Agents(
         launcher=cluster,
         num_ranks=4,
         address=("127.0.0.1", 4711),
         on_failure=lambda *_: None,
         token=b"secret",
+        clock=clock,
     )
 
 
@@ -291,14 +305,14 @@ def test_failure_of_an_earlier_launch_does_not_refuse_a_worker_that_was_asked_ag
 
 
 def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("the client is closed")
 
     monkeypatch.setattr(cluster, "launch", refuse)
     failures: list[tuple[str, Exception, int]] = []
-    register = make(cluster)
+    register = make(cluster, clock)
     register.on_failure = lambda *failure: failures.append(failure)
     register.launch([W1])
     [(worker, error, number)] = failures
@@ -352,11 +366,11 @@ def test_absence_is_noted_without_recruiting(register: Agents, cluster: Cluster)
     assert cluster.asked() == []
 
 
-def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster) -> None:
-    register = make(cluster)
+def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster, clock: Clock) -> None:
+    register = make(cluster, clock)
     register.recruit(2)
     assert cluster.num_looks == 0  # those that were there a moment ago have been asked
-    time.sleep(roster_module.RECRUIT_INTERVAL)
+    clock.now += roster_module.RECRUIT_INTERVAL
     for _ in range(5):
         register.recruit(2)
     assert cluster.num_looks == 1
@@ -371,14 +385,15 @@ def test_cluster_is_not_looked_at_all_the_time(cluster: Cluster) -> None:
     [(ConnectionRefusedError("refused"), False), (TimeoutError("no answer"), False), (TimeoutError("no answer"), True)],
 )
 def test_scheduler_that_does_not_answer_for_long_is_lost(
-    register: Agents, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception, *, connected: bool
+    register: Agents, cluster: Cluster, clock: Clock, error: Exception, *, connected: bool
 ) -> None:
-    patience = "BUSY_SCHEDULER_PATIENCE" if connected else "SCHEDULER_PATIENCE"
-    monkeypatch.setattr(roster_module, patience, 0.2)
     cluster.error, cluster.connected = error, connected
     register.recruit(2)  # once is nothing yet
-    time.sleep(0.25)
-    with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for 0 s: {error}"):
+    patience = roster_module.BUSY_SCHEDULER_PATIENCE if connected else roster_module.SCHEDULER_PATIENCE
+    clock.now += patience - 1
+    register.recruit(2)
+    clock.now += 1
+    with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for {patience:.0f} s: {error}"):
         register.recruit(2)
 
 
@@ -394,15 +409,12 @@ def test_scheduler_that_is_busy_has_more_time_than_one_that_hangs_up(
         register.recruit(2)
 
 
-def test_scheduler_that_answers_again_in_time_is_not_lost(
-    register: Agents, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(roster_module, "SCHEDULER_PATIENCE", 0.2)
+def test_scheduler_that_answers_again_in_time_is_not_lost(register: Agents, cluster: Cluster, clock: Clock) -> None:
     for _ in range(3):
         cluster.error = ConnectionRefusedError("refused")
         register.recruit(0)
         cluster.error = None
-        time.sleep(0.1)
+        clock.now += roster_module.SCHEDULER_PATIENCE / 2
         register.recruit(0)
 
 

@@ -25,8 +25,6 @@ from jpegs import ODD, UNDECODABLE, encoded, photo
 from processes import nothing_left_behind
 from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
 
-pytestmark = pytest.mark.timeout(90)
-
 BUCKET = "pictures"
 NUM_RETRIES = 2
 PATIENCE = 20.0
@@ -478,7 +476,6 @@ def test_workers_of_every_start_method_read_whether_or_not_their_parent_has(weed
             env=os.environ | weed.env(),
             capture_output=True,
             text=True,
-            timeout=80,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -8,13 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from jpegs import photos
 from processes import MARK, nothing_left_behind
 from seaweed import Weed
-
-pytestmark = pytest.mark.timeout(180)
 
 TUTORIAL = '''
 import json
@@ -109,7 +105,6 @@ def test_the_tutorial_runs_after_a_change_of_its_import_line(weed: Weed, tmp_pat
             env={**os.environ, **weed.env(), MARK: mark},
             capture_output=True,
             text=True,
-            timeout=150,
             check=False,
         )
     assert "[None, None]" in done.stdout, done.stdout + done.stderr

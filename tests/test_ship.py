@@ -184,7 +184,6 @@ def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
     assert (first / "mark").exists()
 
 
-@pytest.mark.timeout(60)
 def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path, tmp_path: Path) -> None:
     call = tmp_path / "call"
     call.write_bytes(code_module.pack_call(training().train, (21,), {"scale": 10}))

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 
+from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import gpus_here
-from processes import nothing_left_behind, until
+from processes import is_alive, nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -31,8 +33,6 @@ from test_task_integration import (
     pyflyte_run,
 )
 from wandb_file import read_run
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -63,7 +63,6 @@ def attempt(
         )
 
 
-@pytest.mark.slow
 def test_both_start_methods_by_pyflyte_run_with_outputs_for_the_next_node(project: Path) -> None:
     """A real all-reduce, helpers of the task's module and project, several types of output."""
     with nothing_left_behind():
@@ -141,22 +140,38 @@ def test_nccl_without_gpus_is_refused_before_any_rank_starts(
 def test_errors_have_flytes_kind_and_the_time_of_the_failure(
     project: Path, tmp_path: Path, how: str, kind: int, origin: int, said: str
 ) -> None:
-    done = attempt(project, "fail", how=how, folder=str(tmp_path))
+    ended_at: list[float] = []
+
+    def see_the_other_end(_: object) -> None:
+        pid = tmp_path / "waits"
+        until(lambda: pid.exists() and pid.read_text(), "rank 0 to wait")
+        until(lambda: not is_alive(int(pid.read_text())), "rank 0 to be killed")
+        ended_at.append(time.time())
+
+    done = attempt(project, "fail", how=how, folder=str(tmp_path), meddle=see_the_other_end)
     assert (done.error.kind, done.error.origin) == (kind, origin)
     assert said in done.error.message
     assert "rank 1 of 2 failed" in done.error.message
     failed_at = float((tmp_path / "failed_at").read_text())
     # The suspended rank is killed half a second later: the time is not that of the task's end.
-    assert 0 <= done.error.timestamp.seconds + done.error.timestamp.nanos / 1e9 - failed_at < 0.4
+    assert failed_at <= done.error.timestamp.seconds + done.error.timestamp.nanos / 1e9 < ended_at[0]
 
 
-def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(project: Path, tmp_path: Path) -> None:
-    done = attempt(project, "tracked", steps=3, fail_at=1, env={"WANDB_DIR": str(tmp_path)})
-    assert done.has_error
+def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(agent, "TRACKED_STOP_GRACE", 300.0)  # on a busy machine it takes that client longer to end
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
+    from flows import spawned
+
+    with nothing_left_behind(), pytest.raises(ValueError, match="tracked failure"):
+        spawned.tracked(steps=3, fail_at=1)
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     run = read_run(file)
     assert run["exit_code"] == 1
     assert [row["loss"] for row in run["history"]][:2] == [1.0, 0.5]
+    assert run["config"]["steps"] == 3
     assert run["config"]["gang"]["world_size"] == 2
 
 

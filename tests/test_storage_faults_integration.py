@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ from flytekitplugins.daskpytorch.protocol import checkpoint_file
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, until
 from tasks import char_lstm
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute, expected, result
-
-pytestmark = pytest.mark.timeout(150)
 
 HOSTS = ["127.0.0.2", "127.0.0.3"]
 SAVED_NEXT = 2 * ft.SAVED_AT
@@ -159,7 +156,7 @@ def damage(path: Path) -> None:
 
 def check_resumed(watched: ft.Watched, step: int) -> None:
     """The gang went on from this step, soon, to the result of an undisturbed run."""
-    assert watched.futures.result(60) == [ft.expected()] * 2
+    assert watched.futures.result() == [ft.expected()] * 2
     assert watched.starts(0) == watched.starts(1) == [0, step]
     assert any(f"going on from step {step}" in note for note in watched.notes), watched.notes
     assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
@@ -173,7 +170,7 @@ def test_36_the_ranks_disk_is_full(
     if dies:
         check_resumed(watched, ft.SAVED_AT)
     else:
-        assert watched.futures.result(60) == [ft.expected()] * 2
+        assert watched.futures.result() == [ft.expected()] * 2
         assert watched.kept == [ft.SAVED_AT]
         assert watched.starts() == [0]
     assert f"[rank 0] the checkpoint of step {SAVED_NEXT} was not written (" in capsys.readouterr().err
@@ -187,14 +184,14 @@ def test_36_the_drivers_disk_is_full(
         monkeypatch.setattr(tempfile, "tempdir", str(small))
         watched = launch(client, outgrow_the_driver, 2 << 20, dies)
         refusal = f"the checkpoint of step {SAVED_NEXT} was not kept (OSError: [Errno 28] No space left on device"
-        until(lambda: any(refusal in note for note in watched.notes) or watched.futures.done(), "the refusal", 40)
+        until(lambda: any(refusal in note for note in watched.notes) or watched.futures.done(), "the refusal")
         (watched.folder / "go").touch()
         if dies:
             check_resumed(watched, ft.SAVED_AT)
         else:
-            assert watched.futures.result(60) == [ft.expected()] * 2
+            assert watched.futures.result() == [ft.expected()] * 2
         assert any(refusal in note for note in watched.notes), watched.notes
-        until(lambda: not list(small.iterdir()), "the driver to clean up", 10)
+        until(lambda: not list(small.iterdir()), "the driver to clean up")
 
 
 @contextmanager
@@ -237,7 +234,7 @@ def test_37_a_worker_is_killed_while_it_sends(
         take_file = checkpoints.take_file
         monkeypatch.setattr(checkpoints, "take_file", take)
         watched = launch(client, outgrow_the_driver, 32 << 20, True, gang=Gang(min_workers=1))
-        value = watched.futures[0].result(60)
+        value = watched.futures[0].result()
     assert value == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
     assert [*watched.starts(0), *watched.starts(1)] == [0, ft.SAVED_AT, 0]
     assert watched.formed_at[-1] - killed_at[0] < MAX_SECONDS
@@ -310,8 +307,8 @@ class _MoodyHandler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         mood = self.server
         if self.command in mood.methods:
-            mood.since = mood.since or time.monotonic()
-            if time.monotonic() < mood.since + mood.seconds:
+            mood.since = mood.since or time.time()
+            if time.time() < mood.since + mood.seconds:
                 mood.refused.append(f"{self.command} {self.path}")
                 time.sleep(mood.delay)
                 if mood.statuses:
@@ -360,7 +357,7 @@ def run(cluster: Cluster, s3: Mapping[str, str], tmp_path: Path) -> Callable[...
             checkpoint=f"{prefix}-{number}",
             previous=f"{prefix}-{number - 1}" if number else '""',
             meddle=meddle,
-            env={**s3, **moved, "WANDB_MODE": "disabled"},
+            env={**s3, **moved, "WANDB_MODE": "disabled", "TMPDIR": str(tmp_path)},
         )
 
     return run_attempt
@@ -370,17 +367,9 @@ def starts(tmp_path: Path, number: int) -> list[int]:
     return [int((tmp_path / "traces" / f"start-{number}-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    "mood",
-    [
-        pytest.param({"statuses": (503, 403)}, id="refuses"),  # busy, or the credentials have expired
-        pytest.param({"delay": 1.5}, id="slow", marks=pytest.mark.slow),
-    ],
-)
-def test_39_s3_takes_checkpoints_badly(
-    run: Callable[..., Attempt], s3: Mapping[str, str], tmp_path: Path, mood: dict[str, Any]
-) -> None:
+def test_39_s3_takes_checkpoints_badly(run: Callable[..., Attempt], s3: Mapping[str, str], tmp_path: Path) -> None:
     """Training goes on meanwhile, and the newest checkpoint arrives when it can: before the task ends."""
+    mood = {"methods": {"PUT"}, "seconds": 3, "statuses": (503, 403), "delay": 0.5}  # busy, or no longer for us; slow
     traces = tmp_path / "traces"
 
     def end_it(process: subprocess.Popen[bytes]) -> None:
@@ -388,15 +377,15 @@ def test_39_s3_takes_checkpoints_badly(
         until(
             lambda: (epochs.exists() and epochs.read_text().count("\n") >= 60) or process.poll() is not None,
             "the training",
-            60,
         )
         process.send_signal(signal.SIGTERM)
 
-    with nothing_left_behind(), MoodyS3(s3["FLYTE_AWS_ENDPOINT"], methods={"PUT"}, seconds=3, **mood) as moody:
+    with nothing_left_behind(), MoodyS3(s3["FLYTE_AWS_ENDPOINT"], **mood) as moody:
         attempt = run(endpoint=moody.endpoint, epochs=1000, pace=0.1, meddle=end_it)
     assert moody.refused
+    assert moody.since is not None
     times = [float(line) for line in (traces / "epochs-0-0").read_text().splitlines()]
-    assert max(after - before for before, after in pairwise(times)) < 1.5
+    assert sum(0 < when - moody.since < moody.seconds for when in times) >= 5  # who waited for S3 would make one or two
     assert attempt.seconds < MAX_SECONDS
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     stopped = int((traces / "stopped-0-0").read_text())
@@ -414,8 +403,8 @@ def test_39_s3_gives_the_previous_checkpoint_badly(
     traces = tmp_path / "traces"
 
     def end_it(process: subprocess.Popen[bytes]) -> None:
-        until(lambda: len(list(traces.glob("dying-0-*"))) == 2 or process.poll() is not None, "the fourth epoch", 60)
-        time.sleep(0.5)  # the driver has the checkpoint by now; S3 is still busy with the first one
+        until(lambda: len(list(traces.glob("dying-0-*"))) == 2 or process.poll() is not None, "the fourth epoch")
+        until(lambda: list(tmp_path.glob("daskpytorch-checkpoints-*/step-3-*")), "the driver to have the checkpoint")
         (traces / "die-0").touch()
 
     with nothing_left_behind():
@@ -488,7 +477,7 @@ def check_epochs(epochs: list[char_lstm.EpochMetrics]) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[char_lstm.TrainingResult]:
     with Client(cluster.address) as client:
-        return dispatch.run(client, train_names, str(tmp_path_factory.mktemp("undisturbed"))).result(60)
+        return dispatch.run(client, train_names, str(tmp_path_factory.mktemp("undisturbed"))).result()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -498,7 +487,7 @@ def test_40_a_gang_resumes_in_mid_epoch(
     draw = random.Random(seed)
     victim, step = draw.randrange(2), draw.choice([5, 7, 8, 14, 16, 17])
     watched = launch(client, train_names, victim, step)
-    for resumed, straight in zip(watched.futures.result(60), undisturbed, strict=True):
+    for resumed, straight in zip(watched.futures.result(), undisturbed, strict=True):
         check_epochs(resumed.epochs)
         assert resumed.state_dict.keys() == straight.state_dict.keys()
         assert all(torch.equal(resumed.state_dict[name], weight) for name, weight in straight.state_dict.items())
@@ -508,14 +497,13 @@ def test_40_a_gang_resumes_in_mid_epoch(
     assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
 
 
-@pytest.mark.slow
 def test_40_a_smaller_gang_resumes_in_mid_epoch(launch: ft.Launch, tmp_path: Path) -> None:
     with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
         watched = launch(client, train_names, None, 8, gang=Gang(min_workers=1))
-        until(lambda: len(watched._lines("reached")) == 2 or watched.futures.done(), "the eighth step", 40)
+        until(lambda: len(watched._lines("reached")) == 2 or watched.futures.done(), "the eighth step")
         killed_at = time.time()
         cluster.kill_worker(1)
-        result = watched.futures[0].result(60)
+        result = watched.futures[0].result()
     check_epochs(result.epochs)
     assert any("going on from step 6" in note for note in watched.notes), watched.notes
     assert watched.starts(0) == [0, 1]

@@ -14,9 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes import MAX_SECONDS, end, nothing_left_behind, until
-
-pytestmark = pytest.mark.timeout(120)
+from processes import end, nothing_left_behind, until
 
 SCRIPT = Path(__file__).parent / "driving.py"
 
@@ -61,7 +59,7 @@ def driven(how: str, folder: Path, until_when: str, *acts: Callable[[subprocess.
             until(lambda: all(path.exists() for path in trains) or process.poll() is not None, "the training")
             for act in acts:
                 act(process)
-            process.wait(2 * MAX_SECONDS)
+            process.wait()
         finally:
             end(process)
     return process.returncode, said.read_text()

@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch.sweep.halving import Halving
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 from wandb_file import read_run
 
-pytestmark = pytest.mark.timeout(180)
-
 NUM_EPOCHS = 12
 HALVE = EarlyStopping(metric="loss", reduction_factor=2)
 
@@ -102,20 +100,22 @@ def test_the_best_is_trained_to_its_end_and_the_hopeless_are_not(
     levels = [3.0, 1.0, 5.0, 2.0, 6.0, 0.5, 7.0, 8.0]
     experiments = [Experiment(level=level, folder=str(tmp_path)) for level in levels]
     models = dispatch.map(client, descend, experiments, stop_early=HALVE)
-    found = models.result(150)  # the first gang waits until its workers have imported torch
+    found = models.result()  # the first gang waits until its workers have imported torch
 
     best = experiments[5]
     assert found[5] == best.loss(NUM_EPOCHS)
     assert epochs_of(tmp_path, best.level) == NUM_EPOCHS
     stopped = [model for model in models if isinstance(model.exception(), StoppedEarlyError)]
-    assert [models[index].exception().epoch for index in (6, 7)] == [1, 1]  # type: ignore[union-attr] # the last, and the worst of at least six
+    for model in models[6:]:  # the last, and the worst of at least six
+        assert model.exception().epoch == 1  # type: ignore[union-attr]
+        assert epochs_of(tmp_path, model.experiment.level) < NUM_EPOCHS
     for model in stopped:
         error = model.exception()
         assert isinstance(error, StoppedEarlyError)
         assert found[model.index] is None
         assert error.epoch in (1, 2, 4, 8)
         assert (error.metric, error.value) == ("loss", model.experiment.loss(error.epoch))
-        assert error.epoch <= epochs_of(tmp_path, model.experiment.level) < NUM_EPOCHS
+        assert error.epoch <= epochs_of(tmp_path, model.experiment.level)
         assert [record.numbers["epoch"] for record in model.records] == list(range(1, len(model.records) + 1))
         with pytest.raises(StoppedEarlyError, match=f"experiment {model.index} of 8 was stopped early, after epoch"):
             model.result()
@@ -139,7 +139,7 @@ def test_records_grow_while_a_model_trains_and_a_metric_that_is_not_among_them_i
         until(lambda step=step: len(model.records) == step + 1, "the next record")  # type: ignore[misc]
         assert not model.done() or step == 2
         Path(f"{path}-{step + 1}").touch()
-    assert models.result(30) == [path]
+    assert models.result() == [path]
     assert [record.step for record in model.records] == [0, 1, 2]
     assert model.records[0].metrics == {"epoch": 0, "loss": 1.0, "note": "begun"}
     model.records.clear()  # a copy
@@ -152,7 +152,7 @@ def test_records_grow_while_a_model_trains_and_a_metric_that_is_not_among_them_i
 def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client: Client, tmp_path: Path) -> None:
     restarted = Experiment(level=1.0, folder=str(tmp_path), kill_in=5)
     models = dispatch.map(client, descend, [restarted], stop_early=HALVE)
-    assert models.result(60) == [restarted.loss(NUM_EPOCHS)]
+    assert models.result() == [restarted.loss(NUM_EPOCHS)]
     assert (tmp_path / "1-killed").exists()
     records = models[0].records
     assert [record.step for record in records] == list(range(1, NUM_EPOCHS + 1))
@@ -172,12 +172,12 @@ def test_stopped_and_cancelled_are_two_things(client: Client, tmp_path: Path) ->
     )
     until(lambda: models[0].records, "the better one to be the first")
     go.touch()
-    assert isinstance(models[1].exception(30), StoppedEarlyError)
+    assert isinstance(models[1].exception(), StoppedEarlyError)
     assert models[0].cancel()
     with pytest.raises(CancelledError):
-        models[0].result(30)
+        models[0].result()
     with pytest.raises(CancelledError):
-        models.result(30)
+        models.result()
     assert isinstance(models.exception(), CancelledError)
     assert not models[1].cancel()
 
@@ -189,15 +189,15 @@ def test_who_ends_while_it_is_being_stopped_has_ended(client: Client, monkeypatc
 
     monkeypatch.setattr(Halving, "falls_behind", decide_slowly)
     models = dispatch.map(client, follow, [plan(1.0), plan(2.0)], stop_early=HALVE)
-    assert models.result(60) == [1.0, 2.0]
-    assert dispatch.map(client, follow, [plan(3.0)] * 2).result(60) == [3.0, 3.0]  # the workers are free again
+    assert models.result() == [1.0, 2.0]
+    assert dispatch.map(client, follow, [plan(3.0)] * 2).result() == [3.0, 3.0]  # the workers are free again
 
 
 def test_who_returns_at_once_is_either_stopped_or_not(client: Client) -> None:
     """In gangs of two, whose other rank may have returned or not."""
     plans = [plan(float(level)) for level in range(4)]
     models = dispatch.map(client, follow, plans, workers=2, stop_early=HALVE)
-    found = models.result(60)
+    found = models.result()
     stopped = {model.index for model in models if isinstance(model.exception(), StoppedEarlyError)}
     assert found == [None if index in stopped else float(index) for index in range(4)]
     assert models.exception() is None
@@ -205,7 +205,8 @@ def test_who_returns_at_once_is_either_stopped_or_not(client: Client) -> None:
 
 def test_every_model_has_a_run_in_one_group(client: Client, tmp_path: Path) -> None:
     """One is trained to its end, one fails, and one is stopped early, since its loss is the greatest."""
-    experiments = [plan(0.5, 3), plan(-1.0, fails=True), plan(9.0, 2, after_2=tmp_path / "never")]
+    go = tmp_path / "go"  # the best must not see how good the failing one is
+    experiments = [plan(0.5, 3), plan(-1.0, fails=True, after_1=go), plan(9.0, 2, after_2=tmp_path / "never")]
     models = dispatch.map(
         client,
         follow,
@@ -214,9 +215,10 @@ def test_every_model_has_a_run_in_one_group(client: Client, tmp_path: Path) -> N
         stop_early=HALVE,
         wandb=Wandb(project="sweeps", mode="offline", dir=str(tmp_path), tags=("tests",), config={"team": "a"}),
     )
-    assert models[0].result(90) == 0.5
-    assert isinstance(models[1].exception(90), LookupError)
-    assert isinstance(models[2].exception(90), StoppedEarlyError)
+    assert models[0].result() == 0.5
+    go.touch()
+    assert isinstance(models[1].exception(), LookupError)
+    assert isinstance(models[2].exception(), StoppedEarlyError)
 
     runs = {run["name"]: run for run in map(read_run, tmp_path.glob("wandb/offline-run-*/run-*.wandb"))}
     assert sorted(runs) == ["follow-0", "follow-1", "follow-2"]

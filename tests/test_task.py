@@ -238,7 +238,6 @@ def test_gang_cannot_be_a_dynamic_workflow() -> None:
             pass
 
 
-@pytest.mark.timeout(60)
 def test_scheduler_that_does_not_answer_is_a_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
     lonely = make(DaskCluster(start_timeout=0.2))

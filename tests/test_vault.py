@@ -65,7 +65,7 @@ def sending(path: Path) -> Iterator[Connection]:
         with contextlib.closing(ours):
             yield ours
     finally:
-        thread.join(10)
+        thread.join()
     assert not thread.is_alive()
 
 
@@ -224,7 +224,7 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoin
     ours._sock.sendall(data[:100])
     checkpoints.fence(1)
     ours._sock.sendall(data[100:])
-    thread.join(10)
+    thread.join()
     assert "of attempt 0 came when attempt 1 was running" in str(errors[0])
     assert checkpoints.newest() is None
 

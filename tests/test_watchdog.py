@@ -192,14 +192,13 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.timeout(60)
 def test_real_dump_of_a_rank_whose_peer_does_not_come_is_inside(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_RANKS]
     files = [str(tmp_path / "store"), str(tmp_path / "stacks")]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     with subprocess.Popen([*command, "1", *files], stdin=subprocess.PIPE, env=env) as late:
         try:
-            subprocess.run([*command, "0", *files], check=False, env=env, timeout=50)
+            subprocess.run([*command, "0", *files], check=False, env=env)
         finally:
             late.kill()
     text = (tmp_path / "stacks").read_text()

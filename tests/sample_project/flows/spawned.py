@@ -74,7 +74,7 @@ def look_around(number: float, text: str, path: Path) -> Found:
     )
 
 
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)), enable_deck=True)
+@task(task_config=SpawnDDP(nproc=2), enable_deck=True)
 def forked(number: float, text: str) -> Found:
     """Ranks come from the fork server."""
     context = current_context()
@@ -122,7 +122,7 @@ def wrong_type() -> int:
 def fail(how: str, folder: str) -> float:
     """Rank 1 fails and says when; rank 0 does not even hear that it should end."""
     if current_rank().rank == 0:
-        Path(folder, "waits").touch()
+        Path(folder, "waits").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     while not Path(folder, "waits").exists():
         time.sleep(0.01)
@@ -181,7 +181,7 @@ def both(number: float) -> str:
     return _described(forked(number=number, text="a"), fresh(number=number, text="b"))
 
 
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(start_timeout=60)))
+@task(task_config=SpawnDDP(nproc=2))
 def loading(folder: str, method: str) -> int:
     """Goes on until it is told to stop; only then it saves. Leaves traces: that it trains, and where it stops.
 

@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
     results: FlyteDirectory
 
 
-@task(task_config=DaskDDP(gang=Gang(start_timeout=60)), enable_deck=True, secret_requests=[SECRET])
+@task(task_config=DaskDDP(), enable_deck=True, secret_requests=[SECRET])
 def train(text: FlyteFile, number: float = 1.0) -> Outputs:
     """Return what only a formed gang can know, and what Flyte's context gives a rank."""
     from flows.lazy import ANSWER
@@ -67,12 +67,11 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
     )
 
 
-@task(task_config=DaskDDP(gang=Gang(start_timeout=float(os.environ.get("START_TIMEOUT", "20")), max_restarts=0)))
-def fail(how: str, started: str = "") -> float:
+@task(task_config=DaskDDP(gang=Gang(start_timeout=float(os.environ.get("START_TIMEOUT", "600")), max_restarts=0)))
+def fail(how: str) -> float:
     """Rank 1 fails; rank 0 waits for it."""
     handler.submit_result(f"last-words-{current_rank().rank}", how)
     if current_rank().rank == 0:
-        Path(started).touch() if started else None
         dist.barrier()
     match how:
         case "value":
@@ -81,23 +80,10 @@ def fail(how: str, started: str = "") -> float:
             raise FlyteRecoverableException("try again")
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "waits":
-            time.sleep(600)
     return 0.0
 
 
-@task(task_config=DaskDDP(gang=Gang(max_restarts=0), wandb=Wandb(project="tests", mode="offline")))
-def tracked(steps: int, fail_at: int = -1) -> int:
-    """Log a metric per step; rank 1 may fail."""
-    for step in range(steps):
-        current_rank().log({"loss": 1.0 / (step + 1)}, step=step)
-        dist.barrier()  # so that rank 0 has logged, too, when rank 1 fails
-        if current_rank().rank == 1 and step == fail_at:
-            raise ValueError("tracked failure")
-    return steps
-
-
-RESUMABLE = DaskDDP(gang=Gang(start_timeout=60, max_restarts=0), wandb=Wandb(project="tests"))
+RESUMABLE = DaskDDP(gang=Gang(max_restarts=0), wandb=Wandb(project="tests"))
 
 
 @task(task_config=RESUMABLE)
@@ -137,7 +123,7 @@ def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1,
     return value
 
 
-@task(task_config=DaskDDP(gang=Gang(start_timeout=60)))
+@task(task_config=DaskDDP())
 def stubborn(folder: str) -> float:
     """Rank 1 fails in epoch 2, whenever it comes there."""
     rank = current_rank()
