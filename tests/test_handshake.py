@@ -159,7 +159,7 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
     with monkeypatch.context() as patched:
         patched.setattr(ear, "PATIENCE", 0.3)
         stranger = connected(listener)
-        take(stranger, 40)  # his time has begun; the agent has its own
+        take(stranger, 32)  # his time has begun; the agent has its own
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
         connection.send(Heartbeat())
         assert heard(events) == Heartbeat()
