@@ -138,8 +138,9 @@ class _Link:
         threading.Thread(target=self._obey, args=(rank, tracker), name="daskpytorch-orders", daemon=True).start()
 
     def _obey(self, rank: RankContext, tracker: wandb.Tracker | None) -> None:
+        order: orders.Order
         try:
-            while not isinstance(order := self._next_order(), orders.Quit):
+            while not isinstance(order := self._channel.recv(), orders.Quit):
                 self._follow(rank, order)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
@@ -147,10 +148,6 @@ class _Link:
         if tracker is not None:
             tracker.finish(1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
-
-    def _next_order(self) -> orders.Order:
-        order: orders.Order = self._channel.recv()
-        return order
 
     def _follow(self, rank: RankContext, order: orders.OrderToAll | orders.Provided | orders.NotProvided) -> None:
         match order:
@@ -170,12 +167,15 @@ class _Link:
 
 
 def _stacks() -> str:
-    """What all threads do, written down while this one holds the interpreter, so that they stand still."""
+    """What all threads do, written down while this one holds the interpreter, so that they stand still; also shown."""
     if _stacks_file is None:
         return ""
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
-    return os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
+    stacks = os.pread(_stacks_file.fileno(), MAX_STACKS, 0)
+    with contextlib.suppress(OSError):  # standard error may be closed
+        os.write(2, b"\n" + stacks)  # past `sys.stderr`, whose lock a thread that hangs may hold
+    return stacks.decode(errors="replace")
 
 
 def _num_collectives() -> int:
