@@ -158,7 +158,9 @@ class _Link:
             case orders.Release(last_call):
                 rank.stop_signal.release(last_call)
             case orders.Locate():
-                self.send(reports.Located(stacks=_stacks(), num_collectives=_num_collectives()))
+                stacks = _stacks()
+                self.send(reports.Located(stacks=stacks, num_collectives=_num_collectives()))
+                _show(stacks)
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
                     self.provided.set_result(order)
@@ -167,15 +169,18 @@ class _Link:
 
 
 def _stacks() -> str:
-    """What all threads do, written down while this one holds the interpreter, so that they stand still; also shown."""
+    """What all threads do, written down while this one holds the interpreter, so that they stand still."""
     if _stacks_file is None:
         return ""
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
-    stacks = os.pread(_stacks_file.fileno(), MAX_STACKS, 0)
-    with contextlib.suppress(OSError):  # standard error may be closed
-        os.write(2, b"\n" + stacks)  # past `sys.stderr`, whose lock a thread that hangs may hold
-    return stacks.decode(errors="replace")
+    return os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
+
+
+def _show(text: str) -> None:
+    """Write to standard error, past `sys.stderr`, whose lock a thread that hangs may hold."""
+    with contextlib.suppress(OSError):  # it may be closed
+        os.write(2, f"\n{text}".encode())
 
 
 def _num_collectives() -> int:
