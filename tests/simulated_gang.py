@@ -320,7 +320,8 @@ class World:
             case messages.Tell(told):
                 self._pass_on(agent, told)
             case messages.Dump(ranks):
-                self.say(agent, messages.Stacks(dict.fromkeys(ranks, "stack")))
+                for rank in ranks:
+                    self.say(agent, messages.Stacks(rank, "stack"))
             case messages.Fetch(file):
                 agent.uploads.append(file)
             case messages.Close():

@@ -6,7 +6,7 @@ import hashlib
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +22,9 @@ from flytekitplugins.daskpytorch.protocol import code, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import Job, Leave
+from flytekitplugins.daskpytorch.protocol.orders import Job, Leave, Locate
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.reports import Ready, Returned
+from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Returned
 from processes import ends, fork_server, ranks_of, until
 
 Wanted = TypeVar("Wanted")
@@ -33,6 +33,10 @@ Wanted = TypeVar("Wanted")
 def meet() -> str:
     """What the ranks run."""
     return "trained"
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
 
 
 class Driver:
@@ -66,18 +70,18 @@ class Driver:
         assert self.connection is not None
         self.connection.send(message)
 
-    def start(self) -> None:
+    def start(self, function: Callable[[], object] = meet) -> None:
         """Have the only rank started."""
         assert self.node is not None
         [[place]] = place_ranks([self.node], 1)
-        self.send(messages.Start(job(), code.pack_code(), [place]))
+        self.send(messages.Start(job(function), code.pack_code(), [place]))
 
 
-def job() -> Job:
+def job(function: Callable[[], object]) -> Job:
     return Job(
         gang="g",
         attempt=0,
-        call=code.pack_call(meet, (), {}),
+        call=code.pack_call(function, (), {}),
         pass_local_rank=False,
         backend="gloo",
         store=None,
@@ -108,8 +112,8 @@ def driver() -> Iterator[Driver]:
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
     driver.send(messages.Stop())
     driver.send(messages.Tell(Leave()))
+    driver.send(messages.Tell(Locate()))
     driver.send(messages.Dump([0]))
-    assert driver.hear(messages.Stacks).texts == {}
     driver.start()
     driver.hear(Ready)
     assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
@@ -212,3 +216,25 @@ def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path)
         made._drop_older_than(tmp_path / "step-1.pt")
     finally:
         made.close()
+
+
+# ---- A rank that hangs -----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_down(driver: Driver) -> None:
+    driver.start(wait_for_ever)
+    driver.hear(Ready)
+    driver.send(messages.Tell(Locate()))
+    located = driver.hear(Located)
+    assert "wait_for_ever" in located.stacks
+    assert "in _follow" in located.stacks  # of the thread that answers, too
+    tail = ""
+    while "wait_for_ever" not in tail:
+        tail += "\n".join(driver.hear(messages.Lines).lines)
+    for _ in range(2):
+        driver.send(messages.Dump([0]))
+        told = driver.hear(messages.Stacks)
+        assert told.rank == 0
+        assert told.text.count("wait_for_ever") == 1  # what was written before has gone
+    driver.send(messages.Stop(is_last=True))
+    driver.hear(messages.Exited)

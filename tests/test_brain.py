@@ -453,7 +453,7 @@ def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> Non
     world.wait(0.5, beats=False)
     assert not world.agent(W1).orders
     assert world.agent(W2).orders.pop() == messages.Dump([2])
-    world.say(world.agent(W2), messages.Stacks({2: "stack by signal"}))
+    world.say(world.agent(W2), messages.Stacks(2, "stack by signal"))
     world.wait(1.0, beats=False)
     world.obey_all()
     message = str(raised(world))

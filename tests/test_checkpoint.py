@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.main import _Link
 
 
 @dataclasses.dataclass
@@ -473,6 +475,16 @@ def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFil
     provided.set_result(NotProvided(2, "EOFError: the driver hung up"))
     with pytest.raises(OSError, match=r"checkpoint of step 40 did not arrive: EOFError: the driver hung up"):
         rank.checkpoint(start=saved, provided=provided).load()
+
+
+def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        link = _Link(ours, 2)
+        link._follow(current_rank(), Provided(1))
+        assert not link.provided.done()
+        link._follow(current_rank(), NotProvided(2, "the driver hung up"))
+        assert link.provided.result(0) == NotProvided(2, "the driver hung up")
 
 
 def test_load_does_not_wait_for_ever(rank: Rank, saved: CheckpointFile) -> None:

@@ -142,14 +142,7 @@ class Attempt:
 
     def note_exit(self, exited: Exited) -> None:
         """A rank ended."""
-        self._note(
-            exited.rank,
-            exitcode=exited.exitcode,
-            log_tail=exited.log_tail,
-            time=exited.time,
-            out_of_memory=exited.out_of_memory,
-            stopped=exited.stopped,
-        )
+        self._note(**vars(exited))
 
     def lose(self, worker: str, agent_traceback: str | None = None) -> None:
         """A worker has gone, or its agent has failed, and its ranks with it."""

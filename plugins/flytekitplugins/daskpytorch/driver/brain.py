@@ -16,24 +16,15 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, assert_never
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.events import (
-    Cancelled,
-    Event,
-    Gone,
-    NotLaunched,
-    Preempted,
-    RankSaid,
-    Said,
-    Uploaded,
-)
 from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
 from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
@@ -191,22 +182,22 @@ class Brain:
 
     # ---- what happens
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         """Record one thing that has happened."""
         match event:
-            case Said(connection, message):
+            case events.Said(connection, message):
                 self._hear(connection, message)
-            case RankSaid(connection, rank, said):
+            case events.RankSaid(connection, rank, said):
                 self._hear_of_rank(connection, rank, said)
-            case Gone(connection):
+            case events.Gone(connection):
                 self._lose(connection)
-            case NotLaunched(worker, error, launch):
+            case events.NotLaunched(worker, error, launch):
                 self._agents.refuse(worker, error, launch)
-            case Uploaded(file, failure):
+            case events.Uploaded(file, failure):
                 self._note_kept(file, failure)
-            case Preempted(reason):
+            case events.Preempted(reason):
                 self._request_stop(reason, ends_gang=True)
-            case Cancelled():
+            case events.Cancelled():
                 self._is_cancelled = True
             case _:
                 assert_never(event)
@@ -229,8 +220,8 @@ class Brain:
                 self._broken[peer.node.worker] = text
             case messages.Leaving():
                 self._note_leaving(peer)
-            case messages.Stacks(texts):
-                self._note_stacks(texts)
+            case messages.Stacks(rank, text):
+                self._stacks[rank] = text
             case messages.Lines(rank, lines):
                 self._observe("wrote", rank, lines)
             case messages.NotSent(file, reason):
@@ -247,11 +238,6 @@ class Brain:
     def _note_exit(self, peer: Peer, exited: messages.Exited) -> None:
         if (attempt := self._attempt_of(peer, exited.rank)) is not None:
             attempt.note_exit(exited)
-
-    def _note_stacks(self, texts: Mapping[int, str]) -> None:
-        self._stacks |= texts
-        for rank, text in texts.items():
-            self._observe("wrote", rank, text.splitlines())
 
     def _heard(self, connection: Connection) -> Peer | None:
         """Whose connection this is; None where it was given up, and may not have a say any more."""
@@ -294,7 +280,6 @@ class Brain:
                 attempt.held[rank] = num_calls
             case reports.Located():
                 attempt.located[rank] = report
-                self._observe("wrote", rank, report.stacks.splitlines())
             case reports.StoppedEarly():
                 attempt.stopped_early.add(rank)
             case reports.Returned(value):

@@ -6,7 +6,7 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from flytekitplugins.daskpytorch.driver.result_buffer import Kept, ResultBuffer
@@ -20,11 +20,8 @@ class Part:
     """A piece of a result or return value that has arrived, and is kept."""
 
     rank: int
-    key: str
-    path: str | None
-    """None of a return value."""
-    is_first: bool
-    is_last: bool
+    piece: Piece
+    """Without its data."""
     kept: Kept
 
 
@@ -54,22 +51,22 @@ class ReceivedResults:
 
     def keep(self, rank: int, piece: Piece) -> Part:
         """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
-        return Part(rank, piece.key, piece.path, piece.is_first, piece.is_last, self._buffer.put(piece.data))
+        return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
         """Let a piece count; on the supervisor's thread, which knows whether its rank still has a say."""
-        if part.is_first:  # what came before it was cut short by its rank's end
+        if part.piece.is_first:  # what came before it was cut short by its rank's end
             self._buffer.drop(self._unfinished.pop(part.rank, ()))
         parts = self._unfinished.setdefault(part.rank, [])
         parts.append(part.kept)
-        if part.is_last:
+        if part.piece.is_last:
             del self._unfinished[part.rank]
-            if part.path is None:
+            if part.piece.path is None:
                 self._buffer.drop(self._returned.pop(part.rank, ()))  # of an older attempt
                 self._returned[part.rank] = parts
                 return
             with self._lock:
-                self._waiting.append(Submission(part.rank, part.key, part.path, parts))
+                self._waiting.append(Submission(part.rank, part.piece.key, part.piece.path, parts))
 
     @property
     def is_empty(self) -> bool:

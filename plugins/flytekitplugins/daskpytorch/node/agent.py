@@ -26,45 +26,13 @@ from typing import Any, assert_never
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import reports
+from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.code import unpack_code
 from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
-from flytekitplugins.daskpytorch.protocol.messages import (
-    AgentOrder,
-    Broken,
-    Close,
-    Download,
-    Dump,
-    Exited,
-    Fetch,
-    FromAgent,
-    Heartbeat,
-    Hello,
-    Leaving,
-    Lines,
-    NotSent,
-    Reported,
-    Stacks,
-    Start,
-    Stop,
-    Tell,
-    ToAgent,
-    Upload,
-)
-from flytekitplugins.daskpytorch.protocol.orders import (
-    DUMP_SIGNAL,
-    MAX_STACKS,
-    STOPPED,
-    NotProvided,
-    Order,
-    Provided,
-    Quit,
-    RankOrder,
-    environment,
-    stacks_path,
-)
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.transfer import take_file
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
@@ -122,7 +90,7 @@ def run(
             return
         except Exception:
             with contextlib.suppress(OSError):  # the driver has gone, too
-                connection.send(Broken(traceback.format_exc()))
+                connection.send(messages.Broken(traceback.format_exc()))
             raise
 
 
@@ -199,8 +167,8 @@ class _Agent:
         self._num_kills_for_memory = 0
         self._open = True
         self._heartbeat_at = 0.0
-        self._silent: list[Place] = []
-        """Whose ranks were signalled to write down their stacks ..."""
+        self._silent: list[_Rank] = []
+        """Those that were signalled to write down their stacks ..."""
         self._stacks_at: float | None = None
         """... and when those are read."""
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
@@ -223,7 +191,7 @@ class _Agent:
         """Until the driver closes the gang."""
         self._driver = driver
         self._interface = interface_of(driver.own_address)
-        self._say(Hello(describe_node(self._order.worker, self._interface)))
+        self._say(messages.Hello(describe_node(self._order.worker, self._interface)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
             handlers: dict[Any, Callable[[], None]] = {
@@ -243,24 +211,24 @@ class _Agent:
             self._keep_time()
 
     def _follow(self) -> None:
-        message: ToAgent = self._driver.recv()
+        message: messages.ToAgent = self._driver.recv()
         match message:
-            case Start():
+            case messages.Start():
                 self._start(message)
-            case Stop(grace, reason):
+            case messages.Stop(grace, reason):
                 self._stop(grace, reason)
-            case Tell(order):
+            case messages.Tell(order):
                 self._tell_all(order)
-            case Dump(ranks):
+            case messages.Dump(ranks):
                 self._dump(ranks)
-            case Fetch(file):
+            case messages.Fetch(file):
                 self._in_background(self._upload, file)
-            case Close():
+            case messages.Close():
                 self._open = False
             case _:
                 assert_never(message)
 
-    def _start(self, order: Start) -> None:
+    def _start(self, order: messages.Start) -> None:
         self._num_kills_for_memory = num_kills_for_memory()
         code = unpack_code(order.code, self._scratch)
         if not self._ranks:
@@ -274,13 +242,13 @@ class _Agent:
                 code=str(code),
                 scratch=str(self._scratch),
                 directory=str(Path.cwd()),
-                environment=environment(os.environ, place, order.job, self._interface),
+                environment=orders.environment(os.environ, place, order.job, self._interface),
                 data=self._data,
             )
             with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
                 rank.channel.send(asked)
         if order.job.checkpoint is not None:
-            self._provide(order.job.checkpoint, order.job.attempt)
+            self._in_background(self._bring, order.job.checkpoint, order.job.attempt)
 
     def _change_server(self) -> None:
         """Start the next attempt from the fork server as it is now: it may have imported more than at first."""
@@ -301,13 +269,13 @@ class _Agent:
         for rank in self._at_work():
             is_main = rank.place is not None and rank.place.rank == 0
             rank.kill_at = time.monotonic() + (max(STOP_GRACE, main_grace) if is_main else STOP_GRACE)
-            self._tell(rank, Quit(reason))
+            self._tell(rank, orders.Quit(reason))
 
     def _at_work(self) -> list[_Rank]:
         """Those that have had their orders; the others would take a word to them for it."""
         return [rank for rank in self._ranks.values() if rank.place is not None]
 
-    def _say(self, message: FromAgent) -> None:
+    def _say(self, message: messages.FromAgent) -> None:
         """Tell the driver, from any thread."""
         with self._lock:
             self._driver.send(message)
@@ -323,7 +291,7 @@ class _Agent:
             self._send_stacks()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
-            self._say(Heartbeat())
+            self._say(messages.Heartbeat())
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -332,7 +300,7 @@ class _Agent:
 
     def _say_leaving(self) -> None:
         self._leaving = None
-        self._say(Leaving())
+        self._say(messages.Leaving())
 
     # ---- stacks
 
@@ -341,49 +309,44 @@ class _Agent:
         self._silent = []
         for rank in self._ranks.values():
             if rank.place is not None and rank.place.rank in ranks:
-                self._silent.append(rank.place)
+                self._silent.append(rank)
                 with contextlib.suppress(OSError):  # it may not have come so far
-                    os.truncate(stacks_path(self._scratch, rank.place), 0)
-                self._server.signal(rank.key, DUMP_SIGNAL)
+                    os.truncate(orders.stacks_path(self._scratch, rank.place), 0)
+                self._server.signal(rank.key, orders.DUMP_SIGNAL)
         self._stacks_at = time.monotonic() + DUMP_TIME
 
     def _send_stacks(self) -> None:
         nothing = "(no stacks: the process does not run; is it suspended?)"
-        self._say(Stacks({place.rank: self._stacks_of(place) or nothing for place in self._silent}))
+        for rank in self._silent:
+            if rank.place is not None:
+                text = self._stacks_of(rank.place) or nothing
+                self._note_lines(rank, text.splitlines())
+                self._say(messages.Stacks(rank.place.rank, text))
 
     def _stacks_of(self, place: Place) -> str:
         try:
-            return stacks_path(self._scratch, place).read_text(errors="replace")[:MAX_STACKS]
+            return orders.stacks_path(self._scratch, place).read_text(errors="replace")[: orders.MAX_STACKS]
         except OSError:
             return ""
 
     # ---- checkpoints
 
-    def _provide(self, file: CheckpointFile, attempt: int) -> None:
-        """Have the checkpoint here for the ranks to load."""
-        path = self._scratch / file.name
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(_cached(path))  # until it has proved to be whole
-        self._in_background(self._bring, file, attempt)
-
     def _bring(self, file: CheckpointFile, attempt: int) -> None:
-        outcome: Provided | NotProvided = Provided(attempt)
+        """Have the checkpoint here for the ranks to load, and tell them."""
+        outcome: orders.Provided | orders.NotProvided = orders.Provided(attempt)
         try:
             self._find(file)
         except Exception as error:
-            outcome = NotProvided(attempt, f"{type(error).__name__}: {error}")
+            outcome = orders.NotProvided(attempt, f"{type(error).__name__}: {error}")
         with contextlib.suppress(OSError):  # the gang has ended
             self._outcome_from_thread.send(outcome)
 
     def _find(self, file: CheckpointFile) -> None:
-        cached = _cached(self._scratch / file.name)
-        if cached.exists() and digest_of(cached) == file.digest:
-            cached.rename(self._scratch / file.name)
-            return
-        cached.unlink(missing_ok=True)
-        with contextlib.closing(dial(self._order)) as connection:
-            connection.send(Download(file))
-            take_file(connection, file, self._scratch)
+        path = self._scratch / file.name
+        if not path.exists() or digest_of(path) != file.digest:
+            with contextlib.closing(dial(self._order)) as connection:
+                connection.send(messages.Download(file))
+                take_file(connection, file, self._scratch)
 
     def _pass_on_outcome(self) -> None:
         self._tell_all(self._outcomes.recv())
@@ -393,11 +356,11 @@ class _Agent:
         path = self._scratch / file.name
         try:
             with contextlib.closing(self._dial_patiently()) as connection:
-                connection.send(Upload(file))
+                connection.send(messages.Upload(file))
                 connection.send_file(path)
         except (OSError, EOFError) as error:
             with contextlib.suppress(OSError):  # the driver has gone
-                self._say(NotSent(file, f"{type(error).__name__}: {error}"))
+                self._say(messages.NotSent(file, f"{type(error).__name__}: {error}"))
         self._drop_older_than(path)
 
     def _dial_patiently(self) -> Connection:
@@ -421,12 +384,12 @@ class _Agent:
 
     # ---- the ranks' channels
 
-    def _tell_all(self, order: Order) -> None:
+    def _tell_all(self, order: orders.Order) -> None:
         for rank in self._at_work():
             self._tell(rank, order)
 
     @staticmethod
-    def _tell(rank: _Rank, order: Order) -> None:
+    def _tell(rank: _Rank, order: orders.Order) -> None:
         with contextlib.suppress(OSError):  # it is already ending
             rank.channel.send(order)
 
@@ -438,7 +401,7 @@ class _Agent:
             return
         if rank.place is not None:
             for together in gathered:
-                self._say(Reported(rank.place.rank, together))
+                self._say(messages.Reported(rank.place.rank, together))
 
     def _relay_output(self, rank: _Rank) -> None:
         if rank.output is None:  # its exit was noted a moment ago
@@ -455,7 +418,7 @@ class _Agent:
     def _note_lines(self, rank: _Rank, lines: list[str]) -> None:
         rank.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         if lines and rank.place is not None:
-            self._say(Lines(rank.place.rank, lines))
+            self._say(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
@@ -468,21 +431,16 @@ class _Agent:
             rank.close()
             return
         self._say(
-            Exited(
+            messages.Exited(
                 rank=rank.place.rank,
                 exitcode=exitcode,
-                stopped=rank.kill_at is not None and exitcode in (STOPPED, -signal.SIGKILL),
+                stopped=rank.kill_at is not None and exitcode in (orders.STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail=rank.log_tail,
                 time=time.time(),
             )
         )
         rank.close()
-
-
-def _cached(path: Path) -> Path:
-    """Where a checkpoint that is on this node already waits to be looked at."""
-    return path.with_suffix(".cached")
 
 
 def dial(order: AgentOrder) -> Connection:

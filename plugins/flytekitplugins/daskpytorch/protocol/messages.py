@@ -113,9 +113,10 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Stacks:
-    """What the ranks do that were signalled: the tracebacks of their main threads, or why there are none."""
+    """What a rank does that was signalled: the traceback of its main thread, or why there is none."""
 
-    texts: dict[int, str]
+    rank: int
+    text: str
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Heartbeat | Leaving | Stacks
@@ -152,7 +153,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Dump:
-    """Signal these ranks, which do not answer, to write down their stacks; send those."""
+    """Signal these ranks, which do not answer, to write down their stacks; send what there is of each."""
 
     ranks: list[int]
 

@@ -134,18 +134,15 @@ class _Link:
         threading.Thread(target=self._obey, args=(rank, observers), name="daskpytorch-orders", daemon=True).start()
 
     def _obey(self, rank: RankContext, observers: Observers) -> None:
+        order: orders.Order
         try:
-            while not isinstance(order := self._next_order(), orders.Quit):
+            while not isinstance(order := self._channel.recv(), orders.Quit):
                 self._follow(rank, order)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
         rank.checkpoint.flush(STOP_FLUSH)
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
-
-    def _next_order(self) -> orders.Order:
-        order: orders.Order = self._channel.recv()
-        return order
 
     def _follow(self, rank: RankContext, order: orders.OrderToAll | orders.Provided | orders.NotProvided) -> None:
         match order:
@@ -156,7 +153,9 @@ class _Link:
             case orders.Release(last_call):
                 rank.stop_signal.release(last_call)
             case orders.Locate():
-                self.send(reports.Located(stacks=_stacks(), num_collectives=_num_collectives()))
+                stacks = _stacks()
+                self.send(reports.Located(stacks=stacks, num_collectives=_num_collectives()))
+                _show(stacks)
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
                     self.provided.set_result(order)
@@ -171,6 +170,12 @@ def _stacks() -> str:
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
     return os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
+
+
+def _show(text: str) -> None:
+    """Write to standard error, past `sys.stderr`, whose lock a thread that hangs may hold."""
+    with contextlib.suppress(OSError):  # it may be closed
+        os.write(2, f"\n{text}".encode())
 
 
 def _num_collectives() -> int:
