@@ -362,7 +362,7 @@ def worker_of(rank: int) -> int:
 
 
 def nanny_of(server: int) -> int | None:
-    """The nanny whose workers a fork server serves: it watches it.
+    """The nanny whose workers a fork server serves: the process that it watches.
 
     The worker that has started it may have been an earlier one of the same nanny.
     """
