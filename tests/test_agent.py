@@ -110,7 +110,7 @@ def driver() -> Iterator[Driver]:
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
-    driver.send(messages.Stop())
+    driver.send(messages.Stop(grace=0.5, main_grace=0.5))
     driver.send(messages.Tell(Leave()))
     driver.send(messages.Tell(Locate()))
     driver.send(messages.Dump([0]))
@@ -236,5 +236,5 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
         told = driver.hear(messages.Stacks)
         assert told.rank == 0
         assert told.text.count("wait_for_ever") == 1  # what was written before has gone
-    driver.send(messages.Stop(is_last=True))
+    driver.send(messages.Stop(grace=0.5, main_grace=0.5))
     driver.hear(messages.Exited)

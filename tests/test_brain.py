@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.errors import (
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import Locate
-from flytekitplugins.daskpytorch.protocol.reports import Located, Moved, Saved
+from flytekitplugins.daskpytorch.protocol.reports import Held, Located, Moved, Saved
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -252,6 +252,24 @@ def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept
     assert isinstance(error, PreemptedError)
     assert world.committed == 4
     assert "the newest checkpoint was that of step 4" in str(error)
+
+
+@pytest.mark.parametrize(("heeds", "seconds"), [(True, 40.0), (False, 10.0)])
+def test_ranks_have_the_grace_period_or_a_quarter_if_none_asks(
+    world_of: MakeWorld, *, heeds: bool, seconds: float
+) -> None:
+    world = world_of(grace_period=40.0)
+    world.heeds = heeds
+    world.form()
+    world.train()
+    agent = world.agent(W1)
+    world.feed(Preempted(REASON))
+    for each in world.connected():
+        world.report(each, next(iter(each.ranks)), Held(1 if heeds else 0))
+    world.wait(seconds - 1.0)
+    assert not any(isinstance(order, messages.Stop) for order in agent.orders)
+    world.wait(2.0)
+    assert any(isinstance(order, messages.Stop) for order in agent.orders)
 
 
 def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
@@ -767,6 +785,6 @@ def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_e
         agent = world.connected()[0]
         world.fail(agent, 0, OwnError(f"at step {step}"))
         world.wait(1.0)
-        graces += [order.grace for order in world.connected()[1].orders if isinstance(order, messages.Stop)]
+        graces += [order.main_grace for order in world.connected()[1].orders if isinstance(order, messages.Stop)]
         world.obey_all()
-    assert graces == ([brain.REOPEN_GRACE, brain.CLOSE_GRACE] if has_part else [0.0, 0.0])
+    assert graces == ([1.0, 10.0] if has_part else [0.5, 0.5])

@@ -415,11 +415,10 @@ def current_rank_number() -> int:
     return current_rank().rank
 
 
-def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(brain, "MAX_STOP_WAIT", 1.0)
+def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:
     started, told = str(tmp_path / "rank"), tmp_path / "told"
     with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, fail_when_told, started, str(told), gang=ONCE)
+        futures = dispatch.run(client, fail_when_told, started, str(told), gang=Gang(max_restarts=0, grace_period=2))
         notes = [Path(started + rank) for rank in "01"]
         until(lambda: all(note.exists() and note.read_text() for note in notes), "the ranks to start")
         fork_server, rank = (psutil.Process(int(pid)) for pid in notes[0].read_text().split())

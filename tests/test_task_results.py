@@ -14,7 +14,6 @@ from flytekit.exceptions.system import FlyteUploadDataException
 
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
-from flytekitplugins.daskpytorch.flyte import task_results
 from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 from processes import until
 from test_results import files, submit
@@ -23,12 +22,12 @@ AWKWARD = {"a [1]*?.json": b"1", "ü/… x": b"2", "rank-0/#x%20y": b"3", "empty
 """Paths that file systems and object stores must not take for patterns, and an empty file."""
 
 
-def outputs_at(prefix: str, tmp_path: Path) -> TaskResults:
+def outputs_at(prefix: str, tmp_path: Path, grace_period: float = 20.0) -> TaskResults:
     """The results of a task whose raw outputs go there."""
     ctx = FlyteContextManager.current_context()
     access = FileAccessProvider(str(tmp_path / "sandbox"), prefix, DataConfig.auto())
     with FlyteContextManager.with_context(ctx.with_file_access(access)):
-        return TaskResults()
+        return TaskResults(grace_period)
 
 
 @pytest.fixture
@@ -143,10 +142,9 @@ def test_what_storage_refuses_does_not_hide_the_gangs_error(
 def test_a_task_that_is_taken_away_does_not_wait_for_storage(
     remote: TaskResults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(task_results, "PREEMPTED_LIMIT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("FLYTE_AWS_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        results = outputs_at("s3://tests/raw", tmp_path)
+        results = outputs_at("s3://tests/raw", tmp_path, grace_period=5.0)
         with pytest.raises(PreemptedError, match="told to end"):
             fail(results, PreemptedError("the task was told to end", cause="SIGTERM"))
         assert capfd.readouterr().err == (

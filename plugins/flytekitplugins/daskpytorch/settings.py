@@ -76,6 +76,11 @@ class Gang:
     and the calls of `log`, `should_stop` and `checkpoint` on `current_rank()`: allow for the longest time between two,
     the evaluation and the start of the training included."""
 
+    grace_period: float = 20.0
+    """Seconds for the ranks to save and return once the task or a worker is told to end (SIGTERM). What follows, such
+    as the checkpoint's way to storage, takes up to half as long again: a pod's `terminationGracePeriodSeconds` must be
+    one and a half times this, which with 20 is Kubernetes' own 30."""
+
     key: str | None = None
     """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
     twice there; with `dispatch.map` the experiment's index is added. None is the function's name and which of its calls
@@ -108,6 +113,7 @@ class Gang:
             self.hang_timeout,
             f"None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
         )
+        problems.unless(is_seconds(self.grace_period), "grace_period", self.grace_period, SECONDS)
         problems.unless(
             self.key is None or (isinstance(self.key, str) and KEY.fullmatch(self.key) is not None),
             "key",

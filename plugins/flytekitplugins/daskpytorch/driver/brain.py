@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
 from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
@@ -48,24 +49,14 @@ BLAME_WINDOW = 0.7
 """Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0
 """Seconds for the ranks to leave once all have delivered, and for observers in rank 0 to close what they have open."""
-MAX_STOP_WAIT = 15.0
-"""Seconds for the ranks to end once they are told to stop; more than an agent waits before it kills."""
-CLOSE_GRACE = 10.0
-"""Seconds for observers in rank 0 once it is told to stop ..."""
-REOPEN_GRACE = 1.0
-"""... and where they will be opened again by the next attempt."""
 SETTLE_TIME = 0.25
 """Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
 GROWTH_SETTLE_TIME = 1.0
 """Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone either."""
-MAX_LAST_UPLOAD_WAIT = 10.0
-"""Seconds for a checkpoint that is on its way when the gang ends; one that starts again waits for it."""
 ANSWER_TIME = 0.4
-"""Seconds for the ranks of a gang that hangs to say where they are by themselves ..."""
+"""Seconds for the ranks of a gang that hangs to say where they are by themselves."""
 STACKS_WAIT = 1.5
-"""... and for those that did not, to be signalled, too."""
-STORAGE_GRACE = 7.0
-"""Seconds for the last checkpoint to reach storage after that."""
+"""Seconds in all, also for those that did not, and were signalled."""
 TICK = 1.0
 """Seconds between looks at what may have changed without an event."""
 NOTICE_INTERVAL = 10.0
@@ -120,6 +111,7 @@ class Brain:
         """
         self._request = request
         self._settings = request.settings
+        self._deadlines = Deadlines(request.settings.grace_period)
         self._agents = agents
         self._checkpoints = checkpoints
         self._rendezvous = rendezvous
@@ -336,7 +328,7 @@ class Brain:
     def _request_stop(self, reason: str, *, ends_gang: bool) -> None:
         if self._stop_request is None:
             self._note(f"{reason}: saving a checkpoint and ending")
-            self._stop_request = StopRequest(reason=reason, ends_gang=ends_gang, clock=self._now)
+            self._stop_request = StopRequest(reason, ends_gang, self._deadlines, self._now)
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
 
@@ -505,9 +497,10 @@ class Brain:
         """Have every rank ended."""
         reason = str(self._stopped_early) if self._stopped_early is not None and not self._is_cancelled else None
         self._stacks_until = None
-        grace = (CLOSE_GRACE if self._is_last() else REOPEN_GRACE) if self._has_observers_in_rank else 0.0
-        self._tell(messages.Stop(grace=grace, reason=reason))
-        self._deadline = self._now() + MAX_STOP_WAIT
+        ends = self._deadlines
+        close = (ends.close if self._is_last() else ends.reopen) if self._has_observers_in_rank else ends.stop
+        self._tell(messages.Stop(grace=ends.stop, main_grace=close, reason=reason))
+        self._deadline = self._now() + ends.all_stopped
         return self._end_ranks
 
     def _end_ranks(self) -> Phase | None:
@@ -552,7 +545,7 @@ class Brain:
             raise self._stopped_early
         if self._late:
             raise self._gang.not_formed(self._settings.start_timeout, self._late)
-        limit = MAX_LAST_UPLOAD_WAIT if self._is_last() else self._settings.start_timeout
+        limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._fetches.is_busy and self._now() < self._ended_at + limit:
             self._give_notice("waiting for the newest checkpoint, which is on its way")
             return self._wait(self._ended_at + limit)
@@ -619,7 +612,7 @@ class Brain:
     def _preempted(self, reason: str, failure: str | None = None) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
         newest = self._checkpoints.newest()
-        is_stored = self._checkpoints.flush(STORAGE_GRACE)
+        is_stored = self._checkpoints.flush(self._deadlines.storage)
         if newest is None:
             rest = "there is no checkpoint, so the next attempt starts afresh"
         elif self._request.storage is None:

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
 __all__ = ["StopRequest"]
-
-PREEMPTION_GRACE = 20.0
-"""Seconds for the ranks to stop by themselves; Kubernetes kills a pod 30 s after it has told it to end."""
-UNHEEDED_GRACE = 5.0
-"""The same where no rank has ever asked `should_stop`."""
 
 
 @dataclass
@@ -25,6 +21,7 @@ class StopRequest:
     reason: str
     ends_gang: bool
     """Else it goes on without the worker that is being taken away."""
+    deadlines: Deadlines
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     """Seconds that only go forward."""
     deadline: float = field(init=False)
@@ -35,7 +32,7 @@ class StopRequest:
     """They were told at which call it turns true."""
 
     def __post_init__(self) -> None:
-        self.deadline = self.clock() + PREEMPTION_GRACE
+        self.deadline = self.clock() + self.deadlines.grace_period
 
     def pursue(self, attempt: Attempt, tell: Callable[[Tell], None]) -> bool:
         """Do what is next, by telling the attempt's agents; whether the time is up."""
@@ -47,5 +44,5 @@ class StopRequest:
             last_call = max(attempt.held.values(), default=0)
             tell(Tell(Release(last_call)))
             if last_call == 0:
-                self.deadline = min(self.deadline, self.clock() + UNHEEDED_GRACE)
+                self.deadline = min(self.deadline, self.clock() + self.deadlines.unheeded)
         return self.clock() >= self.deadline and not attempt.has_delivered

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.driver.agents import Agents
-from flytekitplugins.daskpytorch.driver.brain import STORAGE_GRACE, Brain, GangCancelledError
+from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, NotLaunched, Preempted
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GangCancelledError", "Supervisor"]
 
-DISMISS_TIMEOUT = 5.0
-"""Seconds for the agents to clean up after the last rank has left."""
-
 
 class Supervisor:
     """Runs one gang from its first worker to its last exit."""
@@ -48,6 +46,7 @@ class Supervisor:
         received: ReceivedResults | None = None,
     ) -> None:
         self._request = request
+        self._deadlines = Deadlines(request.settings.grace_period)
         self._launcher = launcher
         self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
@@ -89,7 +88,7 @@ class Supervisor:
                 except (GangCancelledError, StoppedEarlyError):
                     raise
                 except Exception:
-                    checkpoints.flush(STORAGE_GRACE)  # for the next attempt, if Flyte makes one
+                    checkpoints.flush(self._deadlines.storage)  # for the next attempt, if Flyte makes one
                     raise
         except Exception as caught:
             error = caught
@@ -144,7 +143,7 @@ class Supervisor:
         """Let the agents go, and wait until they have cleaned up."""
         self._agents.broadcast(messages.Close())
         staying = {peer.connection for peer in self._agents.peers.values()}
-        deadline = time.monotonic() + DISMISS_TIMEOUT
+        deadline = time.monotonic() + self._deadlines.dismiss
         while staying and (left := deadline - time.monotonic()) > 0:
             event = self._next_event(left)
             if isinstance(event, Gone):

@@ -122,7 +122,7 @@ class _InRanks(_Resumable):
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
-            recorder, results = Recorder(), TaskResults()
+            recorder, results = Recorder(), TaskResults(self.task_config.gang.grace_period)
             request = self._request(kwargs, results.folder)
             try:
                 with results.received() as received, self._launcher() as launcher:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flytekit.core.context_manager import FlyteContextManager
 
+from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
@@ -20,14 +21,13 @@ __all__ = ["TaskResults"]
 
 FAILED_LIMIT = 60.0
 """Seconds for the results of a gang that failed to reach storage, so that its error need not wait for ever."""
-PREEMPTED_LIMIT = 2.0
-"""The same where the machine is being taken away: of its 30 seconds, ranks and checkpoint may have had 27."""
 
 
 class TaskResults:
     """Where the results of one task go: a folder of its raw outputs, on this machine or remote."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_period: float) -> None:
+        self._preempted_limit = Deadlines(grace_period).results
         self._files = FlyteContextManager.current_context().file_access
         self.folder: str = self._files.get_random_remote_directory()
         """Holds everything when the task ends. Not made where nobody submits, unless a rank has asked for it."""
@@ -47,7 +47,9 @@ class TaskResults:
                 with writer.at_work():
                     yield writer.received
             except BaseException as error:
-                self._try_to_deliver(writer, PREEMPTED_LIMIT if isinstance(error, PreemptedError) else FAILED_LIMIT)
+                self._try_to_deliver(
+                    writer, self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
+                )
                 raise
             if not self._deliver(writer) and writer.received.folder_is_wanted:
                 self._make_empty_folder()

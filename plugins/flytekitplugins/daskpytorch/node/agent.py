@@ -39,8 +39,6 @@ from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 __all__ = ["dial", "run"]
 
-STOP_GRACE = 0.5
-"""Seconds a rank gets to leave by itself once it is told to stop."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between signs of life."""
 DUMP_TIME = 0.3
@@ -215,8 +213,8 @@ class _Agent:
         match message:
             case messages.Start():
                 self._start(message)
-            case messages.Stop(grace, reason):
-                self._stop(grace, reason)
+            case messages.Stop():
+                self._stop(message)
             case messages.Tell(order):
                 self._tell_all(order)
             case messages.Dump(ranks):
@@ -265,11 +263,11 @@ class _Agent:
         self._ranks[key] = _Rank(key=key, channel=mine, output=output)
         return self._ranks[key]
 
-    def _stop(self, main_grace: float, reason: str | None) -> None:
+    def _stop(self, asked: messages.Stop) -> None:
         for rank in self._at_work():
-            is_main = rank.place is not None and rank.place.rank == 0
-            rank.kill_at = time.monotonic() + (max(STOP_GRACE, main_grace) if is_main else STOP_GRACE)
-            self._tell(rank, orders.Quit(reason))
+            grace = asked.main_grace if rank.place is not None and rank.place.rank == 0 else asked.grace
+            rank.kill_at = time.monotonic() + grace
+            self._tell(rank, orders.Quit(asked.reason, grace))
 
     def _at_work(self) -> list[_Rank]:
         """Those that have had their orders; the others would take a word to them for it."""

@@ -138,8 +138,10 @@ class Start:
 class Stop:
     """End all ranks: something failed, or the training is not to go on."""
 
-    grace: float = 0.0
-    """Seconds for rank 0, which may have something to close, if they are more than all ranks get."""
+    grace: float
+    """Seconds until they are killed."""
+    main_grace: float
+    """The same for rank 0, which may have something to close."""
     reason: str | None = None
     """Why a training that did not fail is not to go on."""
 

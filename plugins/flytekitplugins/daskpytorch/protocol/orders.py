@@ -135,7 +135,9 @@ class Quit:
     """End at once."""
 
     reason: str | None
-    """Why a training that did not fail is not to go on; goes into its Weights & Biases run."""
+    """Why a training that did not fail is not to go on; for observers in rank 0."""
+    grace: float
+    """Seconds until it is killed."""
 
 
 OrderToAll = Hold | Release | Locate | Leave

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-STOP_FLUSH = 0.3
-"""Seconds for a checkpoint that is being written when its rank is told to stop."""
-
-
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
@@ -140,7 +136,7 @@ class _Link:
                 self._follow(rank, order)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
-        rank.checkpoint.flush(STOP_FLUSH)
+        rank.checkpoint.flush(0.6 * order.grace)
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
 

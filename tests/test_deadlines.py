@@ -1,0 +1,15 @@
+"""Everything that ends a gang has its time from one grace period."""
+
+from __future__ import annotations
+
+import pytest
+
+from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
+
+
+@pytest.mark.parametrize("grace_period", [1.0, 20.0, 600.0])
+def test_an_end_takes_at_most_one_and_a_half_times_the_grace_period(grace_period: float) -> None:
+    ends = Deadlines(grace_period)
+    assert grace_period + ends.storage + ends.results <= 1.5 * grace_period
+    assert ends.unheeded + ends.stop + ends.upload + ends.storage + ends.results <= 1.5 * grace_period
+    assert ends.stop <= ends.reopen <= ends.close < ends.all_stopped
