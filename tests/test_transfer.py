@@ -321,7 +321,7 @@ def test_images_that_go_missing_are_an_error(photos: Path, monkeypatch: pytest.M
 # In a gang
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_the_ranks_see_each_training_image_once_and_test_each_held_out_one_once(
     gang: list[dict[str, Any]], photos: Path
 ) -> None:
@@ -346,7 +346,7 @@ def test_the_ranks_see_each_training_image_once_and_test_each_held_out_one_once(
         assert epoch.held_out_loss == pytest.approx(sum(r.loss * r.count for r in own) / NUM_HELD_OUT)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("interruption", SAVE | STOP_AFTER)
 def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(gang: list[dict[str, Any]], interruption: str) -> None:
     for rank in gang:
@@ -354,7 +354,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(gang: list[dict
         assert_equal(rank[interruption], rank["uninterrupted"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_fewer_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], gang_folder: Path, photos: Path) -> None:
     """Two ranks died after step 10, the fourth of the second epoch; one goes on."""
     after = train_once(photos, HP, FakeCheckpoint(gang_folder / "of_two"))
@@ -369,7 +369,7 @@ def test_fewer_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], gang_
     assert sum(r.count for r in after.result.records if r.phase == TRAINING) == HP.epochs * NUM_TRAINING
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_more_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], photos: Path) -> None:
     ranks: list[Trained] = [rank["after_one"] for rank in gang]
     counts = [sum(r.count for r in rank.result.records if r.phase == TRAINING) for rank in ranks]
@@ -378,7 +378,7 @@ def test_more_ranks_go_on_with_the_next_image(gang: list[dict[str, Any]], photos
     assert ranks[0].result.epochs[-1].learning_rate in (HP.base_lr * 2, pytest.approx(HP.base_lr * 0.2))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_rank_without_an_image_takes_part(gang: list[dict[str, Any]]) -> None:
     """One rank had seen three of four images; two go on with the last."""
     ranks: list[list[Record]] = [rank["one_left"].result.records for rank in gang]
