@@ -17,6 +17,7 @@ import torch
 from flytekitplugins.daskpytorch import PreemptedError
 from tasks import char_lstm
 from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
+from tasks.checks import is_between, is_whole
 
 __all__ = [
     "Experiment",
@@ -175,9 +176,9 @@ def grid(batch_sizes: Sequence[int], learning_rates: Sequence[float], ranks: Seq
         ValueError: A list is empty, has a value twice or one that cannot be; the message names every such list.
     """
     checks = {
-        "batch_sizes": (batch_sizes, _is_count, "whole numbers from 1 up"),
-        "learning_rates": (learning_rates, _is_positive, "finite numbers above 0"),
-        "ranks": (ranks, _is_count, "whole numbers from 1 up"),
+        "batch_sizes": (batch_sizes, lambda value: is_whole(value, 1), "whole numbers from 1 up"),
+        "learning_rates": (learning_rates, lambda value: is_between(value, 0, math.inf), "finite numbers above 0"),
+        "ranks": (ranks, lambda value: is_whole(value, 1), "whole numbers from 1 up"),
     }
     problems = [
         f"{name}={list(values)}: must be one or more different {allowed}"
@@ -195,7 +196,7 @@ def check_target(target_loss: float | None) -> None:
     Raises:
         ValueError: It is neither None nor a finite number above 0.
     """
-    if target_loss is not None and not _is_positive(target_loss):
+    if target_loss is not None and not is_between(target_loss, 0, math.inf):
         raise ValueError(
             f"target_loss={target_loss}: must be a finite number of nats per character above 0; leave it out for the "
             "loss of a bigram model"
@@ -309,11 +310,3 @@ def _epochs(outcomes: Sequence[Outcome]) -> list[tuple[Experiment, EpochMetrics,
         for outcome in outcomes
         for epoch, seconds in zip(outcome.epochs, outcome.elapsed, strict=True)
     ]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

@@ -53,6 +53,8 @@ CASES = {"even": (64, 8), "uneven": (67, 8), "one_batch": (20, 50)}
 # What is interrupted: three epochs of five steps, of 67 windows in global batches of 16.
 NUM_WINDOWS = 67
 INTERRUPTED = Hyperparameters(epochs=3, batch_size=16, dropout=0.3, log_interval=1, checkpoint_interval=2)
+FEW = replace(INTERRUPTED, epochs=1, batch_size=1, checkpoint_interval=1)
+"""Three windows in three steps of one rank."""
 SAVED = [2, 4, 5, 6, 8, 10, 12, 14, 15]
 """The steps at which it saves, without interruption: even ones, and 5, 10 and 15 at the ends of the epochs."""
 SAVE = {"mid_epoch": 4, "end_of_epoch": 3, "end": 9}
@@ -131,6 +133,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
     directory = tmp_path_factory.mktemp("gang")
     _train_once(FakeCheckpoint(directory / "of_one", die_after=SAVE["mid_epoch"]), INTERRUPTED)
+    _train_once(FakeCheckpoint(directory / "few_of_one", die_after=2), FEW, num_windows=3)
     return run_ranks(_run_cases, 2, directory)
 
 
@@ -146,6 +149,7 @@ def _run_cases(directory: Path) -> dict[str, Any]:
     )
     found["interruptions"] = _run_interruptions(directory, replace(INTERRUPTED, batch_size=8))
     found["after_one"] = _train_once(FakeCheckpoint(directory / "of_one"), replace(INTERRUPTED, batch_size=12))
+    found["one_left"], _ = _train_once(FakeCheckpoint(directory / "few_of_one"), FEW, num_windows=3)
     of_two = FakeCheckpoint(directory / "of_two", die_after=SAVE["mid_epoch"])
     _train_once(of_two, replace(INTERRUPTED, batch_size=8, dropout=0))
     return found | {"directory": directory}
@@ -528,6 +532,14 @@ def test_two_ranks_go_on_from_one(gang: list[dict[str, Any]]) -> None:
         assert [record.step for record in log if "held_out_loss" not in record.metrics] == list(range(7, 13))
         assert {record.num_steps for record in log} == {12}
     torch.testing.assert_close(gang[0]["after_one"][0].state_dict, gang[1]["after_one"][0].state_dict, rtol=0, atol=0)
+
+
+def test_a_rank_without_a_window_takes_part(gang: list[dict[str, Any]]) -> None:
+    """One rank had seen two of three windows; of two ranks one sees the last."""
+    first, second = (found["one_left"] for found in gang)
+    assert [metrics.samples_seen for metrics in first.epochs] == [3]
+    assert math.isfinite(first.epochs[0].loss)
+    torch.testing.assert_close(first.state_dict, second.state_dict, rtol=0, atol=0)
 
 
 def test_one_rank_goes_on_from_two(gang: list[dict[str, Any]], tmp_path: Path) -> None:

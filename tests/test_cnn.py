@@ -328,14 +328,20 @@ def test_training_goes_on_after_a_whole_epoch(num_epochs: int) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "num_epochs"), [(3, 0), (10, 1)])
-def test_a_gang_that_is_to_stop_returns_at_once(num_steps: int, num_epochs: int) -> None:
-    signal = StopSignal()
+def test_a_gang_that_is_to_stop_returns_at_once_and_is_gone_on_with(num_steps: int, num_epochs: int) -> None:
+    hp = Hyperparameters(epochs=3, batch_size=16, log_interval=1)
+    checkpoint, signal = FakeCheckpoint(), StopSignal()
     signal.release(num_steps - 1)
-    trained = _train(SMALL, Hyperparameters(epochs=3, batch_size=16, log_interval=1), stop_signal=signal)
+    trained = _train(SMALL, hp, stop_signal=signal, checkpoint=checkpoint)
     assert trained.result is not None
-    assert trained.by_step[-1].step == num_steps
+    assert trained.by_step[-1].step == checkpoint.steps[-1] == num_steps
     assert len(trained.result.epochs) == num_epochs
     assert (trained.result.evaluation is None) == (num_epochs == 0)
+    found, expected = _train(SMALL, hp, checkpoint=checkpoint), _train(SMALL, hp)
+    assert found.by_step[0].step == num_steps + 1
+    assert found.result is not None
+    assert expected.result is not None
+    torch.testing.assert_close(found.result.state_dict, expected.result.state_dict, rtol=0, atol=0)
 
 
 @pytest.mark.timeout(300)
