@@ -28,8 +28,11 @@ MEMORY = f"""
 import atexit
 import json
 from pathlib import Path
-from flytekitplugins.daskpytorch import Gang, dispatch, forkserver
+from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.driver.call import request_for
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
 
@@ -52,7 +55,7 @@ def train(size):
 
 def run(size):
     settings = Gang(ranks_per_worker=2, max_restarts=0)
-    return dispatch.GangFutures(Supervisor(dispatch.request_for(train, (size,), {{}}, settings), OwnNode()), 2).result()
+    return GangFutures(Supervisor(request_for(train, (size,), {{}}, settings), OwnNode()), 2).result()
 
 
 if __name__ == "__main__":
@@ -61,7 +64,7 @@ if __name__ == "__main__":
     results = run({SIZE})
     growth = mebibytes("VmHWM") - before
     print(json.dumps([[returned.mean().item() for returned in results], growth]))
-    forkserver.shutdown()
+    fork_client.shutdown()
 """
 
 
