@@ -307,7 +307,7 @@ def run_on(
         ranks_per_worker=where,
         settings=gang or Gang(),
     )
-    return gang_futures.GangFutures(Supervisor(request, OwnNode(), [echo.Echo()]), where)
+    return gang_futures.GangFutures(Supervisor(request, OwnNode(), [dispatch.Echo()]), where)
 
 
 @contextlib.contextmanager

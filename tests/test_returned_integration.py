@@ -27,8 +27,8 @@ from pathlib import Path
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
 

@@ -91,7 +91,7 @@ class Connection:
             EOFError: The peer has ended the connection.
             OSError: It broke.
         """
-        return pickle.loads(self.recv_frame())  # noqa: S301 - from a peer that has proved to be of this gang
+        return pickle.loads(self.recv_frame())  # noqa: S301 - from our own gang: the peer has proved it
 
     def send_frame(self, frame: bytes) -> None:
         """Send bytes as one frame."""
