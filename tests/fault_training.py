@@ -315,7 +315,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class RankState(echo.Echo):
+    class Watcher(echo.Echo):
         watched: Watched
 
         def kept(self, step: int) -> None:
@@ -333,11 +333,11 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
             self.watched.formed_at.append(time.time())
 
     def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
-        state = RankState()
-        state.watched = Watched(folder, None)  # type: ignore[arg-type]
+        watcher = Watcher()
+        watcher.watched = Watched(folder, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "Echo", lambda: state)
-            state.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
-        return state.watched
+            patch.setattr(dispatch, "Echo", lambda: watcher)
+            watcher.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
+        return watcher.watched
 
     yield launch
