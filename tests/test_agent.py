@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import Job, Leave, Locate
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Returned
-from processes import ends, fork_server, ranks_of, until
+from processes import ends, fork_server, is_alive, ranks_of, until
 
 Wanted = TypeVar("Wanted")
 
@@ -106,7 +106,7 @@ def driver() -> Iterator[Driver]:
             made.send(messages.Close())
         serving.join()
         made.listener.close()
-        assert not serving.is_alive()
+    until(lambda: not ranks_of(fork_server()), "its rank to end")  # which the next test could take for its own
 
 
 def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driver) -> None:
@@ -123,7 +123,9 @@ def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
     until(lambda: ranks_of(fork_server()), "the rank to be forked")
     [idle] = ranks_of(fork_server())
     idle.kill()
-    driver.hear(messages.Heartbeat)
+    until(lambda: not is_alive(idle.pid), "the rank to end")
+    for _ in range(driver.events.qsize() + 2):  # those of before, and two from after its end
+        driver.hear(messages.Heartbeat)
     driver.start()
     assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +18,8 @@ from distributed import Client
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
-from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.brain import Brain
+from flytekitplugins.daskpytorch.driver.events import Event
 from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, start_worker, until
 
 SMALLER = Gang(min_workers=1)
@@ -105,15 +105,14 @@ def deliver_and_wait(path: str) -> str:
 def test_what_a_rank_has_delivered_survives_its_worker(
     cluster: Cluster, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 22
-    path, delivered, take = tmp_path / "go", threading.Event(), Attempt.take
+    path, delivered, take = tmp_path / "go", threading.Event(), Brain.take
 
-    def taking(attempt: Attempt, *reports: Any) -> Any:
-        taken = take(attempt, *reports)
-        if 1 in attempt.results:
+    def taking(brain: Brain, event: Event) -> None:
+        take(brain, event)
+        if brain._attempt is not None and 1 in brain._attempt.results:
             delivered.set()
-        return taken
 
-    monkeypatch.setattr(Attempt, "take", taking)
+    monkeypatch.setattr(Brain, "take", taking)
     futures = dispatch.run(client, deliver_and_wait, str(path))
     delivered.wait()
     cluster.kill_worker(1)

@@ -21,6 +21,7 @@ class Settings(StrictInputs):
     epochs: int = 3
     learning_rate: float = 0.1
     layers: list[int] = field(default_factory=list)
+    names: tuple[str, ...] = ()
     shuffle: bool = True
     optimizer: str = "adam"
     seed: int | None = None
@@ -49,6 +50,8 @@ def test_what_is_given_is_taken_and_the_rest_has_its_default() -> None:
         ({"learning_rate": "0.1"}, "learning_rate='0.1' is not a float"),
         ({"learning_rate": False}, "learning_rate=False is not a float"),
         ({"layers": [4, 2.5]}, r"layers=\[4, 2.5\] is not a list\[int\]"),
+        ({"layers": {}}, r"layers=\{\} is not a list\[int\]"),
+        ({"names": "adam"}, r"names='adam' is not a tuple\[str, \.\.\.\]"),
         ({"shuffle": 1}, "shuffle=1 is not a bool"),
         ({"optimizer": 5}, "optimizer=5 is not a str"),
         ({"seed": "7"}, "seed='7' is not a "),

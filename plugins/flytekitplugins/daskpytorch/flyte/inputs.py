@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, get_origin, get_type_hints
 
 from mashumaro.codecs.json import JSONDecoder
 from mashumaro.dialect import Dialect
@@ -44,6 +44,10 @@ class StrictInputs:
             raise ValueError(f"{cls.__name__} is given as a JSON object of {', '.join(known)}; got {shown(given)}")
         if unknown := [_with_suggestion(key, known) for key in given if key not in known]:
             raise ValueError(f"{cls.__name__} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
+        hints = get_type_hints(cls)
+        for name, value in given.items():  # mashumaro would make a list of a dict's keys, or of a text's letters
+            if get_origin(hints[name]) in {list, tuple, set, frozenset} and not isinstance(value, list):
+                raise ValueError(f"{cls.__name__}: {name}={shown(value)} is not a {hints[name]}")
         try:
             return JSONDecoder(cls, default_dialect=_Exact).decode(text)
         except (InvalidFieldValue, MissingField) as error:
