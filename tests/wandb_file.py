@@ -23,7 +23,8 @@ def read_records(path: Path) -> Iterator[Record]:
     """The records of a run, in order."""
     data = path.read_bytes()
     assert data.startswith(MAGIC), f"{path} is not a .wandb file"
-    position, record = FILE_HEADER_BYTES, b""
+    position = FILE_HEADER_BYTES
+    fragments: list[bytes] = []  # the first may have no payload, where a block has just room for its header
     while position + FRAGMENT_HEADER.size <= len(data):
         left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
         if left_in_block < FRAGMENT_HEADER.size:
@@ -34,13 +35,13 @@ def read_records(path: Path) -> Iterator[Record]:
         part_and_payload = data[position + FRAGMENT_HEADER.size - 1 : end]
         assert zlib.crc32(part_and_payload) == checksum, f"{path} is damaged at byte {position}"
         assert part in (FULL, FIRST, MIDDLE, LAST)
-        assert bool(record) == (part in (MIDDLE, LAST))
-        record += part_and_payload[1:]
+        assert bool(fragments) == (part in (MIDDLE, LAST))
+        fragments.append(part_and_payload[1:])
         position = end
         if part in (FULL, LAST):
-            yield Record.FromString(record)
-            record = b""
-    assert not record, f"{path} ends within a record"
+            yield Record.FromString(b"".join(fragments))
+            fragments = []
+    assert not fragments, f"{path} ends within a record"
 
 
 def read_run(path: Path) -> dict[str, Any]:

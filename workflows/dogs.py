@@ -251,7 +251,7 @@ def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
         try:
             RankBatches(indices, hp.batch_size, rank=0, world_size=NUM_RANKS)
         except ValueError as error:
-            raise ValueError(f"the images {kind}: {error}. Set DOGS_WORKERS lower, or give more images.") from error
+            raise ValueError(f"the images {kind}: {error} (DOGS_WORKERS)") from error
 
 
 def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
