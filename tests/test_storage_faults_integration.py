@@ -28,7 +28,7 @@ import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import checkpoints
 from flytekitplugins.daskpytorch.driver.upload import MANIFEST
-from flytekitplugins.daskpytorch.protocol import checkpoint_file
+from flytekitplugins.daskpytorch.rank import checkpoint as rank_checkpoint
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, until
 from tasks import char_lstm
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute, expected, result
@@ -120,7 +120,7 @@ def die_while_writing(folder: str, when: str) -> float:
         if when == "half-way":
             torch.save = half_way
         else:  # the file is whole, but has not yet its name
-            checkpoint_file.digest_of = lambda _: break_down(folder)  # type: ignore[assignment, return-value]
+            rank_checkpoint.digest_of = lambda _: break_down(folder)  # type: ignore[assignment, return-value]
         keep(state, step)
         current_rank().checkpoint.flush()
 
