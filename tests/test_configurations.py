@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_clas
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver import futures, keys
 from flytekitplugins.daskpytorch.driver import request as calls
-from flytekitplugins.daskpytorch.driver.failure_policy import FailurePolicy
+from flytekitplugins.daskpytorch.driver.blame import FailurePolicy
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode

@@ -26,8 +26,7 @@ from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, Upload
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, OnFailure, Upload
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.display.echo import Echo
+from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver import keys
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for

@@ -33,7 +33,7 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 if TYPE_CHECKING:
     from distributed import Client
 
-    from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
 __all__ = [
     "Finding",

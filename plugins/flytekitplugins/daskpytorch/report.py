@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from flytekitplugins.daskpytorch.process.screen import one_line
+from flytekitplugins.daskpytorch.process.streams import one_line
 
 __all__ = ["Curve", "line_chart", "table"]
 

@@ -21,8 +21,7 @@ from distributed.utils import get_ip
 from flytekitplugins.daskpytorch.dask import cluster, worker_data
 from flytekitplugins.daskpytorch.node import agent, fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import placement
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.process.screen import Screen, one_line
+from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
-__all__ = ["ProgressDisplay", "describe_record", "terminal"]
+__all__ = ["Echo", "ProgressDisplay", "describe_record", "terminal"]
 
 PLAIN_INTERVAL = 10.0
 """Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
@@ -101,6 +101,18 @@ class ProgressDisplay(Observer):
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+class Echo(Observer):
+    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        Screen().write(f"{text}\n")
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass it on."""
+        Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))
 
 
 def terminal() -> Console:

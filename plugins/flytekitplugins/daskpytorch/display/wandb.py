@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings, Tracker
-from flytekitplugins.daskpytorch.process.screen import Screen
+from flytekitplugins.daskpytorch.process.streams import Screen, without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
-from flytekitplugins.daskpytorch.protocol.redaction import without_secrets
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
 __all__ = [

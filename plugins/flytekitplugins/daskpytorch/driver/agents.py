@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello, Start, ToAgent
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Close, Hello, Start, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, worker_order
 

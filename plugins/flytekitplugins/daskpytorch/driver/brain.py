@@ -23,11 +23,9 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.blame import describe, error_of
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, describe, error_of
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
 from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
-from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
-from flytekitplugins.daskpytorch.driver.fetch import Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
 from flytekitplugins.daskpytorch.driver.preemption import StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
@@ -332,7 +330,7 @@ class Brain:
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
 
-    # ---- forming a attempt
+    # ---- forming an attempt
 
     def _begin_to_gather(self) -> Phase:
         now = self._now()
@@ -524,7 +522,7 @@ class Brain:
             return self._policy.refusal(self._failure(attempt)) is not None
         return not self._is_growing
 
-    # ---- after a attempt's end
+    # ---- after an attempt's end
 
     def _begin_to_settle(self) -> Phase:
         attempt = self._gang

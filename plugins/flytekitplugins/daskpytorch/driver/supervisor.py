@@ -20,13 +20,13 @@ from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, No
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.running import running
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.host import running
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 if TYPE_CHECKING:

@@ -25,17 +25,17 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.running import preempt_all
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
-    from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import gpus_here
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 
 __all__ = ["OwnNode", "num_ranks_here"]
 

@@ -49,7 +49,7 @@ class Job:
     attempt: int
     """Which incarnation of the gang; each has rendezvous keys of its own."""
     call: bytes
-    """From `ship.pack_call`."""
+    """From `code.pack_call`."""
     pass_local_rank: bool
     """Call the function with `local_rank=`."""
     backend: str

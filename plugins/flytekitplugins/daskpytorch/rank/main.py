@@ -243,7 +243,7 @@ def _join_gang(order: RankOrder) -> None:
 
 
 def _store(job: Job) -> Store:
-    """Where the ranks of a attempt find each other."""
+    """Where the ranks of an attempt find each other."""
     from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if job.store is None:
