@@ -59,7 +59,6 @@ class DaskDDP:
         problems.unless(
             least is None or not is_count(workers) or least <= (workers or 0),
             "gang.min_workers",
-            least,
             f"at most workers.number_of_workers, which is {workers}",
         )
         problems.raise_any()
@@ -98,27 +97,14 @@ class SpawnDDP:
 
     def __post_init__(self) -> None:
         problems = _checked_kinds(self)
+        problems.unless(is_among(self.nproc, ("auto",)) or is_count(self.nproc), "nproc", f"'auto' or {COUNT}")
         problems.unless(
-            is_among(self.nproc, ("auto",)) or is_count(self.nproc), "nproc", self.nproc, f"'auto' or {COUNT}"
+            is_among(self.start_method, START_METHODS), "start_method", f"one of {', '.join(START_METHODS)}"
         )
         problems.unless(
-            is_among(self.start_method, START_METHODS),
-            "start_method",
-            self.start_method,
-            f"one of {', '.join(START_METHODS)}",
+            self.gang.ranks_per_worker == "auto", "gang.ranks_per_worker", "left alone; nproc is the number of ranks"
         )
-        problems.unless(
-            self.gang.ranks_per_worker == "auto",
-            "gang.ranks_per_worker",
-            self.gang.ranks_per_worker,
-            "left alone; nproc is the number of ranks",
-        )
-        problems.unless(
-            self.gang.min_workers in (None, 1),
-            "gang.min_workers",
-            self.gang.min_workers,
-            "left alone; there is one node",
-        )
+        problems.unless(self.gang.min_workers in (None, 1), "gang.min_workers", "left alone; there is one node")
         problems.raise_any()
 
 
@@ -136,7 +122,7 @@ class DaskCluster:
     def __post_init__(self) -> None:
         problems = _checked_kinds(self)
         _check_pods(problems, self.scheduler, self.workers)
-        problems.unless(is_seconds(self.start_timeout), "start_timeout", self.start_timeout, SECONDS)
+        problems.unless(is_seconds(self.start_timeout), "start_timeout", SECONDS)
         problems.raise_any()
 
     @property
@@ -151,32 +137,32 @@ def _checked_kinds(config: DaskDDP | SpawnDDP | DaskCluster) -> Problems:
     Raises:
         ValueError: Some do not.
     """
-    problems = Problems(type(config).__name__)
+    problems = Problems(type(config).__name__, config)
     for name in [entry.name for entry in fields(config) if entry.name in KINDS]:
         value, kind = getattr(config, name), KINDS[name]
         names = "None or a Wandb" if name == "wandb" else f"a {kind.__name__}"
-        problems.unless(isinstance(value, kind), name, value, names)
+        problems.unless(isinstance(value, kind), name, names)
     problems.raise_any()
     return problems
 
 
 def _check_pods(problems: Problems, scheduler: Scheduler, workers: WorkerGroup) -> None:
     count = workers.number_of_workers
-    problems.unless(is_count(count), "workers.number_of_workers", count, COUNT)
+    problems.unless(is_count(count), "workers.number_of_workers", COUNT)
     for name, pods in (("scheduler", scheduler), ("workers", workers)):
-        problems.unless(pods.image is None or is_text(pods.image), f"{name}.image", pods.image, f"None or {TEXT}")
+        problems.unless(pods.image is None or is_text(pods.image), f"{name}.image", f"None or {TEXT}")
         for part in ("requests", "limits"):
             _check_resources(problems, f"{name}.{part}", getattr(pods, part))
 
 
 def _check_resources(problems: Problems, name: str, resources: Resources | None) -> None:
     if not isinstance(resources, Resources):
-        problems.unless(resources is None, name, resources, "None or a flytekit.Resources")
+        problems.unless(resources is None, name, "None or a flytekit.Resources")
         return
     pairs = [value for value in vars(resources).values() if isinstance(value, (list, tuple))]
-    problems.unless(not pairs, name, resources, "without pairs of request and limit, which have fields of their own")
+    problems.unless(not pairs, name, "without pairs of request and limit, which have fields of their own")
     is_number = resources.gpu is None or NUM_GPUS.fullmatch(str(resources.gpu)) is not None
-    problems.unless(bool(pairs) or is_number, f"{name}.gpu", resources.gpu, "None or a whole number")
+    problems.unless(bool(pairs) or is_number, f"{name}.gpu", "None or a whole number")
 
 
 def _num_gpus(workers: WorkerGroup) -> int:
