@@ -67,7 +67,6 @@ def _seconds(text: str) -> float:
 
 
 def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Print each as it comes."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     for finding in findings:
         line = Table.grid(padding=(0, 1))

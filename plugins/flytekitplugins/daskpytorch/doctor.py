@@ -351,7 +351,6 @@ def _version_in(versions: Mapping[str, str | None], package: str) -> str | None:
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first of many names."""
     rest = len(names) - MAX_NAMES
     return f"{', '.join(names[:MAX_NAMES])}{f' and {rest} more' if rest > 0 else ''}"
 
@@ -427,20 +426,16 @@ def all_reduce() -> float:
 
 
 class _Witness(Observer):
-    """Remembers how a gang was formed."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
         self.shape = ""
 
     def placed(self, shape: Shape) -> None:
-        """Remember where, in words."""
         hosts = ", ".join(dict.fromkeys(node.host for node in shape.nodes))
         num_threads = shape.places[0][0].num_threads
         self.shape = f"{shape.world_size} ranks on {hosts} ({shape.backend}; threads of each: {num_threads})"
 
     def formed(self, seconds: float) -> None:
-        """Remember how fast."""
         self.seconds = seconds
 
 

@@ -164,7 +164,6 @@ def _addresses(scheduler: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _serve(address: str, order: AgentOrder) -> None:
-    """Be the agent on one worker: a Dask task."""
     here = get_worker()
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
@@ -231,7 +230,6 @@ class _Farewell(WorkerPlugin):  # type: ignore[misc]
         await asyncio.to_thread(self._done.wait)
 
     def close(self) -> None:
-        """Let the worker end."""
         with self._lock:
             self._done.set()
             os.close(self.readable)

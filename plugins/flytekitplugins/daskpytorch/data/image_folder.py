@@ -294,7 +294,6 @@ def _check(
     timeout: float,
     num_retries: int,
 ) -> None:
-    """Raise one `ValueError` that names every argument that is out of range."""
     checks: dict[str, tuple[object, bool, str]] = {
         "decoder": (decoder, decoder in get_args(Decoder), "'pil' or 'torchvision'"),
         "on_error": (on_error, on_error in ("raise", "skip") or callable(on_error), "'raise', 'skip' or a function"),
@@ -325,7 +324,6 @@ class _Source:
 
     @property
     def readers(self) -> ThreadPoolExecutor:
-        """As many as there may be requests in flight."""
         self._own()
         return self._readers
 

@@ -108,7 +108,6 @@ class Share(Sequence[Any]):
 
 
 def _from_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value, in the order of the ranks."""
     from torch import distributed
 
     values = [value] * current_rank().world_size
@@ -118,7 +117,6 @@ def _from_all_ranks(value: Any) -> list[Any]:
 
 
 def _computed(client: Client, collection: Any) -> list[Future]:
-    """The collection's partitions, once all are there."""
     from distributed import futures_of, wait
 
     _check_cluster(client, futures_of(collection))
@@ -134,7 +132,6 @@ def _computed(client: Client, collection: Any) -> list[Future]:
 
 
 def _parts(collection: Any) -> list[Any]:
-    """The collection's partitions, yet to be computed."""
     from dask.base import is_dask_collection
     from dask.delayed import Delayed
     from distributed import Future

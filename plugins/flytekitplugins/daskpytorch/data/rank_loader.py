@@ -131,7 +131,6 @@ class RankLoader:
         self.epoch, self.num_seen = state["epoch"], state["num_seen"]
 
     def _order(self) -> dict[str, Any]:
-        """What decides on the order."""
         return {"num_items": self.num_items, "seed": self._batches.seed, "shuffle": self._batches.shuffle}
 
 

@@ -64,7 +64,6 @@ class _Histogram:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Histogram:
-        """Count the finite values of a tensor."""
         values = tensor.detach().to_dense().float().flatten().cpu()
         counts, edges = values[values.isfinite()].histogram(NUM_BINS)
         return cls(counts=counts.tolist(), edges=edges.tolist())
@@ -80,8 +79,6 @@ def _shown(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """Closes the queue, and the run."""
-
     exit_code: int
     reason: str | None
     """Why a training that did not fail ends early."""

@@ -146,7 +146,6 @@ class Listener:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _keep_time(self) -> None:
-        """Send those away that are late, and let others in or wait."""
         now = time.monotonic()
         for callers in (self._strangers, self._guests):
             while callers and (first := next(iter(callers.values()))).deadline <= now:
@@ -180,7 +179,6 @@ class Listener:
             self._strangers[sock.fileno()] = caller
 
     def _shut(self) -> None:
-        """Let nobody else in."""
         if self._server.fileno() >= 0:
             self._poll.unregister(self._server)
             self._server.close()

@@ -107,7 +107,6 @@ class ReceivedResults:
             self._buffer.drop(self._returned.popitem()[1])
 
     def _take(self, parts: list[Kept]) -> Iterator[bytes]:
-        """Each piece; here it is forgotten."""
         for kept in parts:
             data = self._buffer.get(kept)
             self._buffer.drop([kept])  # at once: nobody asks for more after the last

@@ -174,7 +174,6 @@ class _Rendezvous:
         self._store: TCPStore | None = None
 
     def address(self) -> tuple[str, int]:
-        """Its host and port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if self._store is None:
@@ -182,5 +181,4 @@ class _Rendezvous:
         return self._host, self._store.port
 
     def close(self) -> None:
-        """End it."""
         self._store = None

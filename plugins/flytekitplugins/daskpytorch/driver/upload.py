@@ -156,7 +156,6 @@ class StorageUpload:
             return []
 
     def _fetch(self, remote: str, to: Path) -> None:
-        """Download a file; none there is no error."""
         if self._paths.file_access.get_filesystem_for_path(remote).exists(remote):
             self._paths.file_access.get_data(remote, str(to))
 

@@ -61,7 +61,6 @@ def _with_suggestion(key: str, known: list[str]) -> str:
 
 
 def _repeated(text: str | bytes) -> list[str]:
-    """The keys that stand more than once in one of its objects."""
     found: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -103,7 +103,6 @@ class _Writer:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Write what comes, until the end of this context."""
         thread = threading.Thread(target=self._work, name="daskpytorch-results", daemon=True)
         thread.start()
         try:

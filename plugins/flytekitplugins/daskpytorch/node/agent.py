@@ -139,11 +139,9 @@ class _Rank:
 
     @property
     def log_tail(self) -> str:
-        """The end of what it has written."""
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def close(self) -> None:
-        """Hear no more of it."""
         self.channel.close()
         if self.output is not None:
             os.close(self.output)
@@ -185,7 +183,6 @@ class _Agent:
             self._fork(key)
 
     def serve(self, driver: Connection) -> None:
-        """Until the driver closes the gang."""
         self._driver = driver
         self._interface = interface_of(driver.own_address)
         self._say(messages.Hello(describe_node(self._order.worker, self._interface)))
@@ -273,12 +270,10 @@ class _Agent:
         return [rank for rank in self._ranks.values() if rank.place is not None]
 
     def _say(self, message: messages.FromAgent) -> None:
-        """Tell the driver, from any thread."""
         with self._lock:
             self._driver.send(message)
 
     def _keep_time(self) -> None:
-        """Do what has become due."""
         now = time.monotonic()
         for rank in self._ranks.values():
             if rank.kill_at is not None and now >= rank.kill_at:
@@ -329,7 +324,6 @@ class _Agent:
     # ---- checkpoints
 
     def _bring(self, file: CheckpointFile, attempt: int) -> None:
-        """Have the checkpoint here for the ranks to load, and tell them."""
         outcome: orders.Provided | orders.NotProvided = orders.Provided(attempt)
         try:
             self._find(file)

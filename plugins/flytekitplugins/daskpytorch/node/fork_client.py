@@ -69,8 +69,6 @@ class ForkServerClient:
 
 @dataclass
 class _Owned:
-    """The fork server that belongs to this process."""
-
     pid: int
     """This process's own; in a fork of it the server is not the fork's."""
     process: subprocess.Popen[bytes] | None

@@ -135,7 +135,6 @@ def _by_name(function: Callable[..., Any]) -> _ByName | None:
 
 
 def _project_files() -> dict[str, Path]:
-    """Where in the archive -> which file."""
     installed = _installation_folders()
     files: dict[str, Path] = {}
     companions: set[tuple[Path, str | None]] = set()

@@ -133,7 +133,6 @@ class RankCheckpoint(Checkpoint):
         self._announce(written)
 
     def _await_file(self, wanted: CheckpointFile) -> Path:
-        """Wait for the agent to bring the file."""
         try:
             outcome = self._provided.result(self._timeout)
         except TimeoutError as error:
@@ -183,8 +182,6 @@ class _Copier(_Inspector):
 
 
 class _Restorer(pickle.Unpickler):
-    """Puts the copies where the tensors were."""
-
     def __init__(self, file: IO[bytes], copies: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._copies = copies
@@ -194,8 +191,6 @@ class _Restorer(pickle.Unpickler):
 
 
 class _ShardedError(Exception):
-    """A sharded tensor stands in a state."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self.tensor = tensor

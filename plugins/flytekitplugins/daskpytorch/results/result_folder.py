@@ -92,7 +92,6 @@ def _create(path: Path) -> IO[bytes]:
 
 
 def _objection(path: str) -> str | None:
-    """What is wrong with a path at first sight."""
     if not path:
         return "it is empty"
     if path.startswith("/"):

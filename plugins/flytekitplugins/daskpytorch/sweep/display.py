@@ -101,21 +101,17 @@ class _Line(Observer):
         self._shown_at = 0.0
 
     def formed(self, seconds: float) -> None:
-        """Show the line."""
         if self._board.is_live and self._task is None:
             self._task = self._board.add(f"{self._name} {self._experiment}")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass on a rank's output."""
         for line in lines:
             self._board.print(f"[{self._name}, rank {rank}] {line}")
 
     def noted(self, text: str) -> None:
-        """Say it."""
         self._board.print(f"{self._name}, {text}")
 
     def logged(self, record: LogRecord) -> None:
-        """Show rank 0's newest values; in plain lines not more often than is good to read."""
         if record.rank != 0:
             return
         if self._task is not None:
@@ -127,7 +123,6 @@ class _Line(Observer):
             self._board.print(f"{self._name} {self._experiment}: {describe_record(record)}")
 
     def ended(self, error: Exception | None) -> None:
-        """Take the line away."""
         if self._task is not None:
             self._board.remove(self._task)
         if isinstance(error, StoppedEarlyError):

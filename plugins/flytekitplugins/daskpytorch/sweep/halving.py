@@ -88,8 +88,6 @@ class Halving:
 
 
 class _Judge(Observer):
-    """Passes on what one model's rank 0 reports."""
-
     def __init__(self, halving: Halving, trial: optuna.Trial, index: int, say: Callable[[str], None]) -> None:
         self._halving = halving
         self._settings = halving.settings
@@ -129,7 +127,6 @@ class _Judge(Observer):
                 raise self._verdict(epoch, value)
 
     def ended(self, error: Exception | None) -> None:
-        """Say it if nothing could be compared."""
         self._halving.settle(self._trial, error, self._value)
         if error is None and self._epoch is None:
             self._complain()

@@ -99,25 +99,19 @@ class ModelFuture(GangFuture):
 
 
 class _Log(Observer):
-    """Keeps what one model's rank 0 logs."""
-
     def __init__(self) -> None:
         self.records: list[LogRecord] = []
 
     def logged(self, record: LogRecord) -> None:
-        """Keep rank 0's values."""
         if record.rank == 0:
             self.records.append(record)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Drop what will be logged again."""
         self.records = [record for record in self.records if step is not None and record.step <= step]
 
 
 @dataclass(eq=False, kw_only=True)
 class _Model:
-    """One model that is to be trained."""
-
     index: int
     experiment: Any
     num_workers: int
@@ -249,7 +243,6 @@ class ModelFutures(Sequence[ModelFuture]):
         model.gang[0].add_done_callback(lambda _: self._end(model))
 
     def _look(self) -> None:
-        """See which workers there are; give up what can no longer be done."""
         try:
             present: Sequence[str] | None = self._cluster.present()
         except (OSError, TimeoutError):  # gangs notice the loss of a scheduler by themselves
@@ -337,7 +330,6 @@ class _Share:
         self._agents = models.cluster.for_one_gang()
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Submit the agents."""
         self._agents.launch(orders, on_failure)
 
     def present(self) -> Sequence[str]:
@@ -345,7 +337,6 @@ class _Share:
         return self._models.refill(self._model)
 
     def is_connected(self) -> bool:
-        """Whether the scheduler is there."""
         return self._models.cluster.is_connected()
 
     def close(self) -> None:
