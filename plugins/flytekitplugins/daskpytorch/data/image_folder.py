@@ -129,16 +129,24 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         _require_packages()
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
-        _check(
-            decoder=decoder,
-            on_error=on_error,
-            max_pixels=max_pixels,
-            addressing_style=addressing_style,
-            cache_bytes=cache_bytes,
-            num_connections=num_connections,
-            timeout=timeout,
-            num_retries=num_retries,
-        )
+        checks: dict[str, tuple[object, bool, str]] = {
+            "decoder": (decoder, decoder in get_args(Decoder), "'pil' or 'torchvision'"),
+            "on_error": (
+                on_error,
+                on_error in ("raise", "skip") or callable(on_error),
+                "'raise', 'skip' or a function",
+            ),
+            "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
+            "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
+            "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
+            "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),
+            "timeout": (timeout, timeout > 0, "a number of seconds above 0"),
+            "num_retries": (num_retries, num_retries >= 0, "a whole number from 0 up"),
+        }
+        if problems := [
+            f"{name}={value!r}: must be {allowed}" for name, (value, ok, allowed) in checks.items() if not ok
+        ]:
+            raise ValueError("; ".join(problems))
         access = Access(
             num_connections=num_connections,
             timeout=timeout,
@@ -281,32 +289,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
     def _uri(self, index: int) -> str:
         return f"s3://{self._index.bucket}/{self.all_files[index]}"
-
-
-def _check(
-    *,
-    decoder: str,
-    on_error: object,
-    max_pixels: int,
-    addressing_style: str,
-    cache_bytes: int,
-    num_connections: int,
-    timeout: float,
-    num_retries: int,
-) -> None:
-    checks: dict[str, tuple[object, bool, str]] = {
-        "decoder": (decoder, decoder in get_args(Decoder), "'pil' or 'torchvision'"),
-        "on_error": (on_error, on_error in ("raise", "skip") or callable(on_error), "'raise', 'skip' or a function"),
-        "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
-        "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
-        "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
-        "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),
-        "timeout": (timeout, timeout > 0, "a number of seconds above 0"),
-        "num_retries": (num_retries, num_retries >= 0, "a whole number from 0 up"),
-    }
-    problems = [f"{name}={value!r}: must be {allowed}" for name, (value, ok, allowed) in checks.items() if not ok]
-    if problems:
-        raise ValueError("; ".join(problems))
 
 
 class _Source:

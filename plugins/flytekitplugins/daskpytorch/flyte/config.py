@@ -37,16 +37,27 @@ NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaskDDP:
-    """`@task(task_config=DaskDDP(...))`: the function runs in every rank of a gang on an ephemeral Dask cluster.
-
-    Rank 0's return value is the task's output.
-    """
+class _OnDask:
+    """The cluster that a task asks for."""
 
     scheduler: Scheduler = field(default_factory=Scheduler)
     """The scheduler pod's image and resources."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
     """The worker pods' number, image and resources."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of Dask workers asked for."""
+        return int(self.workers.number_of_workers or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskDDP(_OnDask):
+    """`@task(task_config=DaskDDP(...))`: the function runs in every rank of a gang on an ephemeral Dask cluster.
+
+    Rank 0's return value is the task's output.
+    """
+
     gang: Gang = field(default_factory=Gang)
     """How the ranks are formed on the workers."""
     wandb: Wandb | None = None
@@ -62,11 +73,6 @@ class DaskDDP:
             f"at most workers.number_of_workers, which is {workers}",
         )
         problems.raise_any()
-
-    @property
-    def num_workers(self) -> int:
-        """The number of Dask workers asked for."""
-        return int(self.workers.number_of_workers or 1)
 
     @property
     def ranks_per_worker(self) -> int:
@@ -109,13 +115,9 @@ class SpawnDDP:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaskCluster:
+class DaskCluster(_OnDask):
     """`@task(task_config=DaskCluster(...))`: the function runs once, with `current_client()` at its service."""
 
-    scheduler: Scheduler = field(default_factory=Scheduler)
-    """The scheduler pod's image and resources."""
-    workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
-    """The worker pods' number, image and resources."""
     start_timeout: float = 600.0
     """Seconds within which the scheduler answers and all the workers come."""
 
@@ -124,11 +126,6 @@ class DaskCluster:
         _check_pods(problems, self.scheduler, self.workers)
         problems.unless(is_seconds(self.start_timeout), "start_timeout", SECONDS)
         problems.raise_any()
-
-    @property
-    def num_workers(self) -> int:
-        """The number of Dask workers asked for."""
-        return int(self.workers.number_of_workers or 1)
 
 
 def _checked_kinds(config: DaskDDP | SpawnDDP | DaskCluster) -> Problems:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID, TextColumn
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display.terminal import LEADING, MAX_LINE, PLAIN_INTERVAL, describe_record, terminal
+from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, PLAIN_INTERVAL, bars, describe_record, show, terminal
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -36,14 +37,7 @@ class SweepDisplay:
         self._num_failed = 0
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
-        self._bars = Progress(
-            TextColumn("{task.fields[label]}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}", markup=False),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-        )
+        self._bars = bars(self._console, TextColumn("{task.fields[name]}", markup=False))
 
     def line(self, index: int, experiment: object) -> Observer:
         """The watcher of one model's gang."""
@@ -58,13 +52,11 @@ class SweepDisplay:
         """Show a line for a model that begins to train."""
         with self._lock:
             self._bars.start()
-            return self._bars.add_task("", label=label, text="", total=None)
+            return self._bars.add_task("", name=label, text="", total=None)
 
     def update(self, task: TaskID, record: LogRecord) -> None:
         """Show a model's newest values."""
-        done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
-        text = describe_record(record, LEADING)
-        self._bars.update(task, completed=done, total=record.num_steps, text=text)
+        show(self._bars, task, record)
 
     def remove(self, task: TaskID) -> None:
         """Take a model's line away."""
@@ -91,14 +83,14 @@ class SweepDisplay:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
+@dataclass(eq=False)
 class _Line(Observer):
-    def __init__(self, board: SweepDisplay, name: str, experiment: str) -> None:
-        self._board = board
-        self._name = name
-        self._experiment = experiment
-        self._task: TaskID | None = None
-        self._epoch = 0
-        self._shown_at = 0.0
+    _board: SweepDisplay
+    _name: str
+    _experiment: str
+    _task: TaskID | None = None
+    _epoch: int = 0
+    _shown_at: float = 0.0
 
     def formed(self, seconds: float) -> None:
         if self._board.is_live and self._task is None:

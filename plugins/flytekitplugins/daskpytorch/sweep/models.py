@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from distributed import Client
 
@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver import keys
-from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
+from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, named, request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -124,7 +124,7 @@ class _Model:
     """While it is being trained."""
 
 
-class ModelFutures(Sequence[ModelFuture]):
+class ModelFutures(Futures[ModelFuture]):
     """One future per experiment, in their order. Each is settled when its model's training ends."""
 
     def __init__(
@@ -151,18 +151,6 @@ class ModelFutures(Sequence[ModelFuture]):
         running.add(self)
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
 
-    @overload
-    def __getitem__(self, index: int) -> ModelFuture: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ModelFuture]: ...
-
-    def __getitem__(self, index: int | slice) -> ModelFuture | Sequence[ModelFuture]:
-        return self._futures[index]
-
-    def __len__(self) -> int:
-        return len(self._futures)
-
     def result(self, timeout: float | None = None) -> list[Any]:
         """Every model's result, in the order of the experiments; waits for all of them.
 
@@ -184,10 +172,6 @@ class ModelFutures(Sequence[ModelFuture]):
     def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
         """The futures, each as soon as its model's training has ended."""
         return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
-
-    def done(self) -> bool:
-        """Whether all have ended."""
-        return all(future.done() for future in self._futures)
 
     def cancel(self) -> bool:
         """Cancel all that have not ended; False where all had."""
