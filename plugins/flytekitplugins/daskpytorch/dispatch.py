@@ -14,9 +14,8 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display.terminal import Echo
-from flytekitplugins.daskpytorch.driver import keys
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.request import named, request_for, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
@@ -76,7 +75,7 @@ def run(
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    request = named(request, *keys.take(pytorch_function, settings.key))
+    request = named(request, *take_keys(pytorch_function, settings.key))
     return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
 
 

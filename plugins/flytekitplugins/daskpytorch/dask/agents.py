@@ -25,16 +25,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = [
-    "AGENT_PRIORITY",
-    "FIRST_LOOK_TIMEOUT",
-    "GPUS_TIMEOUT",
-    "LOOK_TIMEOUT",
-    "NANNYS_TIME",
-    "DaskAgents",
-    "HostAndGpus",
-]
-
+__all__ = ["DaskAgents"]
 
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_PRIORITY = 1_000

@@ -124,13 +124,7 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Run
 
 
 def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
-    """One model's own run.
-
-    Args:
-        shared: From `sweep_settings`.
-        index: The model's place among the experiments.
-        key: Names it among all of its task, alike in every attempt.
-    """
+    """One model's own run; the key names it among all of its task, alike in every attempt."""
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
 

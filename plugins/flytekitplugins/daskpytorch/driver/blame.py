@@ -65,11 +65,7 @@ def _signal_name(number: int) -> str:
 def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
     """What the driver raises for a failed gang: the failed rank's own exception from a `GangError`, or that alone.
 
-    Args:
-        root_failure: From `find_root_failure`.
-        world_size: The number of ranks.
-        refusal: Why the gang does not start again.
-        history: What ended its earlier attempts, a line each.
+    `refusal` says why the gang does not start again, `history` what ended its earlier attempts.
     """
     who, how = f"rank {root_failure.rank}", describe(root_failure)
     rank_traceback = root_failure.failure.traceback if root_failure.failure else ""

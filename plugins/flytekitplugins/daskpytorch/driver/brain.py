@@ -95,17 +95,8 @@ class Brain:
     ) -> None:
         """Begin with gathering the workers, whose agents are on their way.
 
-        Args:
-            request: What the gang is to do.
-            agents: Its agents.
-            checkpoints: Its checkpoints.
-            rendezvous: For ranks that are to meet.
-            observers: Hears of everything.
-            received: Takes what the ranks submit.
-            code: The project's sources.
-            checkpoint: What the first attempt starts from.
-            asked_at: When the gang was asked for; by the clock.
-            clock: Seconds that only go forward.
+        The first attempt starts from `checkpoint`. `asked_at`, like all moments, is by the `clock`, which only goes
+        forward.
         """
         self._request = request
         self._settings = request.settings

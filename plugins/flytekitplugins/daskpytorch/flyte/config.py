@@ -14,19 +14,9 @@ from flytekit import Resources
 from flytekit.extend import TaskPlugins
 from flytekitplugins.dask import Scheduler, WorkerGroup
 
+from flytekitplugins.daskpytorch import settings
 from flytekitplugins.daskpytorch.flyte.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask
-from flytekitplugins.daskpytorch.settings import (
-    COUNT,
-    SECONDS,
-    TEXT,
-    Gang,
-    Problems,
-    Wandb,
-    is_among,
-    is_count,
-    is_seconds,
-    is_text,
-)
+from flytekitplugins.daskpytorch.settings import Gang, Problems, Wandb
 
 __all__ = ["DaskCluster", "DaskDDP", "SpawnDDP"]
 
@@ -68,7 +58,7 @@ class DaskDDP(_OnDask):
         _check_pods(problems, self.scheduler, self.workers)
         workers, least = self.workers.number_of_workers, self.gang.min_workers
         problems.unless(
-            least is None or not is_count(workers) or least <= (workers or 0),
+            least is None or not settings.is_count(workers) or least <= (workers or 0),
             "gang.min_workers",
             f"at most workers.number_of_workers, which is {workers}",
         )
@@ -103,9 +93,13 @@ class SpawnDDP:
 
     def __post_init__(self) -> None:
         problems = _checked_kinds(self)
-        problems.unless(is_among(self.nproc, ("auto",)) or is_count(self.nproc), "nproc", f"'auto' or {COUNT}")
         problems.unless(
-            is_among(self.start_method, START_METHODS), "start_method", f"one of {', '.join(START_METHODS)}"
+            settings.is_among(self.nproc, ("auto",)) or settings.is_count(self.nproc),
+            "nproc",
+            f"'auto' or {settings.COUNT}",
+        )
+        problems.unless(
+            settings.is_among(self.start_method, START_METHODS), "start_method", f"one of {', '.join(START_METHODS)}"
         )
         problems.unless(
             self.gang.ranks_per_worker == "auto", "gang.ranks_per_worker", "left alone; nproc is the number of ranks"
@@ -124,7 +118,7 @@ class DaskCluster(_OnDask):
     def __post_init__(self) -> None:
         problems = _checked_kinds(self)
         _check_pods(problems, self.scheduler, self.workers)
-        problems.unless(is_seconds(self.start_timeout), "start_timeout", SECONDS)
+        problems.unless(settings.is_seconds(self.start_timeout), "start_timeout", settings.SECONDS)
         problems.raise_any()
 
 
@@ -145,9 +139,9 @@ def _checked_kinds(config: DaskDDP | SpawnDDP | DaskCluster) -> Problems:
 
 def _check_pods(problems: Problems, scheduler: Scheduler, workers: WorkerGroup) -> None:
     count = workers.number_of_workers
-    problems.unless(is_count(count), "workers.number_of_workers", COUNT)
+    problems.unless(settings.is_count(count), "workers.number_of_workers", settings.COUNT)
     for name, pods in (("scheduler", scheduler), ("workers", workers)):
-        problems.unless(pods.image is None or is_text(pods.image), f"{name}.image", f"None or {TEXT}")
+        problems.unless(pods.image is None or settings.is_text(pods.image), f"{name}.image", f"None or {settings.TEXT}")
         for part in ("requests", "limits"):
             _check_resources(problems, f"{name}.{part}", getattr(pods, part))
 

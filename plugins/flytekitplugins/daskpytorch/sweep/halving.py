@@ -43,12 +43,7 @@ class Halving:
         """It needs not, or not again, be said that the metric is missing."""
 
     def judge(self, index: int, say: Callable[[str], None]) -> Observer:
-        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped.
-
-        Args:
-            index: The model's place among the experiments.
-            say: Shows the user a line.
-        """
+        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped."""
         with self._lock:
             return _Judge(self, self._study.ask(), index, say)
 
@@ -110,11 +105,6 @@ class _Judge(Observer):
         """The epoch from which on the next value is compared; Optuna takes ever longer to keep those between."""
 
     def logged(self, record: LogRecord) -> None:
-        """Compare the model at its rungs.
-
-        Raises:
-            StoppedEarlyError: It is to be stopped.
-        """
         if record.rank != 0 or self._is_stopped:
             return
         numbers = record.numbers

@@ -15,10 +15,9 @@ from distributed import Client
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver import keys
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request, named, request_for
+from flytekitplugins.daskpytorch.driver.request import Request, named, request_for, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
@@ -60,7 +59,7 @@ def train_all(
         request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
         for experiment, size in zip(experiments, sizes, strict=True)
     ]
-    names = keys.take(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
+    names = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
     models = []
     for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
         request = named(requests[index], names[index])
