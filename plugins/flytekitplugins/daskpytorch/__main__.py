@@ -1,7 +1,5 @@
 """Says whether gangs can train here and on a cluster, and what to do: `python -m flytekitplugins.daskpytorch`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Charts and tables as HTML, for Decks: for tasks and workflows to use, too."""
 
-from __future__ import annotations
-
 import io
 import operator
 from collections.abc import Iterable, Sequence

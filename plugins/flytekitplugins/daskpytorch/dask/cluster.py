@@ -1,7 +1,5 @@
 """A ready Dask client for one task: to the cluster that the backend made, or to one made here. Runs in the driver."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 A file is an object's content, under a name made from its bucket, key and ETag, so that it is never out of date.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """A data loader that a gang of any size goes on with where the last one was. Runs in every rank; all agree unasked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol
 

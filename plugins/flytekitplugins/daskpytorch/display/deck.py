@@ -1,7 +1,5 @@
 """The Deck of a training: charts of what rank 0 logged, the gang, its timings. Runs in the driver."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from typing import IO, cast

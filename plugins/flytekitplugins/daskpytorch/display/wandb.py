@@ -1,7 +1,5 @@
 """Weights & Biases: one run per gang, opened and fed in rank 0. Which run, with which key, is decided in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

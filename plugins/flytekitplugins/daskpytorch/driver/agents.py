@@ -1,7 +1,5 @@
 """The agents of one gang: who was asked, who is there, who has gone, who has come since. Runs in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -3,8 +3,6 @@
 Holds no connection: the supervisor tells it what happens, and it says what that means.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import defaultdict

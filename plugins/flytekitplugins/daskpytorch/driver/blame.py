@@ -1,7 +1,5 @@
 """Which rank really failed, and whether the gang may start again. Pure; runs in the driver."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ Nothing here starts threads, waits (but for storage, at the very end) or looks a
 a test can play a whole gang's life through.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -4,8 +4,6 @@ The driver is the only writer. It takes files whole or not at all, refuses those
 few, and hands the newest on to storage (see `upload`), so that the task's next attempt starts from it.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from dataclasses import dataclass

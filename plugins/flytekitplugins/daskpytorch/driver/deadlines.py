@@ -1,7 +1,5 @@
 """How long each part of a gang's end may take: all follows from `Gang.grace_period`. Runs in the driver."""
 
-from __future__ import annotations
-
 __all__ = ["Deadlines"]
 
 

@@ -1,7 +1,5 @@
 """What the caller of a gang holds: one future per rank. Runs in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import pickle

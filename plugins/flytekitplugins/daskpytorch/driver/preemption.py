@@ -1,7 +1,5 @@
 """Brings a gang to its end at one common step, since the task or a worker is being taken away. Runs in the driver."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

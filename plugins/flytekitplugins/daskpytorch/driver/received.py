@@ -1,7 +1,5 @@
 """What the ranks of a gang have submitted and nobody has processed yet. Runs in the driver."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections import deque

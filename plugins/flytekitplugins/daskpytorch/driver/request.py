@@ -1,7 +1,5 @@
 """What one gang is asked to do, and what it is called in all attempts of its task. Made by whoever starts it."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import Counter

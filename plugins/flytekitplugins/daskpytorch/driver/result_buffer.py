@@ -4,8 +4,6 @@ Nothing is left behind, however the driver ends: the file goes with the last ref
 `tempfile.SpooledTemporaryFile`, which is for one thread and loses all where it finds the disk full.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

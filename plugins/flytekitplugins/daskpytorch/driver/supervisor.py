@@ -3,8 +3,6 @@
 One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

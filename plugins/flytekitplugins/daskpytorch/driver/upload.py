@@ -4,8 +4,6 @@ An attempt finds the one before it by path. So what it started from is written t
 that dies before its first checkpoint passes on what it was given. A manifest, written last, names the files.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

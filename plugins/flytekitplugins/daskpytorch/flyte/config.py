@@ -3,8 +3,6 @@
 Importing it registers the task types with flytekit.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, fields
 from types import NoneType

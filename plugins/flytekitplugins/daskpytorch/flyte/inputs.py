@@ -1,7 +1,5 @@
 """Dataclasses as workflow inputs, without silent typing errors. Runs where the command line is read."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

@@ -4,8 +4,6 @@ Runs in a thread of a Dask worker (or of the task's own process) for as long as 
 says what its node has, and then relays: orders to the ranks; their reports, output and exits to the driver.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import functools

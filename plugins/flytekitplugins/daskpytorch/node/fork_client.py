@@ -1,7 +1,5 @@
 """This process's fork server: starts it, finds it, asks it for ranks. Runs beside a Dask worker, or in the task."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

@@ -12,8 +12,6 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
 All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

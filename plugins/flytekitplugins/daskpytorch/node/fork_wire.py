@@ -1,7 +1,5 @@
 """What a fork server and those who ask it for ranks share."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Starts a gang's one agent in a thread of this process, for ranks on the task's own node. Knows no Dask."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Sequence

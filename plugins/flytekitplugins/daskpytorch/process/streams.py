@@ -1,7 +1,5 @@
 """Standard streams, and texts that are fit to be shown there. Runs everywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

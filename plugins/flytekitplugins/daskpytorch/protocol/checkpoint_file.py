@@ -1,7 +1,5 @@
 """A checkpoint that is written whole, as rank, agent and driver name it to each other, and how it is received."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Neither the scheduler nor a Dask worker ever unpickles a user's module by name; 
 one. What travels is an archive of the project's sources and a pickled call, which only the ranks open.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import io

@@ -5,8 +5,6 @@ the HMAC of both challenges under the gang's token, which itself does not travel
 what an agent answers proves nobody the driver. All sizes are fixed: a stranger cannot make anybody read more.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import socket

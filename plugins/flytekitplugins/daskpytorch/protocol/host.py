@@ -1,7 +1,5 @@
 """The host of a task, Flyte or none: how all else asks for it, and how it ends gangs. Runs in driver and ranks."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager

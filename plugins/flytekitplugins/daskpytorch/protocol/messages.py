@@ -1,7 +1,5 @@
 """What the driver and an agent say to each other, over a connection of their own. Imports neither Dask nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

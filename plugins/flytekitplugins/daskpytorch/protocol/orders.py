@@ -1,7 +1,5 @@
 """What a rank is told: before it starts, and while it runs. Filled in by driver and agent, read by the rank."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Workers to ranks: who gets which rank, GPU and share of the cores. Pure; runs in the driver."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

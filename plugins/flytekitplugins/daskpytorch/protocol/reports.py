@@ -1,7 +1,5 @@
 """What a rank reports to the driver. Its agent gathers reports and passes them on unopened."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Writes results below one folder: each file whole, and none outside. Runs in the driver."""
 
-from __future__ import annotations
-
 import errno
 import os
 import uuid

@@ -3,8 +3,6 @@
 Runs in the driver; a live display in a terminal, plain lines elsewhere.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass
