@@ -13,7 +13,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
 
 from flytekitplugins.daskpytorch.driver.events import Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.received import Part
@@ -47,10 +46,6 @@ END_TIME = 5.0
 """Seconds for the threads to end, once all callers are hung up on."""
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise ConnectionRefusedError("neither files nor results are taken here")
-
-
 class Listener:
     """Accepts agents and turns what they say into events; its files and results are kept as they come.
 
@@ -63,8 +58,8 @@ class Listener:
         host: str,
         token: bytes,
         events: queue.SimpleQueue[Event],
-        serve_file: FileServer = _refuse,
-        keep_piece: PieceKeeper = _refuse,
+        serve_file: FileServer,
+        keep_piece: PieceKeeper,
     ) -> None:
         _allow_files()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
