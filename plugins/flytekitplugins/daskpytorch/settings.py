@@ -12,24 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from flytekit import Secret
 
-__all__ = [
-    "COUNT",
-    "SCHEDULER_VARIABLE",
-    "SECONDS",
-    "TEXT",
-    "WANDB_MODES",
-    "EarlyStopping",
-    "Gang",
-    "Problems",
-    "Wandb",
-    "is_among",
-    "is_count",
-    "is_local",
-    "is_seconds",
-    "is_text",
-    "is_whole",
-    "shown",
-]
+__all__ = ["EarlyStopping", "Gang", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""

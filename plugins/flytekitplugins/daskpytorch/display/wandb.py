@@ -14,17 +14,7 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
-__all__ = [
-    "WandbObserver",
-    "api_key",
-    "console_link",
-    "inputs_of",
-    "model_settings",
-    "run_config",
-    "run_id",
-    "settings",
-    "sweep_settings",
-]
+__all__ = ["WandbObserver", "console_link", "inputs_of", "model_settings", "settings", "sweep_settings"]
 
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""

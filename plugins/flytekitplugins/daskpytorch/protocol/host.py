@@ -6,17 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = [
-    "Execution",
-    "Preemptible",
-    "RankHost",
-    "Storage",
-    "StoragePaths",
-    "current_execution",
-    "preempt_all",
-    "provide",
-    "running",
-]
+__all__ = ["Execution", "RankHost", "StoragePaths", "current_execution", "preempt_all", "provide", "running"]
 
 
 class Storage(Protocol):

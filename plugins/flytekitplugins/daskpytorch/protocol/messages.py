@@ -9,31 +9,6 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.orders import Job, OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
-__all__ = [
-    "AgentLauncher",
-    "AgentOrder",
-    "Broken",
-    "Close",
-    "Download",
-    "Dump",
-    "Exited",
-    "Fetch",
-    "FromAgent",
-    "Heartbeat",
-    "Hello",
-    "Leaving",
-    "Lines",
-    "NotSent",
-    "OnFailure",
-    "Reported",
-    "Stacks",
-    "Start",
-    "Stop",
-    "Tell",
-    "ToAgent",
-    "Upload",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOrder:

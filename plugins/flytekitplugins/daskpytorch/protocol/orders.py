@@ -10,26 +10,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
-__all__ = [
-    "DUMP_SIGNAL",
-    "MAX_STACKS",
-    "STOPPED",
-    "Hold",
-    "Job",
-    "Leave",
-    "Locate",
-    "NotProvided",
-    "Order",
-    "OrderToAll",
-    "Provided",
-    "Quit",
-    "RankOrder",
-    "Release",
-    "environment",
-    "stacks_path",
-]
-
-
 STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
 DUMP_SIGNAL = signal.SIGQUIT
