@@ -16,8 +16,7 @@ from flytekitplugins.daskpytorch import context, results
 from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.driver import result_buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.result_buffer import ResultBuffer
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError

@@ -64,7 +64,6 @@ FIREWALL = (
     "On a slow or busy machine raise --timeout."
 )
 MAX_NAMES = 4
-"""How many workers are named in one line."""
 NUM_RANKS = 2
 NUM_VALUES = 2**18
 """What is summed: a MiB of float32."""

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,12 +56,6 @@ class DaskAgents:
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
-
-    def for_one_gang(self) -> DaskAgents:
-        """The same workers, for one of many gangs, which closes only what it has launched."""
-        one = copy(self)
-        one._futures = []  # noqa: SLF001
-        return one
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """Submit the agents."""

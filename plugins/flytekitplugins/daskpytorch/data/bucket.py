@@ -80,7 +80,6 @@ class Access:
     """How to reach a bucket. Travels to other processes, unlike the clients that are made from it."""
 
     anon: bool = False
-    """Whether requests are not signed."""
     key: str | None = field(default=None, repr=False)
     """The access key; None: what AWS's chain of providers finds (environment, profile, role of the pod or machine)."""
     secret: str | None = field(default=None, repr=False)
@@ -94,11 +93,9 @@ class Access:
     addressing_style: Style = "auto"
     """Whether the bucket is in the URL's path or its host; auto: in the path where the server is not AWS's."""
     num_connections: int = 32
-    """The most requests in flight per process."""
     timeout: float = 30.0
     """Seconds without an answer after which a request has failed."""
     num_retries: int = 5
-    """Further tries after a failed one."""
 
     def session(self) -> Any:
         """A botocore session with these credentials.

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 """Of what counts as a picture, in lower or upper case: torchvision's and .gif."""
 FORMAT = 1
-"""Of index files."""
 ANEW = "Delete it, and it is made anew"
 
 

@@ -43,7 +43,6 @@ class Peer:
     heard_at: float
     """When it last said anything; by the agents' clock."""
     joined_at: float = field(init=False)
-    """When it said hello."""
     _has_code: bool = False
 
     def __post_init__(self) -> None:
@@ -84,13 +83,10 @@ class Agents:
     """Workers whose agent failed, with the error: there is no use in asking them again."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    """Seconds that only go forward."""
     _shunned: set[str] = field(default_factory=set)
     """Workers that fell silent; the scheduler may still believe in them, so nobody waits for them until they speak."""
     _launches: Counter[str] = field(default_factory=Counter)
-    """How often each worker was asked."""
     _num_broken: Counter[str] = field(default_factory=Counter)
-    """How often the agent of each has failed."""
     _looked_at: float = field(init=False)
     _recruit_at: float = field(init=False)
     _unanswered_since: float | None = None

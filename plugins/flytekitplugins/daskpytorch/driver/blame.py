@@ -124,9 +124,7 @@ class FailurePolicy:
     """Two budgets: for losses of infrastructure, and for errors of the function."""
 
     limit: int
-    """Of each of the two."""
     failures: list[AttemptFailure] = field(default_factory=list)
-    """Those noted so far, the newest last."""
 
     def refusal(self, failure: AttemptFailure) -> str | None:
         """Why this further failure would end the gang; None if the gang may start again."""

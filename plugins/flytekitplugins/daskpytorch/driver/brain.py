@@ -23,9 +23,8 @@ from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, describe, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
-from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
-from flytekitplugins.daskpytorch.driver.preemption import StopRequest
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, NotLaunched, Preempted
 from flytekitplugins.daskpytorch.driver.listener import Listener
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload

@@ -20,7 +20,6 @@ class CheckpointFile:
     attempt: int
     """The incarnation of the gang that wrote it."""
     step: int
-    """The training step that it belongs to."""
     size: int
     """In bytes."""
     digest: str

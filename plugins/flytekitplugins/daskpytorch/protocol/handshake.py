@@ -18,7 +18,6 @@ AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
-"""Bytes that an agent sends."""
 PATIENCE = 60.0
 """Seconds for the driver to prove itself: it may have thousands of agents to meet, and strangers to send away."""
 

@@ -92,7 +92,6 @@ class Preemptible(Protocol):
 
 
 running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
-"""Whatever is to hear of it."""
 
 
 def preempt_all(reason: str) -> bool:

@@ -23,13 +23,11 @@ class Job:
     """What is the same for all the ranks of a gang. Holds the user's objects only as bytes."""
 
     gang: str
-    """The gang's name."""
     attempt: int
     """Which incarnation of the gang; each has rendezvous keys of its own."""
     call: bytes
     """From `code.pack_call`."""
     pass_local_rank: bool
-    """Call the function with `local_rank=`."""
     backend: str
     store: tuple[str, int] | None
     """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
@@ -58,7 +56,6 @@ class RankOrder:
     scratch: str
     """The agent's folder: checkpoints come and go through it."""
     directory: str
-    """The working directory."""
     environment: dict[str, str] = field(repr=False)
     """The whole of the rank's environment; it may hold secrets."""
     data: WorkerData | None = None

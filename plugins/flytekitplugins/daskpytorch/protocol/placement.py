@@ -21,7 +21,6 @@ class Node:
     gpus: tuple[str, ...]
     """The visible GPUs, as `CUDA_VISIBLE_DEVICES` names them, in its order."""
     gpu_names: tuple[str, ...]
-    """The GPUs' models."""
     interface: str | None
     """The network interface that reaches the driver."""
     versions: dict[str, str]

@@ -44,7 +44,6 @@ class RankCheckpoint(Checkpoint):
     start: CheckpointFile | None
     """What the attempt starts from."""
     is_main: bool
-    """Whether this is rank 0."""
     progress: Progress
     announce: Callable[[CheckpointFile], None]
     """Called, in the writing thread, for each file that is whole."""

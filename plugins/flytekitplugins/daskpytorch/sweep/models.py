@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
 from flytekitplugins.daskpytorch.protocol.host import current_execution, running
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -133,7 +132,8 @@ class ModelFutures(Futures[ModelFuture]):
         start_timeout: float,
         halving: Halving | None = None,
     ) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
+        """All the workers."""
         self._start_timeout = start_timeout
         self._halving = halving
         self._changed = threading.Condition()
@@ -227,7 +227,7 @@ class ModelFutures(Futures[ModelFuture]):
 
     def _look(self) -> None:
         try:
-            present: Sequence[str] | None = self._cluster.present()
+            present: Sequence[str] | None = self.cluster.present()
         except (OSError, TimeoutError):  # gangs notice the loss of a scheduler by themselves
             present = None
         with self._changed:
@@ -259,18 +259,13 @@ class ModelFutures(Futures[ModelFuture]):
 
     # ---- in other threads
 
-    @property
-    def cluster(self) -> DaskAgents:
-        """All the workers."""
-        return self._cluster
-
     def refill(self, model: _Model) -> list[str]:
         """A gang's workers, after it was given free ones for those that it has lost.
 
         Raises:
             OSError: The scheduler does not answer.
         """
-        present = self._cluster.present()
+        present = self.cluster.present()
         with self._changed:
             self._pool.update(present)
             return self._pool.refill(model)
@@ -301,30 +296,20 @@ class ModelFutures(Futures[ModelFuture]):
         return gang.cancel() if gang is not None else model.future.cancelled()
 
 
-class _Share:
+class _Share(DaskAgents):
     """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
 
     def __init__(self, models: ModelFutures, model: _Model, workers: Sequence[str]) -> None:
+        vars(self).update(vars(models.cluster))
+        self._futures = []  # it closes only what it has launched
         self._models = models
         self._model = model
         self.workers = workers
         self.num_wanted = len(workers)
-        self.host = models.cluster.host
-        self._agents = models.cluster.for_one_gang()
 
-    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        self._agents.launch(orders, on_failure)
-
-    def present(self) -> Sequence[str]:
+    def present(self) -> list[str]:
         """The gang's workers, the replacements of those that have gone among them."""
         return self._models.refill(self._model)
-
-    def is_connected(self) -> bool:
-        return self._models.cluster.is_connected()
-
-    def close(self) -> None:
-        """Forget the agents' tasks; the workers are other gangs' then."""
-        self._agents.close()
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:
