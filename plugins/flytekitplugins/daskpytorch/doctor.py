@@ -319,14 +319,8 @@ def compare_versions(
         others.pop(own or "missing", None)
         if others:
             value = "; ".join(f"{found} on {_few(who)}" for found, who in others.items())
-            findings.append(
-                Finding(
-                    what=f"{package} on the cluster",
-                    value=f"{value}; {own} here",
-                    verdict=verdict,
-                    advice=f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes.",
-                )
-            )
+            advice = f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes."
+            findings.append(Finding(f"{package} on the cluster", f"{value}; {own} here", verdict, advice))
     return findings or [Finding("versions on the cluster", "those of the scheduler and of all workers are as here")]
 
 
@@ -378,8 +372,8 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
         wait(futures, GRACE)
         return Finding(what, _in_words(error, limit), "problem", FIREWALL)
     return Finding(
-        what=what,
-        value=f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
+        what,
+        f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
         f"an all-reduce of {NUM_VALUES * 4 // 2**20} MiB takes {1000 * seconds:.1f} ms",
     )
 

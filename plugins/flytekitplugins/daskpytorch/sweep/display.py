@@ -119,9 +119,6 @@ class _Line(Observer):
             how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
             self._board.print(f"{self._name} {self._experiment} {how}")
         elif error is not None:
-            self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {_first_line(error)}")
+            how = one_line(str(error).partition("\n")[0], MAX_LINE)
+            self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {how}")
         self._board.count(error)
-
-
-def _first_line(error: Exception) -> str:
-    return one_line(str(error).partition("\n")[0], MAX_LINE)

@@ -108,9 +108,8 @@ class _Judge(Observer):
         if record.rank != 0 or self._is_stopped:
             return
         numbers = record.numbers
-        epoch, value = record.epoch, numbers.get(self._settings.metric)
-        if epoch is not None and epoch < 0:  # rungs count from 0
-            epoch = None
+        epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
+        value = numbers.get(self._settings.metric)
         if epoch is None or value is None:
             self._miss(epoch, record)
         elif self._epoch is None or epoch > self._epoch:  # after a restart some come again
