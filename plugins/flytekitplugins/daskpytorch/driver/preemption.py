@@ -1,4 +1,4 @@
-"""Brings a gang to its end at one common step, since the task or a worker is being taken away. Runs in the driver."""
+"""Brings a gang to its end at one common step, and says how long that may take. Runs in the driver."""
 
 import time
 from collections.abc import Callable
