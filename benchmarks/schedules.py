@@ -163,7 +163,7 @@ def say(word, what=None):
     print(f"@{{word}}", json.dumps(what), flush=True)
 
 def heed(*_):
-    from flytekitplugins.daskpytorch.driver.running import preempt_all
+    from flytekitplugins.daskpytorch.protocol.host import preempt_all
 
     preempt_all("the task was told to end (SIGTERM)")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import current_rank, dispatch
-from flytekitplugins.daskpytorch.driver import running
+from flytekitplugins.daskpytorch.protocol import host
 
 
 def train(folder: str, *, stops: bool) -> float:
@@ -43,7 +43,7 @@ def main(how: str, folder: str, until: str) -> None:
     stops = until != "once"
     if until == "preempted":
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, lambda *_: running.preempt_all("the script was told to end"))
+            signal.signal(signum, lambda *_: host.preempt_all("the script was told to end"))
     if how == "task":
         results = [spawned(folder=folder, stops=stops)]  # type: ignore[name-defined]
     else:

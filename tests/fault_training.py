@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
-from flytekitplugins.daskpytorch.display import echo
+from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL
@@ -315,7 +315,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
     """Launch gangs whose every event is seen."""
     folder.mkdir(exist_ok=True, parents=True)
 
-    class Watcher(echo.Echo):
+    class Watcher(Echo):
         watched: Watched
 
         def kept(self, step: int) -> None:

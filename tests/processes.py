@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -228,3 +229,8 @@ def ends() -> tuple[Connection, Connection]:
     """Both ends of a connection such as driver and agents have."""
     ours, theirs = socket.socketpair()
     return Connection(ours), Connection(theirs)
+
+
+def refuse(*_: object) -> Any:
+    """In place of what takes files or results, where none is sent."""
+    raise ConnectionRefusedError("neither files nor results are taken here")

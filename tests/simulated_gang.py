@@ -23,8 +23,7 @@ from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher, OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Upload
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.orders import Hold, Leave, Locate, OrderToAll, Release
 from flytekitplugins.daskpytorch.protocol.placement import Node

@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import Job, Leave, Locate
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Returned
-from processes import ends, fork_server, is_alive, ranks_of, until
+from processes import ends, fork_server, is_alive, ranks_of, refuse, until
 
 Wanted = TypeVar("Wanted")
 
@@ -45,7 +45,7 @@ class Driver:
     def __init__(self) -> None:
         self.token = os.urandom(32)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", self.token, self.events, keep_piece=ReceivedResults().keep)
+        self.listener = Listener("127.0.0.1", self.token, self.events, refuse, ReceivedResults().keep)
         self.connection: Connection | None = None
         self.node: Node | None = None
 

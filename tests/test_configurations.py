@@ -30,9 +30,10 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver import futures, keys
+from flytekitplugins.daskpytorch.driver import futures
 from flytekitplugins.daskpytorch.driver import request as calls
-from flytekitplugins.daskpytorch.driver.failure_policy import FailurePolicy
+from flytekitplugins.daskpytorch.driver.blame import FailurePolicy
+from flytekitplugins.daskpytorch.driver.request import Keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
@@ -151,7 +152,7 @@ def test_gangs(values: dict[str, Any]) -> None:
         assert timedelta(seconds=seconds) > timedelta(0)
         assert 1_000 * seconds < 2**31  # what waits for sockets counts in milliseconds
     assert FailurePolicy(gang.max_restarts).limit >= 0
-    taken = keys.Keys().take(len, gang.key, ["-0", "-1"], object())
+    taken = Keys().take(len, gang.key, ["-0", "-1"], object())
     assert all(re.fullmatch(r"[\w.-]+", key, re.ASCII) for key in taken)
     ranks = 1 if gang.ranks_per_worker == "auto" else min(gang.ranks_per_worker, 8)
     nodes = [_node(f"tcp://10.0.0.{index}:1", ranks) for index in range(2)]

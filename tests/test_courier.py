@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 import pytest
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
-from flytekitplugins.daskpytorch.driver.fetch import Fetches
+from flytekitplugins.daskpytorch.driver.checkpoints import Fetches
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.placement import Node

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from flytekitplugins.daskpytorch.data.sharing import TOLERANCE, share_out
+from flytekitplugins.daskpytorch.data.partitions import TOLERANCE, share_out
 
 
 def lie(*on: list[int], size: int = 1_000) -> list[dict[int, int]]:

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Lines
-from processes import num_open_files
+from processes import num_open_files, refuse
 
 TOKEN = b"t" * 32
 
@@ -52,7 +52,7 @@ def events() -> queue.SimpleQueue[Event]:
 
 @pytest.fixture
 def listener(events: queue.SimpleQueue[Event]) -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", TOKEN, events)
+    listener = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
     yield listener
     listener.close()
 

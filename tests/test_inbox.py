@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import result_buffer
+from flytekitplugins.daskpytorch.driver import received as receiving
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, Piece, Writer, cut
@@ -41,7 +41,7 @@ def num_kept(received: ReceivedResults) -> tuple[int, int]:
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_buffer, "MAX_IN_MEMORY", PIECE_SIZE)
+    monkeypatch.setattr(receiving, "MAX_IN_MEMORY", PIECE_SIZE)
     received, data = ReceivedResults(), [os.urandom(BIG) for _ in range(2)]
     for pieces in zip(*map(returned, data), strict=True):  # the ranks' pieces mix
         for rank, piece in enumerate(pieces):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import keys
+from flytekitplugins.daskpytorch.driver.request import Keys
 
 SCRIPT = """
 import torch
@@ -60,7 +60,7 @@ def make() -> Callable[[], None]:
 
 
 def test_each_function_has_numbers_of_its_own() -> None:
-    task, own = object(), keys.Keys()
+    task, own = object(), Keys()
     taken = [own.take(function, None, task=task) for function in (train, Model.train, make(), train, lambda: None)]
     assert taken == [["train-1"], ["Model-train-1"], ["make-train-1"], ["train-2"], [f"{_test_name()}-lambda-1"]]
 
@@ -70,14 +70,14 @@ def _test_name() -> str:
 
 
 def test_the_gangs_of_one_call_share_a_number() -> None:
-    task, own = object(), keys.Keys()
+    task, own = object(), Keys()
     assert own.take(train, None, ["-0", "-1"], task) == ["train-1-0", "train-1-1"]
     assert own.take(train, None, ["-0"], task) == ["train-2-0"]
     assert own.take(train, "mine", ["-0", "-1"], task) == ["mine-0", "mine-1"]
 
 
 def test_a_key_is_given_once_in_a_task() -> None:
-    task, own = object(), keys.Keys()
+    task, own = object(), Keys()
     assert own.take(train, "mine", task=task) == ["mine"]
     with pytest.raises(ValueError, match=r"Gang\(key='mine'\): must be given to one gang of a task only"):
         own.take(train, "mine", task=task)
@@ -90,7 +90,7 @@ def test_a_key_is_given_once_in_a_task() -> None:
 
 
 def test_another_task_of_the_same_process_begins_anew() -> None:
-    own = keys.Keys()
+    own = Keys()
     for task in (object(), object()):
         assert own.take(train, "mine", task=task) == ["mine"]
         assert own.take(train, None, task=task) == ["train-1"]
@@ -99,12 +99,12 @@ def test_another_task_of_the_same_process_begins_anew() -> None:
 
 
 def test_outside_a_task_a_key_may_come_again() -> None:
-    own = keys.Keys()
+    own = Keys()
     assert [own.take(train, "mine") for _ in range(2)] == [["mine"]] * 2
 
 
 def test_threads_get_keys_of_their_own() -> None:
-    task, own, taken = object(), keys.Keys(), []
+    task, own, taken = object(), Keys(), []
     threads = [
         threading.Thread(target=lambda: taken.extend(own.take(train, None, task=task)))  # one after the other takes it
         for _ in range(20)

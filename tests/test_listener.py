@@ -26,10 +26,9 @@ from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, Upload
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, OnFailure, Upload
 from flytekitplugins.daskpytorch.settings import Gang
-from processes import num_open_files, until
+from processes import num_open_files, refuse, until
 
 TOKEN = b"t" * 32
 
@@ -41,7 +40,7 @@ def events() -> queue.SimpleQueue[Event]:
 
 @pytest.fixture
 def ear(events: queue.SimpleQueue[Event]) -> Iterator[Listener]:
-    ear = Listener("127.0.0.1", TOKEN, events)
+    ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
     yield ear
     ear.end()
 
@@ -200,7 +199,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
         connection.read(1)
 
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    ear = Listener("127.0.0.1", TOKEN, events, serve)
+    ear = Listener("127.0.0.1", TOKEN, events, serve, refuse)
     callers = [dial_only(ear) for _ in range(4)]
     callers[0].send(Heartbeat())
     callers[1].send(Heartbeat())
@@ -226,7 +225,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
 
 def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> None:
     files, events = num_open_files(), queue.SimpleQueue[Event]()
-    ear = Listener("127.0.0.1", TOKEN, events)
+    ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
     with contextlib.closing(dial_only(ear)) as connection:
         connection.send(Heartbeat())
         until(events.qsize, "its word")
@@ -240,7 +239,7 @@ def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> Non
 def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is let in, and everything has been hung up on, when its first word is opened."""
     files, is_opening, has_ended = num_open_files(), threading.Event(), threading.Event()
-    ear = Listener("127.0.0.1", TOKEN, queue.SimpleQueue())
+    ear = Listener("127.0.0.1", TOKEN, queue.SimpleQueue(), refuse, refuse)
     original = listener._Caller.read
 
     def read(caller: Any) -> bytes | None:
@@ -297,7 +296,7 @@ from flytekitplugins.daskpytorch.protocol.messages import Heartbeat
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 events = queue.SimpleQueue()
-ear = listener.Listener("127.0.0.1", b"t", events)
+ear = listener.Listener("127.0.0.1", b"t", events, print, print)
 callers = [socket.socket() for _ in range(3)]
 hoard = []
 try:
@@ -331,7 +330,7 @@ def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards() -> No
 def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
     monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Event]
 ) -> None:
-    ear = Listener("127.0.0.1", TOKEN, events, lambda *_: None)
+    ear = Listener("127.0.0.1", TOKEN, events, lambda *_: None, refuse)
     upload = Upload(CheckpointFile(attempt=0, step=1, size=9, digest=""))
     with contextlib.closing(dial_only(ear)) as first, contextlib.closing(dial_only(ear)) as second:
         with monkeypatch.context() as patched:
@@ -354,7 +353,7 @@ def test_more_agents_can_come_than_files_could_be_open_before() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
     try:
-        Listener("127.0.0.1", TOKEN, queue.SimpleQueue()).end()
+        Listener("127.0.0.1", TOKEN, queue.SimpleQueue(), refuse, refuse).end()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(listener.MAX_FILES, limit[1]), limit[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -381,7 +380,7 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
 
     with monkeypatch.context() as patched, contextlib.ExitStack() as at_last:
         patched.setattr(Listener, "_listen", listen)
-        ear = Listener("127.0.0.1", TOKEN, events)
+        ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
         at_last.callback(ear.end)
         order = AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)
         agents = [at_last.enter_context(contextlib.closing(agent.dial(order))) for _ in range(num_agents)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
+from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy
 
 
 def error(cause: str = "ValueError: bad batch", position: tuple[int | None, int | None] = (3, 1)) -> AttemptFailure:

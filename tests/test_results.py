@@ -14,10 +14,8 @@ import pytest
 
 from flytekitplugins.daskpytorch import context, results
 from flytekitplugins.daskpytorch.context import RankContext
-from flytekitplugins.daskpytorch.driver import result_buffer
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.result_buffer import ResultBuffer
+from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, cut
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder, ResultPathError
@@ -74,21 +72,21 @@ def num_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], i
 def test_big_things_are_spooled_to_a_file_that_ends_with_the_last_of_them(num_files: Callable[[], int]) -> None:
     kept_in = ResultBuffer()
     small = kept_in.put(b"small")
-    big = [kept_in.put(bytes([n]) * result_buffer.MAX_IN_MEMORY) for n in range(3)]
+    big = [kept_in.put(bytes([n]) * MAX_IN_MEMORY) for n in range(3)]
     assert small.data
     assert not any(kept.data for kept in big)
     assert num_files() == 1
     assert [kept_in.get(kept)[:1] for kept in big] == [b"\0", b"\1", b"\2"]
     kept_in.drop([*big, small])
     assert num_files() == 0
-    again = kept_in.put(b"again" * result_buffer.MAX_IN_MEMORY)
+    again = kept_in.put(b"again" * MAX_IN_MEMORY)
     assert again.offset == 0
     assert kept_in.get(again)[:5] == b"again"
 
 
 def test_nothing_is_left_of_what_nobody_processed(num_files: Callable[[], int], tmp_path: Path) -> None:
     received = ReceivedResults()
-    submit(received, "a", b"x" * (2 * result_buffer.MAX_IN_MEMORY))
+    submit(received, "a", b"x" * (2 * MAX_IN_MEMORY))
     assert num_files() == 1
     assert not files(tmp_path)
     del received
@@ -103,9 +101,9 @@ def test_a_full_disk_sends_things_to_memory(monkeypatch: pytest.MonkeyPatch, tmp
     received = ReceivedResults()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        submit(received, "a", b"x" * (2 * result_buffer.MAX_IN_MEMORY))
+        submit(received, "a", b"x" * (2 * MAX_IN_MEMORY))
     DaskResultsHandler().process_results(tmp_path, [ended(received)])
-    assert len(files(tmp_path)["a"]) == 2 * result_buffer.MAX_IN_MEMORY
+    assert len(files(tmp_path)["a"]) == 2 * MAX_IN_MEMORY
 
 
 # ---- From the received to files

@@ -9,8 +9,7 @@ import pytest
 from flytekitplugins.daskpytorch.driver import agents as roster_module
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Agents, Peer
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Heartbeat, Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from processes import ends
 

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Checkpoints
-from flytekitplugins.daskpytorch.protocol import transfer
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol import checkpoint_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
-from flytekitplugins.daskpytorch.protocol.transfer import take_file
 from processes import ends
 
-SIZE = 3 * transfer.CHUNK + 17
+SIZE = 3 * checkpoint_file.CHUNK + 17
 
 
 @pytest.fixture

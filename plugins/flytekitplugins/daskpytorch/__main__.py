@@ -1,7 +1,5 @@
 """Says whether gangs can train here and on a cluster, and what to do: `python -m flytekitplugins.daskpytorch`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -67,7 +65,6 @@ def _seconds(text: str) -> float:
 
 
 def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Print each as it comes."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     for finding in findings:
         line = Table.grid(padding=(0, 1))

@@ -153,7 +153,7 @@ class RankContext:
     sink: Callable[[LogRecord], None] | None = field(default=None, repr=False)
     """Where log records go; None outside a gang."""
     progress: Progress = field(default_factory=Progress, repr=False)
-    """What the hang hang detector looks at."""
+    """What the hang detector looks at."""
     watcher: Callable[[torch.nn.Module, int], object] | None = field(default=None, repr=False)
     """Behind `watch`; None where nobody here looks at gradients."""
     submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)

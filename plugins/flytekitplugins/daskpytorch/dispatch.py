@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.display.echo import Echo
-from flytekitplugins.daskpytorch.driver import keys
+from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.request import named, request_for, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
@@ -62,8 +61,8 @@ def run(
             `gang.ranks_per_worker` is `auto`, or another gang of the task has the same `gang.key`.
         TypeError: The function or an argument cannot be pickled.
     """
-    problems = _checked("dispatch.run", client, pytorch_function, gang)
-    problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", pass_local_rank, "True or False")
+    problems = _checked("dispatch.run", client, pytorch_function, gang, pass_local_rank=pass_local_rank)
+    problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", "True or False")
     problems.raise_any()
     settings = gang or Gang()
     if not isinstance(backend, str) or backend != "auto":
@@ -76,7 +75,7 @@ def run(
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    request = named(request, *keys.take(pytorch_function, settings.key))
+    request = named(request, *take_keys(pytorch_function, settings.key))
     return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
 
 
@@ -124,15 +123,14 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     """
     from flytekitplugins.daskpytorch.sweep import models
 
-    problems = _checked("dispatch.map", client, pytorch_function, gang)
+    others = {"experiments": experiments, "stop_early": stop_early, "wandb": wandb}
+    problems = _checked("dispatch.map", client, pytorch_function, gang, **others)
     is_ordered = isinstance(experiments, Iterable) and not isinstance(
         experiments, (str, bytes, Mapping, set, frozenset)
     )
-    problems.unless(is_ordered, "experiments", experiments, "a list or another iterable that has an order")
-    problems.unless(
-        isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", stop_early, "None or an EarlyStopping"
-    )
-    problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", wandb, "None or a Wandb")
+    problems.unless(is_ordered, "experiments", "a list or another iterable that has an order")
+    problems.unless(isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", "None or an EarlyStopping")
+    problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", "None or a Wandb")
     problems.raise_any()
     return models.train_all(
         client,
@@ -145,10 +143,11 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     )
 
 
-def _checked(caller: str, client: object, function: object, gang: object) -> Problems:
+def _checked(caller: str, client: object, function: object, gang: object, **others: object) -> Problems:
     """A list of problems to add to, with those of what `run` and `map` share."""
-    problems = Problems(caller)
-    problems.unless(isinstance(client, Client), "client", client, "a distributed.Client")
-    problems.unless(callable(function), "pytorch_function", function, "something that can be called")
-    problems.unless(isinstance(gang, (Gang, NoneType)), "gang", gang, "None or a Gang")
+    fields = SimpleNamespace(client=client, pytorch_function=function, gang=gang, **others)
+    problems = Problems(caller, fields)
+    problems.unless(isinstance(client, Client), "client", "a distributed.Client")
+    problems.unless(callable(function), "pytorch_function", "something that can be called")
+    problems.unless(isinstance(gang, (Gang, NoneType)), "gang", "None or a Gang")
     return problems

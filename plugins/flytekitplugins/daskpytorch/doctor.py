@@ -33,21 +33,9 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 if TYPE_CHECKING:
     from distributed import Client
 
-    from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
-__all__ = [
-    "Finding",
-    "all_reduce",
-    "compare_versions",
-    "examine",
-    "examine_cluster",
-    "examine_command",
-    "examine_requirement",
-    "judge_gpus",
-    "meeting_point",
-    "surviving",
-    "try_gang",
-]
+__all__ = ["Finding", "examine"]
 
 Verdict = Literal["ok", "warning", "problem"]
 
@@ -76,14 +64,13 @@ FIREWALL = (
     "On a slow or busy machine raise --timeout."
 )
 MAX_NAMES = 4
-"""How many workers are named in one line."""
 NUM_RANKS = 2
 NUM_VALUES = 2**18
 """What is summed: a MiB of float32."""
 NUM_ROUNDS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the doctor's report."""
 
@@ -113,7 +100,7 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
     if with_gangs:
         yield from surviving("ranks on this node", lambda: _gang_here(timeout))
     if scheduler is None:
-        yield Finding(what="scheduler", value=f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
+        yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
     else:
         yield from surviving("scheduler", lambda: examine_cluster(scheduler, with_gangs=with_gangs, timeout=timeout))
 
@@ -124,15 +111,15 @@ def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fin
         yield from check()
     except Exception as error:
         advice = "The check itself broke off here: mend what the error names, and run it again."
-        yield Finding(what=what, value=f"{type(error).__name__}: {error}", verdict="problem", advice=advice)
+        yield Finding(what, f"{type(error).__name__}: {error}", "problem", advice)
 
 
 # ---- This machine
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding(what="python", value=f"{platform.python_version()} ({sys.executable})")
-    yield Finding(what=PACKAGE, value=version(PACKAGE))
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding(PACKAGE, version(PACKAGE))
     for requirement in map(Requirement, distribution(PACKAGE).requires or ()):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield examine_requirement(requirement)
@@ -144,11 +131,11 @@ def examine_requirement(requirement: Requirement) -> Finding:
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
-        return Finding(what=requirement.name, value="not installed", verdict="problem", advice=advice)
+        return Finding(requirement.name, "not installed", "problem", advice)
     if not requirement.specifier.contains(found, prereleases=True):
         value = f"{found}, which is not {requirement.specifier}"
-        return Finding(what=requirement.name, value=value, verdict="problem", advice=advice)
-    return Finding(what=requirement.name, value=found)
+        return Finding(requirement.name, value, "problem", advice)
+    return Finding(requirement.name, found)
 
 
 def _commands() -> Iterator[Finding]:
@@ -164,15 +151,15 @@ def examine_command(name: str, mine: set[Path]) -> Finding:
     """Whether the command that Flyte's backend starts is this package's."""
     beside = Path(sysconfig.get_path("scripts"), name)
     if (found := shutil.which(name)) is not None and Path(found).resolve() in mine:
-        return Finding(what=name, value=f"{found}, of this package")
+        return Finding(name, f"{found}, of this package")
     if found is not None:
         value, advice = f"{found}, not of this package", "It may start another Python than this one"
     elif beside.exists():
         value, advice = f"{beside}, not on PATH", "Flyte's backend starts it by its name alone"
     else:
         advice = f"Flyte's backend starts schedulers and workers by it. Install it: pip install {PACKAGE}."
-        return Finding(what=name, value="not installed", verdict="problem", advice=advice)
-    return Finding(what=name, value=value, verdict="warning", advice=f"{advice}: put {beside.parent} first on PATH.")
+        return Finding(name, "not installed", "problem", advice)
+    return Finding(name, value, "warning", f"{advice}: put {beside.parent} first on PATH.")
 
 
 QUESTION = """
@@ -191,12 +178,12 @@ def _gpus() -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         value = f"torch did not answer within {TORCH_TIMEOUT:g} s"
         advice = "A driver that hangs, or a very slow disk: does nvidia-smi answer?"
-        yield Finding(what="GPUs", value=value, verdict="problem", advice=advice)
+        yield Finding("GPUs", value, "problem", advice)
         return
     if answer.returncode != 0:
         value = answer.stderr.strip().rpartition("\n")[2] or f"torch ended with exit code {answer.returncode}"
         advice = "torch cannot be imported, or not use its GPUs: install it anew, and see whether nvidia-smi works."
-        yield Finding(what="GPUs", value=value, verdict="problem", advice=advice)
+        yield Finding("GPUs", value, "problem", advice)
         return
     has_driver = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     yield judge_gpus(json.loads(answer.stdout), has_driver=has_driver)
@@ -208,18 +195,18 @@ def judge_gpus(answer: Mapping[str, Any], *, has_driver: bool) -> Finding:
     names = [f"{index}: {name}, {memory / 2**30:.0f} GiB" for index, (name, memory) in enumerate(answer["gpus"])]
     if names and not answer["nccl"]:
         advice = "Ranks will talk by gloo, through the CPU: install a torch that has NCCL."
-        return Finding(what="GPUs", value=f"{'; '.join(names)} ({built_for})", verdict="warning", advice=advice)
+        return Finding("GPUs", f"{'; '.join(names)} ({built_for})", "warning", advice)
     if names:
-        return Finding(what="GPUs", value=f"{'; '.join(names)} ({built_for})")
+        return Finding("GPUs", f"{'; '.join(names)} ({built_for})")
     value = f"none; ranks train on the CPU (torch is built for {built_for})"
     if not has_driver:
-        return Finding(what="GPUs", value=value)
+        return Finding("GPUs", value)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     advice = (
         "The machine has a GPU driver, but torch finds no GPU. Likely causes: a torch that is built without CUDA, a "
         f"driver older than that CUDA (see nvidia-smi), or CUDA_VISIBLE_DEVICES={visible!r}."
     )
-    return Finding(what="GPUs", value=value, verdict="warning", advice=advice)
+    return Finding("GPUs", value, "warning", advice)
 
 
 def _cores() -> Iterator[Finding]:
@@ -229,13 +216,13 @@ def _cores() -> Iterator[Finding]:
     node = describe_node("here", None)
     counts = sorted({1, NUM_RANKS, len(node.gpus) or 1})
     shares = [f"{place_ranks([node], count)[0][0].num_threads} for each of {count}" for count in counts]
-    yield Finding(what="cores", value=f"{node.num_cores}; threads of a rank: {', '.join(shares)}")
+    yield Finding("cores", f"{node.num_cores}; threads of a rank: {', '.join(shares)}")
 
 
 def _start() -> Iterator[Finding]:
     from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
-    yield Finding(what="start method", value="ranks are forked from a process that has torch imported (forkserver)")
+    yield Finding("start method", "ranks are forked from a process that has torch imported (forkserver)")
     yield meeting_point("meeting point here", OwnNode.host, ())
 
 
@@ -270,7 +257,7 @@ def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 6
                 "in Kubernetes see its pod's log; an image without this package has no dask-scheduler command."
             )
             value = f"no answer from {address}: {error}{_because(error.__cause__)}"
-            yield Finding(what="scheduler", value=value, verdict="problem", advice=advice)
+            yield Finding("scheduler", value, "problem", advice)
             return
         yield from _connected(client, with_gangs, timeout)
 
@@ -285,10 +272,10 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
     from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 
     agents = DaskAgents(client)
-    yield Finding(what="scheduler", value=f"{agents.scheduler}, workers: {len(agents.workers)}")
+    yield Finding("scheduler", f"{agents.scheduler}, workers: {len(agents.workers)}")
     if not agents.workers:
         advice = "Start dask-worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
-        yield Finding(what="workers", value="none", verdict="problem", advice=advice)
+        yield Finding("workers", "none", "problem", advice)
         return
     yield from (versions := _versions_on(client, agents.workers, min(timeout, CONNECT_TIMEOUT)))
     hosts = [get_address_host(address) for address in agents.addresses.values()]
@@ -297,7 +284,7 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
         return
     if any(finding.verdict == "problem" for finding in (*versions, meeting)):
         advice = "Mend the problems above first: a gang would be refused, or would not meet."
-        yield Finding(what="ranks on the cluster", value="not tried", verdict="warning", advice=advice)
+        yield Finding("ranks on the cluster", "not tried", "warning", advice)
         return
     num_workers = min(NUM_RANKS, len(agents.workers))
     yield try_gang("ranks on the cluster", DaskAgents(client, num_workers), NUM_RANKS // num_workers, timeout)
@@ -311,7 +298,7 @@ def _versions_on(client: Client, workers: Sequence[str], timeout: float) -> list
     except TimeoutError:
         value = f"some of {_few(workers)} did not answer within {timeout:g} s"
         advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
-        return [Finding(what="workers", value=value, verdict="problem", advice=advice)]
+        return [Finding("workers", value, "problem", advice)]
     return compare_versions(
         found["client"]["packages"],
         found["scheduler"]["packages"],
@@ -332,17 +319,9 @@ def compare_versions(
         others.pop(own or "missing", None)
         if others:
             value = "; ".join(f"{found} on {_few(who)}" for found, who in others.items())
-            findings.append(
-                Finding(
-                    what=f"{package} on the cluster",
-                    value=f"{value}; {own} here",
-                    verdict=verdict,
-                    advice=f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes.",
-                )
-            )
-    return findings or [
-        Finding(what="versions on the cluster", value="those of the scheduler and of all workers are as here")
-    ]
+            advice = f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes."
+            findings.append(Finding(f"{package} on the cluster", f"{value}; {own} here", verdict, advice))
+    return findings or [Finding("versions on the cluster", "those of the scheduler and of all workers are as here")]
 
 
 def _version_in(versions: Mapping[str, str | None], package: str) -> str | None:
@@ -351,7 +330,6 @@ def _version_in(versions: Mapping[str, str | None], package: str) -> str | None:
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first of many names."""
     rest = len(names) - MAX_NAMES
     return f"{', '.join(names[:MAX_NAMES])}{f' and {rest} more' if rest > 0 else ''}"
 
@@ -369,8 +347,8 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
             "elsewhere cannot connect to this process. Run it in their network, and name the scheduler's address there."
         )
         value = f"{value}, which the workers on {_few(away)} cannot reach"
-        return Finding(what=what, value=value, verdict="problem", advice=advice)
-    return Finding(what=what, value=value)
+        return Finding(what, value, "problem", advice)
+    return Finding(what, value)
 
 
 # ---- Two ranks
@@ -392,10 +370,10 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     except Exception as error:
         futures.cancel()
         wait(futures, GRACE)
-        return Finding(what=what, value=_in_words(error, limit), verdict="problem", advice=FIREWALL)
+        return Finding(what, _in_words(error, limit), "problem", FIREWALL)
     return Finding(
-        what=what,
-        value=f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
+        what,
+        f"{witness.shape} met in {witness.seconds:.1f} s, imports of torch included; "
         f"an all-reduce of {NUM_VALUES * 4 // 2**20} MiB takes {1000 * seconds:.1f} ms",
     )
 
@@ -427,20 +405,16 @@ def all_reduce() -> float:
 
 
 class _Witness(Observer):
-    """Remembers how a gang was formed."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
         self.shape = ""
 
     def placed(self, shape: Shape) -> None:
-        """Remember where, in words."""
         hosts = ", ".join(dict.fromkeys(node.host for node in shape.nodes))
         num_threads = shape.places[0][0].num_threads
         self.shape = f"{shape.world_size} ranks on {hosts} ({shape.backend}; threads of each: {num_threads})"
 
     def formed(self, seconds: float) -> None:
-        """Remember how fast."""
         self.seconds = seconds
 
 

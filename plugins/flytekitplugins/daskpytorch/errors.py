@@ -1,7 +1,5 @@
 """What a gang's failure looks like to its caller. Imports nothing of ours."""
 
-from __future__ import annotations
-
 import functools
 
 __all__ = ["GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"]

@@ -1,13 +1,11 @@
 """Charts and tables as HTML, for Decks: for tasks and workflows to use, too."""
 
-from __future__ import annotations
-
 import io
 import operator
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from flytekitplugins.daskpytorch.process.screen import one_line
+from flytekitplugins.daskpytorch.process.streams import one_line
 
 __all__ = ["Curve", "line_chart", "table"]
 

@@ -6,29 +6,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from flytekit import Secret
 
-__all__ = [
-    "COUNT",
-    "SCHEDULER_VARIABLE",
-    "SECONDS",
-    "TEXT",
-    "WANDB_MODES",
-    "EarlyStopping",
-    "Gang",
-    "Problems",
-    "Wandb",
-    "is_among",
-    "is_count",
-    "is_local",
-    "is_seconds",
-    "is_text",
-    "is_whole",
-    "shown",
-]
+__all__ = ["EarlyStopping", "Gang", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -89,41 +73,32 @@ class Gang:
     """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
 
     def __post_init__(self) -> None:
-        problems = Problems("Gang")
-        problems.unless(is_among(self.backend, BACKENDS), "backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        problems = Problems("Gang", self)
+        problems.unless(is_among(self.backend, BACKENDS), "backend", f"one of {', '.join(BACKENDS)}")
         problems.unless(
             is_among(self.ranks_per_worker, ("auto",)) or is_count(self.ranks_per_worker),
             "ranks_per_worker",
-            self.ranks_per_worker,
             f"'auto' or {COUNT}",
         )
+        problems.unless(self.min_workers is None or is_count(self.min_workers), "min_workers", f"None or {COUNT}")
         problems.unless(
-            self.min_workers is None or is_count(self.min_workers), "min_workers", self.min_workers, f"None or {COUNT}"
+            is_whole(self.max_restarts, 0, MAX_COUNT), "max_restarts", f"a whole number from 0 to {MAX_COUNT}"
         )
-        problems.unless(
-            is_whole(self.max_restarts, 0, MAX_COUNT),
-            "max_restarts",
-            self.max_restarts,
-            f"a whole number from 0 to {MAX_COUNT}",
-        )
-        problems.unless(is_seconds(self.start_timeout), "start_timeout", self.start_timeout, SECONDS)
+        problems.unless(is_seconds(self.start_timeout), "start_timeout", SECONDS)
         problems.unless(
             self.hang_timeout is None or is_seconds(self.hang_timeout, MIN_HANG_TIMEOUT),
             "hang_timeout",
-            self.hang_timeout,
             f"None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
         )
-        problems.unless(is_seconds(self.grace_period), "grace_period", self.grace_period, SECONDS)
+        problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
         problems.unless(
             self.key is None or (isinstance(self.key, str) and KEY.fullmatch(self.key) is not None),
             "key",
-            self.key,
             "None or up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
         )
         problems.unless(
             isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
             "observers",
-            self.observers,
             "a tuple of classes of observers, or of functions that make one",
         )
         problems.raise_any()
@@ -151,16 +126,13 @@ class EarlyStopping:
     """Epochs that every model gets."""
 
     def __post_init__(self) -> None:
-        problems = Problems("EarlyStopping")
-        problems.unless(isinstance(self.metric, str) and bool(self.metric), "metric", self.metric, "a metric's name")
-        problems.unless(is_among(self.mode, MODES), "mode", self.mode, f"one of {', '.join(MODES)}")
+        problems = Problems("EarlyStopping", self)
+        problems.unless(isinstance(self.metric, str) and bool(self.metric), "metric", "a metric's name")
+        problems.unless(is_among(self.mode, MODES), "mode", f"one of {', '.join(MODES)}")
         problems.unless(
-            is_whole(self.reduction_factor, 2, MAX_COUNT),
-            "reduction_factor",
-            self.reduction_factor,
-            f"a whole number from 2 to {MAX_COUNT}",
+            is_whole(self.reduction_factor, 2, MAX_COUNT), "reduction_factor", f"a whole number from 2 to {MAX_COUNT}"
         )
-        problems.unless(is_count(self.grace_period), "grace_period", self.grace_period, COUNT)
+        problems.unless(is_count(self.grace_period), "grace_period", COUNT)
         problems.raise_any()
 
 
@@ -192,43 +164,34 @@ class Wandb:
     """Where offline runs are written; None is `WANDB_DIR`, or the directory that the task was started in."""
 
     def __post_init__(self) -> None:
-        problems = Problems("Wandb")
-        problems.unless(is_text(self.project), "project", self.project, "a project's name")
+        problems = Problems("Wandb", self)
+        problems.unless(is_text(self.project), "project", "a project's name")
         problems.unless(
             self.secret is None or all(hasattr(self.secret, name) for name in ("group", "key", "group_version")),
             "secret",
-            self.secret,
             "None or a flytekit.Secret",
         )
         problems.unless(
-            self.mode is None or is_among(self.mode, WANDB_MODES),
-            "mode",
-            self.mode,
-            f"None or one of {', '.join(WANDB_MODES)}",
+            self.mode is None or is_among(self.mode, WANDB_MODES), "mode", f"None or one of {', '.join(WANDB_MODES)}"
         )
         problems.unless(
             self.id is None or (is_text(self.id) and RUN_ID.fullmatch(self.id) is not None),
             "id",
-            self.id,
             r"None or a text of up to 128 characters without any of /\#?%:",
         )
         for name in ("entity", "name", "group"):
-            problems.unless((value := getattr(self, name)) is None or is_text(value), name, value, f"None or {TEXT}")
+            problems.unless((value := getattr(self, name)) is None or is_text(value), name, f"None or {TEXT}")
         problems.unless(
-            isinstance(self.tags, (tuple, list)) and all(map(is_text, self.tags)), "tags", self.tags, "a tuple of texts"
+            isinstance(self.tags, (tuple, list)) and all(map(is_text, self.tags)), "tags", "a tuple of texts"
         )
         problems.unless(
             isinstance(self.config, Mapping) and all(isinstance(name, str) for name in self.config),
             "config",
-            self.config,
             "a dictionary whose keys are texts",
         )
-        problems.unless(is_text(self.host), "host", self.host, "a server's address")
+        problems.unless(is_text(self.host), "host", "a server's address")
         problems.unless(
-            self.dir is None or isinstance(self.dir, os.PathLike) or is_text(self.dir),
-            "dir",
-            self.dir,
-            "None or a folder's path",
+            self.dir is None or isinstance(self.dir, os.PathLike) or is_text(self.dir), "dir", "None or a folder's path"
         )
         problems.raise_any()
 
@@ -241,13 +204,15 @@ def is_local() -> bool:
 class Problems:
     """Gathers everything that is wrong with one config, so that a user sees it all at once."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, fields: object) -> None:
         self._owner = owner
+        self._fields = fields
         self._found: list[str] = []
 
-    def unless(self, ok: bool, name: str, value: object, allowed: str) -> None:
-        """Note a problem with the field unless it is `ok`."""
+    def unless(self, ok: bool, name: str, allowed: str) -> None:
+        """Note a problem with the field of this name, which may have dots, unless it is `ok`."""
         if not ok:
+            value = attrgetter(name)(self._fields)
             self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
 
     def raise_any(self) -> None:

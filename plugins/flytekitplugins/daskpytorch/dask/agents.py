@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,21 +20,11 @@ from distributed.utils import get_ip
 from flytekitplugins.daskpytorch.dask import cluster, worker_data
 from flytekitplugins.daskpytorch.node import agent, fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import placement
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = [
-    "AGENT_PRIORITY",
-    "FIRST_LOOK_TIMEOUT",
-    "GPUS_TIMEOUT",
-    "LOOK_TIMEOUT",
-    "NANNYS_TIME",
-    "DaskAgents",
-    "HostAndGpus",
-]
-
+__all__ = ["DaskAgents"]
 
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_PRIORITY = 1_000
@@ -67,12 +56,6 @@ class DaskAgents:
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
-
-    def for_one_gang(self) -> DaskAgents:
-        """The same workers, for one of many gangs, which closes only what it has launched."""
-        one = copy(self)
-        one._futures = []  # noqa: SLF001
-        return one
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """Submit the agents."""
@@ -165,7 +148,6 @@ def _addresses(scheduler: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _serve(address: str, order: AgentOrder) -> None:
-    """Be the agent on one worker: a Dask task."""
     here = get_worker()
     if here.address != address:
         raise RuntimeError(f"worker {address} was lost before it could start its ranks")
@@ -232,7 +214,6 @@ class _Farewell(WorkerPlugin):  # type: ignore[misc]
         await asyncio.to_thread(self._done.wait)
 
     def close(self) -> None:
-        """Let the worker end."""
         with self._lock:
             self._done.set()
             os.close(self.readable)

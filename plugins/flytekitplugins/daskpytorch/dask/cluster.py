@@ -1,7 +1,5 @@
 """A ready Dask client for one task: to the cluster that the backend made, or to one made here. Runs in the driver."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -171,7 +169,6 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
 def _wait_for_workers(
     client: Client, wanted: int, least: int, deadline: float, start_timeout: float
 ) -> Mapping[str, Any]:
-    """Returns what the scheduler says of itself once enough workers are there."""
     notice = _Notice()
     here, newest_at = -1, time.monotonic()
     while True:

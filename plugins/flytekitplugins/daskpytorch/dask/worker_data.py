@@ -1,4 +1,4 @@
-"""What a Dask worker holds, for the ranks beside it: the worker's end and the ranks' end.
+"""What a Dask worker holds, for the ranks beside it: the worker's end.
 
 A rank asks its own worker, which knows its cluster: where else a partition is, and how to get it from there, by TLS or
 within one process. What passes between two workers passes through neither the scheduler nor the driver.
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 __all__ = ["served"]
-
-
-# ---- The ranks' end -------------------------------------------------------------------------------------------------
-
-
-# ---- The worker's end -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 __all__ = ["Access", "Bucket", "ChangedError", "DamagedTransferError", "Listed", "Style"]
@@ -80,7 +80,6 @@ class Access:
     """How to reach a bucket. Travels to other processes, unlike the clients that are made from it."""
 
     anon: bool = False
-    """Whether requests are not signed."""
     key: str | None = field(default=None, repr=False)
     """The access key; None: what AWS's chain of providers finds (environment, profile, role of the pod or machine)."""
     secret: str | None = field(default=None, repr=False)
@@ -94,11 +93,9 @@ class Access:
     addressing_style: Style = "auto"
     """Whether the bucket is in the URL's path or its host; auto: in the path where the server is not AWS's."""
     num_connections: int = 32
-    """The most requests in flight per process."""
     timeout: float = 30.0
     """Seconds without an answer after which a request has failed."""
     num_retries: int = 5
-    """Further tries after a failed one."""
 
     def session(self) -> Any:
         """A botocore session with these credentials.
@@ -174,7 +171,7 @@ class Bucket:
         self.name = name
         self.access = access
         self._plain: _Botocore | None = None
-        self._quick: _Reader | None = None
+        self._quick: _Obstore | _Botocore | None = None
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
@@ -229,7 +226,7 @@ class Bucket:
         num_tries = self.access.num_retries + 1
         raise type(failure)(f"{failure}. Tried {num_tries} times; timeout={self.access.timeout:g} s") from failure
 
-    def _reader_of(self, key: str) -> _Reader:
+    def _reader_of(self, key: str) -> _Obstore | _Botocore:
         plain = self._plainly()
         if not _is_path(key):
             return plain
@@ -276,11 +273,6 @@ class Bucket:
         return encryption == "AES256" or (self._etags_are_checksums is True and not encryption.startswith("aws:kms"))
 
 
-class _Reader(Protocol):
-    def get(self, key: str) -> tuple[bytes, str]:
-        """An object and its ETag; one try. Raises what `Bucket.read` does."""
-
-
 class _Obstore:
     def __init__(self, bucket: str, access: Access, plain: _Botocore) -> None:
         from obstore.store import S3Store
@@ -308,6 +300,7 @@ class _Obstore:
         )
 
     def get(self, key: str) -> tuple[bytes, str]:
+        """An object and its ETag; one try. Raises what `Bucket.read` does."""
         import obstore
 
         try:
@@ -331,7 +324,7 @@ class _Botocore:
             raise _from_botocore(error, f"s3://{self._bucket}/{key}") from error
 
 
-def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Reader:
+def _quick_reader(bucket: str, access: Access, plain: _Botocore) -> _Obstore | _Botocore:
     if _inherited_threads:
         logger.warning(
             "this process was forked from one that had read by obstore already, which cannot be used after that: it "

@@ -3,16 +3,14 @@
 A file is an object's content, under a name made from its bucket, key and ETag, so that it is never out of date.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.data.image_index import write_whole
 
 __all__ = ["ImageCache"]
 
@@ -34,12 +32,7 @@ class ImageCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        """Use a folder, which is made if need be.
-
-        Args:
-            folder: Of this machine; what lies in it besides is left alone.
-            num_bytes: The most that it shall hold.
-        """
+        """Keep so many bytes in a folder of this machine; what lies in it besides is left alone."""
         self._folder = Path(folder) / OWN_FOLDER
         self._num_bytes = num_bytes
         self._num_written = num_bytes  # look at the first write
@@ -61,14 +54,7 @@ class ImageCache:
         path = self._path(bucket, listed)
         try:
             path.parent.mkdir(exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                try:
-                    file.write(body + _digest(body))
-                    file.close()
-                    os.replace(file.name, path)  # noqa: PTH105 - both ends are names
-                except BaseException:
-                    os.unlink(file.name)  # noqa: PTH108
-                    raise
+            write_whole(path, body + _digest(body))
         except OSError as error:
             logger.warning("the cache of pictures in %s cannot be written: %s", self._folder, error)
             return

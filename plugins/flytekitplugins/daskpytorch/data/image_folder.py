@@ -16,16 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError, Style
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
-from flytekitplugins.daskpytorch.data.image_decoder import (
-    MAX_PIXELS,
-    BrokenImageError,
-    Decoder,
-    ImageTooLargeError,
-    decode,
-    prepare,
-)
+from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
 if TYPE_CHECKING:
@@ -76,10 +70,10 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         endpoint_url: str | None = None,
         region: str | None = None,
         addressing_style: Style = "auto",
-        decoder: Decoder = "pil",
+        decoder: image_decoder.Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
-        max_pixels: int = MAX_PIXELS,
+        max_pixels: int = image_decoder.MAX_PIXELS,
         index: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 10 * 2**30,
@@ -129,16 +123,24 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         _require_packages()
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
-        _check(
-            decoder=decoder,
-            on_error=on_error,
-            max_pixels=max_pixels,
-            addressing_style=addressing_style,
-            cache_bytes=cache_bytes,
-            num_connections=num_connections,
-            timeout=timeout,
-            num_retries=num_retries,
-        )
+        checks: dict[str, tuple[object, bool, str]] = {
+            "decoder": (decoder, decoder in get_args(image_decoder.Decoder), "'pil' or 'torchvision'"),
+            "on_error": (
+                on_error,
+                on_error in ("raise", "skip") or callable(on_error),
+                "'raise', 'skip' or a function",
+            ),
+            "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
+            "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
+            "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
+            "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),
+            "timeout": (timeout, timeout > 0, "a number of seconds above 0"),
+            "num_retries": (num_retries, num_retries >= 0, "a whole number from 0 up"),
+        }
+        if problems := [
+            f"{name}={value!r}: must be {allowed}" for name, (value, ok, allowed) in checks.items() if not ok
+        ]:
+            raise ValueError("; ".join(problems))
         access = Access(
             num_connections=num_connections,
             timeout=timeout,
@@ -148,7 +150,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         )
         self.transform = transform
         self.target_transform = target_transform
-        self._decoder: Decoder = decoder
+        self._decoder: image_decoder.Decoder = decoder
         self._on_error = on_error
         self._max_pixels = max_pixels
         self._cache = ImageCache(cache_dir, cache_bytes) if cache_dir is not None else None
@@ -198,7 +200,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Raises:
             BrokenImageError: Nothing is left of it; or what `__getitem__` does.
         """
-        prepare(self._decoder)
+        image_decoder.prepare(self._decoder)
         bodies = [self._source.readers.submit(self._fetch, index) for index in indices]
         outcomes = self._source.decoders.map(self._decode, indices, bodies)
         try:
@@ -250,7 +252,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
         """The picture of a file that may be under way; the errors that `on_error` decides about are returned."""
         try:
-            return decode(body.result(), self._decoder, self._max_pixels)
+            return image_decoder.decode(body.result(), self._decoder, self._max_pixels)
         except ImageTooLargeError as error:
             return ImageTooLargeError(f"{self._uri(index)} is not decoded: {error}, or see on_error")
         except BrokenImageError as error:
@@ -283,33 +285,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return f"s3://{self._index.bucket}/{self.all_files[index]}"
 
 
-def _check(
-    *,
-    decoder: str,
-    on_error: object,
-    max_pixels: int,
-    addressing_style: str,
-    cache_bytes: int,
-    num_connections: int,
-    timeout: float,
-    num_retries: int,
-) -> None:
-    """Raise one `ValueError` that names every argument that is out of range."""
-    checks: dict[str, tuple[object, bool, str]] = {
-        "decoder": (decoder, decoder in get_args(Decoder), "'pil' or 'torchvision'"),
-        "on_error": (on_error, on_error in ("raise", "skip") or callable(on_error), "'raise', 'skip' or a function"),
-        "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
-        "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
-        "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
-        "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),
-        "timeout": (timeout, timeout > 0, "a number of seconds above 0"),
-        "num_retries": (num_retries, num_retries >= 0, "a whole number from 0 up"),
-    }
-    problems = [f"{name}={value!r}: must be {allowed}" for name, (value, ok, allowed) in checks.items() if not ok]
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
 class _Source:
     """A bucket, and threads that read it and that decode, anew in each process."""
 
@@ -325,7 +300,6 @@ class _Source:
 
     @property
     def readers(self) -> ThreadPoolExecutor:
-        """As many as there may be requests in flight."""
         self._own()
         return self._readers
 

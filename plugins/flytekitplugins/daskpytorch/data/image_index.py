@@ -13,14 +13,13 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
 
-__all__ = ["IMAGE_EXTENSIONS", "ImageIndex"]
+__all__ = ["IMAGE_EXTENSIONS", "ImageIndex", "write_whole"]
 
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 """Of what counts as a picture, in lower or upper case: torchvision's and .gif."""
 FORMAT = 1
-"""Of index files."""
 ANEW = "Delete it, and it is made anew"
 
 
@@ -72,15 +71,7 @@ class ImageIndex:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all."""
-        path = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            try:
-                json.dump({"format": FORMAT, **asdict(self)}, file)
-                file.close()
-                os.replace(file.name, path)  # noqa: PTH105 - both ends are names
-            except BaseException:
-                os.unlink(file.name)  # noqa: PTH108
-                raise
+        write_whole(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
@@ -98,6 +89,18 @@ class ImageIndex:
         if version != FORMAT:
             raise ValueError(f"{path} is an index in format {version}, not {FORMAT}. {ANEW}")
         return index
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all, in place of what was there."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink()
+            raise
 
 
 def _kind(key: str, folder: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.data.sharing import share_out
 from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["DaskPartitions", "Share"]
+__all__ = ["DaskPartitions", "Share", "share_out"]
+
+TOLERANCE = 1.1
+"""How much more than the average a rank may have before partitions leave the workers where they lie."""
 
 
 class DaskPartitions:
@@ -105,7 +108,6 @@ class Share(Sequence[Any]):
 
 
 def _from_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value, in the order of the ranks."""
     from torch import distributed
 
     values = [value] * current_rank().world_size
@@ -115,7 +117,6 @@ def _from_all_ranks(value: Any) -> list[Any]:
 
 
 def _computed(client: Client, collection: Any) -> list[Future]:
-    """The collection's partitions, once all are there."""
     from distributed import futures_of, wait
 
     _check_cluster(client, futures_of(collection))
@@ -131,7 +132,6 @@ def _computed(client: Client, collection: Any) -> list[Future]:
 
 
 def _parts(collection: Any) -> list[Any]:
-    """The collection's partitions, yet to be computed."""
     from dask.base import is_dask_collection
     from dask.delayed import Delayed
     from distributed import Future
@@ -160,3 +160,71 @@ def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
             f"the collection lies on the cluster at {', '.join(sorted(others))}, but the gang will run at {here}. Make "
             "it with the client that the gang is run by, or let it travel through storage."
         )
+
+
+# ---- Which rank gets which: all agree, since all have the same answers
+
+
+@dataclass
+class _Rank:
+    partitions: list[int] = field(default_factory=list)
+    load: int = 0
+
+
+def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
+    """Give every partition to one rank: where it lies, unless that rank would have far more bytes than others.
+
+    Args:
+        num_partitions: They are called 0, 1, ...
+        held: For each rank, the partitions that its worker holds, and their bytes.
+
+    Returns:
+        For each rank, its partitions, ascending. None goes without where there are as many partitions as ranks.
+    """
+    sizes = _sizes(num_partitions, held)
+    ranks = [_Rank() for _ in held]
+    # The largest first, so that small ones fill the gaps; among equals by their numbers.
+    for partition in sorted(range(num_partitions), key=lambda number: (-sizes[number], number)):
+        holders = [rank for rank, has in zip(ranks, held, strict=True) if partition in has]
+        _give(partition, sizes, min(holders or ranks, key=lambda rank: rank.load))
+    for rank in ranks:
+        most = max(ranks, key=lambda other: len(other.partitions))
+        if not rank.partitions and len(most.partitions) > 1:
+            _move(most.partitions[-1], sizes, most, rank)
+    _level(ranks, sizes)
+    return [sorted(rank.partitions) for rank in ranks]
+
+
+def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
+    """Bytes of each partition, at least 1; the average for those that nobody here holds."""
+    known: dict[int, int] = {}
+    for has in held:
+        for partition, size in has.items():
+            known[partition] = max(size, known.get(partition, 1))
+    average = sum(known.values()) // len(known) if known else 1
+    return [known.get(partition, average) for partition in range(num_partitions)]
+
+
+def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
+    """Move partitions from the rank with most bytes to that with least, while it has more than the tolerance."""
+    average = sum(sizes) / len(ranks)
+    while True:
+        most, least = max(ranks, key=lambda rank: rank.load), min(ranks, key=lambda rank: rank.load)
+        gap = most.load - least.load
+        # Half the gap would make both equal; all of it, or more, only changes their places. A rank's last partition is
+        # that much.
+        movable = [partition for partition in most.partitions if sizes[partition] < gap]
+        if most.load <= TOLERANCE * average or not movable:
+            return
+        _move(min(movable, key=lambda partition: abs(gap - 2 * sizes[partition])), sizes, most, least)
+
+
+def _move(partition: int, sizes: Sequence[int], source: _Rank, target: _Rank) -> None:
+    source.partitions.remove(partition)
+    source.load -= sizes[partition]
+    _give(partition, sizes, target)
+
+
+def _give(partition: int, sizes: Sequence[int], rank: _Rank) -> None:
+    rank.partitions.append(partition)
+    rank.load += sizes[partition]

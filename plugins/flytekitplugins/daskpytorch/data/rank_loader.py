@@ -1,7 +1,5 @@
 """A data loader that a gang of any size goes on with where the last one was. Runs in every rank; all agree unasked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol
 
@@ -131,7 +129,6 @@ class RankLoader:
         self.epoch, self.num_seen = state["epoch"], state["num_seen"]
 
     def _order(self) -> dict[str, Any]:
-        """What decides on the order."""
         return {"num_items": self.num_items, "seed": self._batches.seed, "shuffle": self._batches.shuffle}
 
 

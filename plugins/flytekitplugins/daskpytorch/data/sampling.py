@@ -1,7 +1,5 @@
 """Which pictures are held out, and which rank sees which of the others when. Runs in every rank; all agree unasked."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

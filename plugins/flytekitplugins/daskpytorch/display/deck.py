@@ -1,14 +1,13 @@
 """The Deck of a training: charts of what rank 0 logged, the gang, its timings. Runs in the driver."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.report import Curve, line_chart, table
 
 __all__ = ["Recorder"]
@@ -102,14 +101,7 @@ class Recorder(Observer):
 
 def _gang_table(shape: Shape) -> str:
     rows = [
-        (
-            place.rank,
-            place.local_rank,
-            node.host,
-            node.worker,
-            _device(node.gpus, node.gpu_names, place.gpu),
-            place.num_threads,
-        )
+        (place.rank, place.local_rank, node.host, node.worker, _device(node, place), place.num_threads)
         for node, places in zip(shape.nodes, shape.places, strict=True)
         for place in places
     ]
@@ -117,5 +109,5 @@ def _gang_table(shape: Shape) -> str:
     return f"<p>{shape.world_size} ranks, backend {escape(shape.backend)}</p>" + table(header, rows)
 
 
-def _device(gpus: Sequence[str], names: Sequence[str], gpu: str | None) -> str:
-    return "CPU" if gpu is None else f"{names[gpus.index(gpu)]} (GPU {gpu})"
+def _device(node: Node, place: Place) -> str:
+    return "CPU" if place.gpu is None else f"{node.gpu_names[node.gpus.index(place.gpu)]} (GPU {place.gpu})"

@@ -1,19 +1,17 @@
 """What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from typing import IO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.process.screen import Screen, one_line
+from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
-__all__ = ["ProgressDisplay", "describe_record", "terminal"]
+__all__ = ["Echo", "ProgressDisplay", "bars", "describe_record", "show", "terminal"]
 
 PLAIN_INTERVAL = 10.0
 """Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
@@ -53,15 +51,8 @@ class ProgressDisplay(Observer):
         """Say that training begins, and open the live display."""
         self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
         if self._console.is_terminal:
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.fields[name]}", style="bold", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[text]}", markup=False),
-                TimeElapsedColumn(),
-                console=self._console,
-                transient=True,
-            )
+            name = TextColumn("{task.fields[name]}", style="bold", markup=False)
+            self._bar = bars(self._console, SpinnerColumn(), name)
             self._task = self._bar.add_task("", name=self._name, text="", total=None)
             self._bar.start()
 
@@ -75,8 +66,7 @@ class ProgressDisplay(Observer):
         if record.rank != 0:
             return
         if self._bar is not None and self._task is not None:
-            done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
-            self._bar.update(self._task, completed=done, total=record.num_steps, text=describe_record(record, LEADING))
+            show(self._bar, self._task, record)
         epoch = record.epoch or 0
         brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
         is_due = self._bar is None and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
@@ -103,9 +93,33 @@ class ProgressDisplay(Observer):
         self._console.print(text, markup=False, soft_wrap=True)
 
 
+class Echo(Observer):
+    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        Screen().write(f"{text}\n")
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass it on."""
+        Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+
 def terminal() -> Console:
     """Standard error, as `rich` writes to it."""
     return Console(file=cast("IO[str]", Screen()), highlight=False)
+
+
+def bars(console: Console, *first: ProgressColumn) -> Progress:
+    """Lines that change, each with these columns, a bar, a text and the time."""
+    text = TextColumn("{task.fields[text]}", markup=False)
+    return Progress(*first, BarColumn(bar_width=24), text, TimeElapsedColumn(), console=console, transient=True)
+
+
+def show(progress: Progress, task: TaskID, record: LogRecord) -> None:
+    """Show the newest values in one of them."""
+    done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
+    progress.update(task, completed=done, total=record.num_steps, text=describe_record(record, LEADING))
 
 
 def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:

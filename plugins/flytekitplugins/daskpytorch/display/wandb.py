@@ -1,7 +1,5 @@
 """Weights & Biases: one run per gang, opened and fed in rank 0. Which run, with which key, is decided in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -11,23 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings, Tracker
-from flytekitplugins.daskpytorch.process.screen import Screen
+from flytekitplugins.daskpytorch.process.streams import Screen, without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
-from flytekitplugins.daskpytorch.protocol.redaction import without_secrets
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
-__all__ = [
-    "WandbObserver",
-    "api_key",
-    "console_link",
-    "inputs_of",
-    "model_settings",
-    "run_config",
-    "run_id",
-    "settings",
-    "sweep_settings",
-]
+__all__ = ["WandbObserver", "console_link", "inputs_of", "model_settings", "settings", "sweep_settings"]
 
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
@@ -125,13 +112,7 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Run
 
 
 def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
-    """One model's own run.
-
-    Args:
-        shared: From `sweep_settings`.
-        index: The model's place among the experiments.
-        key: Names it among all of its task, alike in every attempt.
-    """
+    """One model's own run; the key names it among all of its task, alike in every attempt."""
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
 

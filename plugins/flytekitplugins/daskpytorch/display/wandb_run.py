@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.process.screen import Screen
+from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
 from flytekitplugins.daskpytorch.settings import Wandb
 
@@ -48,13 +48,6 @@ class RunSettings:
     notes: str | None = None
 
 
-def _wait_until_written(exit_code: int) -> None:
-    """End the process that writes for Weights & Biases: a run's `finish` may return before its file is whole."""
-    import wandb
-
-    wandb.teardown(exit_code)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Histogram:
     """How a tensor's values are spread; not yet a `wandb.Histogram`, whose import the training need not wait for."""
@@ -64,7 +57,6 @@ class _Histogram:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Histogram:
-        """Count the finite values of a tensor."""
         values = tensor.detach().to_dense().float().flatten().cpu()
         counts, edges = values[values.isfinite()].histogram(NUM_BINS)
         return cls(counts=counts.tolist(), edges=edges.tolist())
@@ -80,8 +72,6 @@ def _shown(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """Closes the queue, and the run."""
-
     exit_code: int
     reason: str | None
     """Why a training that did not fail ends early."""
@@ -140,13 +130,15 @@ class Tracker(RankObserver):
     def _feed(self) -> None:
         item: LogRecord | _End | None = None
         try:
+            import wandb
+
             run = self._open()
             while not isinstance(item := self._waiting.get(), _End):
                 self._record(run, item)
             if item.reason is not None:
                 run.summary[STOPPED_EARLY] = item.reason
             run.finish(exit_code=item.exit_code)
-            _wait_until_written(item.exit_code)
+            wandb.teardown(item.exit_code)  # `finish` may return before the run's file is whole
         except Exception as error:
             print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=Screen())
             while not isinstance(item, _End):

@@ -1,7 +1,5 @@
 """The agents of one gang: who was asked, who is there, who has gone, who has come since. Runs in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
@@ -12,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Close, Hello, Start, ToAgent
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Close, Hello, Start, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, worker_order
 
@@ -46,7 +43,6 @@ class Peer:
     heard_at: float
     """When it last said anything; by the agents' clock."""
     joined_at: float = field(init=False)
-    """When it said hello."""
     _has_code: bool = False
 
     def __post_init__(self) -> None:
@@ -87,13 +83,10 @@ class Agents:
     """Workers whose agent failed, with the error: there is no use in asking them again."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    """Seconds that only go forward."""
     _shunned: set[str] = field(default_factory=set)
     """Workers that fell silent; the scheduler may still believe in them, so nobody waits for them until they speak."""
     _launches: Counter[str] = field(default_factory=Counter)
-    """How often each worker was asked."""
     _num_broken: Counter[str] = field(default_factory=Counter)
-    """How often the agent of each has failed."""
     _looked_at: float = field(init=False)
     _recruit_at: float = field(init=False)
     _unanswered_since: float | None = None

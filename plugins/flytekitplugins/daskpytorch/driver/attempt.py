@@ -3,8 +3,6 @@
 Holds no connection: the supervisor tells it what happens, and it says what that means.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import defaultdict
@@ -36,7 +34,6 @@ class Attempt:
     failures: dict[int, Failure] = field(default_factory=dict)
     exits: dict[int, RankExit] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-    """The newest step that each rank has named."""
     hang: tuple[int, str] | None = None
     """The rank that holds up the others, and the report."""
     held: dict[int, int] = field(default_factory=dict)
@@ -52,7 +49,6 @@ class Attempt:
     stop_at: float | None = None
     """When to end it: a better cause may be found before, or the last rank may leave; by the clock."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    """Seconds that only go forward."""
     began_at: float = field(init=False)
     """By the clock."""
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)

@@ -1,21 +1,13 @@
-"""Which rank really failed: the records of a gang's end, and the rules that find the cause among the consequences.
-
-Pure, so that the rules can be tested case by case; the driver applies them, ranks and agents fill in the records.
-"""
-
-from __future__ import annotations
+"""Which rank really failed, and whether the gang may start again. Pure; runs in the driver."""
 
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from flytekitplugins.daskpytorch.errors import (
-    GangError,
-    GangHungError,
-    WorkerLostError,
-)
+from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
-__all__ = ["describe", "error_of", "find_root_failure"]
+__all__ = ["AttemptFailure", "FailurePolicy", "describe", "error_of", "find_root_failure"]
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -71,11 +63,7 @@ def _signal_name(number: int) -> str:
 def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
     """What the driver raises for a failed gang: the failed rank's own exception from a `GangError`, or that alone.
 
-    Args:
-        root_failure: From `find_root_failure`.
-        world_size: The number of ranks.
-        refusal: Why the gang does not start again.
-        history: What ended its earlier attempts, a line each.
+    `refusal` says why the gang does not start again, `history` what ended its earlier attempts.
     """
     who, how = f"rank {root_failure.rank}", describe(root_failure)
     rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
@@ -113,3 +101,49 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         return error
     original.__cause__ = error
     return original
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFailure:
+    """How an attempt ended."""
+
+    what: str
+    """Who failed and how, in a line."""
+    cause: str
+    """How, without the rank: what makes two errors the same."""
+    position: tuple[int | None, int | None]
+    """Where: the newest named step, and the signs of life since then."""
+    is_infrastructure: bool
+    """Something was taken away from outside; else the function failed."""
+    is_final: bool = False
+    """It would come again."""
+
+
+@dataclass
+class FailurePolicy:
+    """Two budgets: for losses of infrastructure, and for errors of the function."""
+
+    limit: int
+    failures: list[AttemptFailure] = field(default_factory=list)
+
+    def refusal(self, failure: AttemptFailure) -> str | None:
+        """Why this further failure would end the gang; None if the gang may start again."""
+        alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
+        if self.limit == 0:
+            return "max_restarts is 0"
+        if failure.is_final:
+            return "the function had returned, and would return the same again"
+        if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
+            return "the same error came at the same step twice"
+        if len(alike) >= self.limit:
+            kind = "losses of infrastructure" if failure.is_infrastructure else "errors of the function"
+            return f"max_restarts={self.limit} is used up by {kind}"
+        return None
+
+    def note(self, failure: AttemptFailure) -> None:
+        """Count a failure after which the gang starts again."""
+        self.failures.append(failure)
+
+
+def _is_same(one: AttemptFailure, other: AttemptFailure) -> bool:
+    return one.cause == other.cause and one.position == other.position

@@ -11,8 +11,6 @@ Nothing here starts threads, waits (but for storage, at the very end) or looks a
 a test can play a whole gang's life through.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time
@@ -23,13 +21,10 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.blame import describe, error_of
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
-from flytekitplugins.daskpytorch.driver.failure_policy import AttemptFailure, FailurePolicy
-from flytekitplugins.daskpytorch.driver.fetch import Fetches
+from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, describe, error_of
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
-from flytekitplugins.daskpytorch.driver.preemption import StopRequest
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
@@ -97,17 +92,8 @@ class Brain:
     ) -> None:
         """Begin with gathering the workers, whose agents are on their way.
 
-        Args:
-            request: What the gang is to do.
-            agents: Its agents.
-            checkpoints: Its checkpoints.
-            rendezvous: For ranks that are to meet.
-            observers: Hears of everything.
-            received: Takes what the ranks submit.
-            code: The project's sources.
-            checkpoint: What the first attempt starts from.
-            asked_at: When the gang was asked for; by the clock.
-            clock: Seconds that only go forward.
+        The first attempt starts from `checkpoint`. `asked_at`, like all moments, is by the `clock`, which only goes
+        forward.
         """
         self._request = request
         self._settings = request.settings
@@ -332,7 +318,7 @@ class Brain:
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
 
-    # ---- forming a attempt
+    # ---- forming an attempt
 
     def _begin_to_gather(self) -> Phase:
         now = self._now()
@@ -524,7 +510,7 @@ class Brain:
             return self._policy.refusal(self._failure(attempt)) is not None
         return not self._is_growing
 
-    # ---- after a attempt's end
+    # ---- after an attempt's end
 
     def _begin_to_settle(self) -> Phase:
         attempt = self._gang

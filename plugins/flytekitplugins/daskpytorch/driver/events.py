@@ -1,7 +1,5 @@
 """What may happen to a gang: all that its brain ever hears. Runs in the driver."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

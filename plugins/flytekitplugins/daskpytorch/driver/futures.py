@@ -1,7 +1,5 @@
 """What the caller of a gang holds: one future per rank. Runs in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import pickle
@@ -9,15 +7,15 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-__all__ = ["GangFuture", "GangFutures"]
+__all__ = ["Futures", "GangFuture", "GangFutures"]
 
-
+F = TypeVar("F", bound=Future[Any])
 TURN = 1.0
 """Seconds from one look at what a waiting thread may have missed to the next."""
 
@@ -52,7 +50,29 @@ class GangFuture(Future[Any]):
                 super().exception(min(left, TURN))
 
 
-class GangFutures(Sequence["Future[Any]"]):
+class Futures(Sequence[F]):
+    """Several futures, as a sequence."""
+
+    _futures: list[F]
+
+    @overload
+    def __getitem__(self, index: int) -> F: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[F]: ...
+
+    def __getitem__(self, index: int | slice) -> F | Sequence[F]:
+        return self._futures[index]
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def done(self) -> bool:
+        """Whether all have ended."""
+        return all(future.done() for future in self._futures)
+
+
+class GangFutures(Futures[GangFuture]):
     """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends.
 
     Of a gang that has ended with fewer workers than it was to have, as its `min_workers` allows, the futures of the
@@ -62,22 +82,10 @@ class GangFutures(Sequence["Future[Any]"]):
     def __init__(self, supervisor: Supervisor, world_size: int) -> None:
         self._supervisor = supervisor
         self._num_ranks = world_size
-        self._futures: list[GangFuture] = [GangFuture(supervisor.received) for _ in range(world_size)]
+        self._futures = [GangFuture(supervisor.received) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
-
-    @overload
-    def __getitem__(self, index: int) -> Future[Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Future[Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> Future[Any] | Sequence[Future[Any]]:
-        return self._futures[index]
-
-    def __len__(self) -> int:
-        return len(self._futures)
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Every rank's return value, in rank order; of as many ranks as there were in the end.
@@ -95,10 +103,6 @@ class GangFutures(Sequence["Future[Any]"]):
         self._futures[0].exception(timeout)
         futures = self._futures[: self._num_ranks]
         return next((error for future in futures if (error := future.exception()) is not None), None)
-
-    def done(self) -> bool:
-        """Whether the gang has ended."""
-        return all(future.done() for future in self._futures)
 
     def cancel(self) -> bool:
         """End all the ranks; False where the gang had ended before."""

@@ -1,7 +1,5 @@
 """Which ranks stand still, and which of them holds up the others. Pure; runs in the driver."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

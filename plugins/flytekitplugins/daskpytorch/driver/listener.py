@@ -13,7 +13,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
 
 from flytekitplugins.daskpytorch.driver.events import Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.received import Part
@@ -47,10 +46,6 @@ END_TIME = 5.0
 """Seconds for the threads to end, once all callers are hung up on."""
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise ConnectionRefusedError("neither files nor results are taken here")
-
-
 class Listener:
     """Accepts agents and turns what they say into events; its files and results are kept as they come.
 
@@ -63,8 +58,8 @@ class Listener:
         host: str,
         token: bytes,
         events: queue.SimpleQueue[Event],
-        serve_file: FileServer = _refuse,
-        keep_piece: PieceKeeper = _refuse,
+        serve_file: FileServer,
+        keep_piece: PieceKeeper,
     ) -> None:
         _allow_files()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -146,7 +141,6 @@ class Listener:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _keep_time(self) -> None:
-        """Send those away that are late, and let others in or wait."""
         now = time.monotonic()
         for callers in (self._strangers, self._guests):
             while callers and (first := next(iter(callers.values()))).deadline <= now:
@@ -180,7 +174,6 @@ class Listener:
             self._strangers[sock.fileno()] = caller
 
     def _shut(self) -> None:
-        """Let nobody else in."""
         if self._server.fileno() >= 0:
             self._poll.unregister(self._server)
             self._server.close()

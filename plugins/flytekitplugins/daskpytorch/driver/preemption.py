@@ -1,17 +1,43 @@
-"""Brings a gang to its end at one common step, since the task or a worker is being taken away. Runs in the driver."""
-
-from __future__ import annotations
+"""Brings a gang to its end at one common step, and says how long that may take. Runs in the driver."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
-__all__ = ["StopRequest"]
+__all__ = ["Deadlines", "StopRequest"]
+
+
+class Deadlines:
+    """Seconds for each part of an end; one told by SIGTERM takes at most one and a half times the grace period.
+
+    SIGTERM ── `grace_period` ──▶ ranks have stopped ── `storage` ──▶ their checkpoint is stored ── `results` ──▶ end
+    """
+
+    def __init__(self, grace_period: float) -> None:
+        self.grace_period = grace_period
+        """For the ranks to stop by themselves, at a call of `should_stop`."""
+        self.unheeded = grace_period / 4
+        """The same where no rank has ever called it."""
+        self.storage = grace_period * 0.35
+        """For the newest checkpoint to reach Flyte's storage."""
+        self.results = grace_period / 10
+        """For what the ranks have submitted to reach it."""
+        self.stop = min(0.5, grace_period / 40)
+        """For a rank to end once it is told to, before it is killed."""
+        self.close = grace_period / 2
+        """The same for rank 0, where it has observers that have something to close."""
+        self.reopen = grace_period / 20
+        """The same where the next attempt opens again what they close."""
+        self.all_stopped = grace_period * 0.75
+        """For word that all ranks have ended, after which a node counts as lost; more than any of them gets."""
+        self.upload = grace_period / 2
+        """For a checkpoint that is on its way to the driver when the last attempt ends."""
+        self.dismiss = grace_period / 4
+        """For the agents to clean up after the last rank."""
 
 
 @dataclass
@@ -23,7 +49,6 @@ class StopRequest:
     """Else it goes on without the worker that is being taken away."""
     deadlines: Deadlines
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    """Seconds that only go forward."""
     deadline: float = field(init=False)
     """When those are ended that have not stopped; by the clock."""
     _is_asked: bool = False

@@ -1,8 +1,9 @@
-"""What one gang is asked to do. Made by whoever starts it, read by the driver."""
+"""What one gang is asked to do, and what it is called in all attempts of its task. Made by whoever starts it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,10 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_exec
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = ["Request", "named", "request_for"]
+__all__ = ["Keys", "Request", "named", "request_for", "take_keys"]
+
+MAX_NAME = 100
+"""Characters of a function's name, of which the last count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +68,56 @@ def request_for(
 def named(request: Request, key: str) -> Request:
     """The same under a key, by which its checkpoints are found in the host's storage."""
     return replace(request, key=key, storage=current_execution().checkpoint_paths(key))
+
+
+class Keys:
+    """Those that the gangs of the current task have."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._task: object = None
+        self._taken: set[str] = set()
+        self._num_calls: Counter[str] = Counter()
+
+    def take(
+        self, function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), task: object = None
+    ) -> list[str]:
+        """The keys of one call's gangs: as asked, else the function's name and which of its calls in the task this is.
+
+        Not a word of the arguments: what pickles differs from process to process, by the order of a set, say. The
+        suffixes tell the gangs of one call. `task` stands for the task's execution; None: there is none, or nobody
+        knows, as in a thread of the user's.
+
+        Raises:
+            ValueError: Another gang of the task has the key that is asked for.
+        """
+        with self._lock:
+            if task is not None and task is not self._task:  # locally, many tasks run in one process
+                self._task, self._taken, self._num_calls = task, set(), Counter()
+            for base in [asked] if asked is not None else self._numbered(_name_of(function)):
+                keys = [f"{base}{suffix}" for suffix in suffixes]
+                if self._taken.isdisjoint([base, *keys]) or (asked is not None and task is None):
+                    self._taken.update([base, *keys])
+                    return keys
+        raise ValueError(
+            f"Gang(key={asked!r}): must be given to one gang of a task only, since the next attempt finds a gang's "
+            "checkpoints by it, and another gang has it. Give each a key of its own, or none."
+        )
+
+    def _numbered(self, name: str) -> Iterator[str]:
+        while True:
+            self._num_calls[name] += 1
+            yield f"{name}-{self._num_calls[name]}"
+
+
+def take_keys(function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",)) -> list[str]:
+    """Keys for a call in the current task, see `Keys.take`."""
+    return _keys.take(function, asked, suffixes, current_execution().task)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = name_of(function).replace("<locals>.", "")
+    return re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[-MAX_NAME:].strip("-")
+
+
+_keys = Keys()

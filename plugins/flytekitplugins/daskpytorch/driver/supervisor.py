@@ -3,8 +3,6 @@
 One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -15,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, NotLaunched, Preempted
 from flytekitplugins.daskpytorch.driver.listener import Listener
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.running import running
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+from flytekitplugins.daskpytorch.protocol.host import running
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 if TYPE_CHECKING:
@@ -174,7 +172,6 @@ class _Rendezvous:
         self._store: TCPStore | None = None
 
     def address(self) -> tuple[str, int]:
-        """Its host and port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if self._store is None:
@@ -182,5 +179,4 @@ class _Rendezvous:
         return self._host, self._store.port
 
     def close(self) -> None:
-        """End it."""
         self._store = None

@@ -4,8 +4,6 @@ An attempt finds the one before it by path. So what it started from is written t
 that dies before its first checkpoint passes on what it was given. A manifest, written last, names the files.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -156,7 +154,6 @@ class StorageUpload:
             return []
 
     def _fetch(self, remote: str, to: Path) -> None:
-        """Download a file; none there is no error."""
         if self._paths.file_access.get_filesystem_for_path(remote).exists(remote):
             self._paths.file_access.get_data(remote, str(to))
 

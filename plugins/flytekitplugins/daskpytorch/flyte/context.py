@@ -1,7 +1,5 @@
 """Flyte's context, as the rest of the plugin asks for it. Runs in the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

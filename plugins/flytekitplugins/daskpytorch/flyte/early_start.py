@@ -6,8 +6,6 @@ Flytekit imports this module at the end of its own import, by the entry point `f
 the host here, and ranks that are forked find flytekit imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Dataclasses as workflow inputs, without silent typing errors. Runs where the command line is read."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -65,7 +63,6 @@ def _with_suggestion(key: str, known: list[str]) -> str:
 
 
 def _repeated(text: str | bytes) -> list[str]:
-    """The keys that stand more than once in one of its objects."""
     found: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

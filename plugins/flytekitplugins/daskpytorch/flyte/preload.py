@@ -3,8 +3,6 @@
 For Dask's setting `distributed.worker.preload`; the task types set it for their clusters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flytekitplugins.daskpytorch.node import fork_client

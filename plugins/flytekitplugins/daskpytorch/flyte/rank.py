@@ -1,7 +1,5 @@
 """Flyte's context in a rank, and rank 0's outputs on their way back as literals. Made in the driver, runs in a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

@@ -25,17 +25,17 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.running import preempt_all
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
-    from flytekitplugins.daskpytorch.protocol.launcher import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
@@ -93,7 +93,6 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         return super().get_container(self._with_cluster_settings(settings))
 
     def get_k8s_pod(self, settings: SerializationSettings) -> Any:
-        """The same for a task that has a pod template."""
         return super().get_k8s_pod(self._with_cluster_settings(settings))
 
     def _with_cluster_settings(self, settings: SerializationSettings) -> SerializationSettings:
@@ -133,11 +132,9 @@ class _InRanks(_Resumable):
             return self._deliver(kwargs, outputs[0])
 
     def _get_ready(self, stack: contextlib.ExitStack) -> None:
-        """Start what takes seconds, and refuse what this machine cannot do."""
         raise NotImplementedError
 
     def _launcher(self) -> AbstractContextManager[AgentLauncher]:
-        """What starts the gang's agents."""
         raise NotImplementedError
 
     def _num_ranks_per_worker(self) -> int:
@@ -174,7 +171,6 @@ class _InRanks(_Resumable):
         )
 
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
-        """Rank 0's literals and Decks, as this task's own."""
         ctx = FlyteContextManager.current_context()
         literals = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(output.literal_map))
         if self.enable_deck:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flytekit.core.context_manager import FlyteContextManager
 
-from flytekitplugins.daskpytorch.driver.deadlines import Deadlines
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
@@ -103,7 +103,6 @@ class _Writer:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Write what comes, until the end of this context."""
         thread = threading.Thread(target=self._work, name="daskpytorch-results", daemon=True)
         thread.start()
         try:

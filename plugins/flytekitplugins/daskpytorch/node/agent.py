@@ -4,8 +4,6 @@ Runs in a thread of a Dask worker (or of the task's own process) for as long as 
 says what its node has, and then relays: orders to the ranks; their reports, output and exits to the driver.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import functools
@@ -27,14 +25,13 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.code import unpack_code
 from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Place
-from flytekitplugins.daskpytorch.protocol.transfer import take_file
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 __all__ = ["dial", "run"]
@@ -140,11 +137,9 @@ class _Rank:
 
     @property
     def log_tail(self) -> str:
-        """The end of what it has written."""
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def close(self) -> None:
-        """Hear no more of it."""
         self.channel.close()
         if self.output is not None:
             os.close(self.output)
@@ -186,7 +181,6 @@ class _Agent:
             self._fork(key)
 
     def serve(self, driver: Connection) -> None:
-        """Until the driver closes the gang."""
         self._driver = driver
         self._interface = interface_of(driver.own_address)
         self._say(messages.Hello(describe_node(self._order.worker, self._interface)))
@@ -274,12 +268,10 @@ class _Agent:
         return [rank for rank in self._ranks.values() if rank.place is not None]
 
     def _say(self, message: messages.FromAgent) -> None:
-        """Tell the driver, from any thread."""
         with self._lock:
             self._driver.send(message)
 
     def _keep_time(self) -> None:
-        """Do what has become due."""
         now = time.monotonic()
         for rank in self._ranks.values():
             if rank.kill_at is not None and now >= rank.kill_at:
@@ -330,7 +322,6 @@ class _Agent:
     # ---- checkpoints
 
     def _bring(self, file: CheckpointFile, attempt: int) -> None:
-        """Have the checkpoint here for the ranks to load, and tell them."""
         outcome: orders.Provided | orders.NotProvided = orders.Provided(attempt)
         try:
             self._find(file)

@@ -1,7 +1,5 @@
 """This process's fork server: starts it, finds it, asks it for ranks. Runs beside a Dask worker, or in the task."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from flytekitplugins.daskpytorch.node.fork_wire import END, MAX_PACKET, _is_of_this_user, _python
+from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import sigterm
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "import_ahead", "shutdown", "start_ahead"]
@@ -54,7 +52,7 @@ class ForkServerClient:
             ForkServerLostError: It is gone, and every rank with it.
         """
         try:
-            packet = self._socket.recv(MAX_PACKET)
+            packet = self._socket.recv(fork_server.MAX_PACKET)
         except ConnectionResetError:  # it ended with requests unread
             packet = b""
         if not packet:
@@ -69,8 +67,6 @@ class ForkServerClient:
 
 @dataclass
 class _Owned:
-    """The fork server that belongs to this process."""
-
     pid: int
     """This process's own; in a fork of it the server is not the fork's."""
     process: subprocess.Popen[bytes] | None
@@ -140,7 +136,7 @@ def shutdown() -> None:
     with _lock:
         if _owned is not None and _owned.pid == os.getpid():
             with _owned.control, contextlib.suppress(OSError):  # it may have ended
-                _owned.control.send(END)
+                _owned.control.send(fork_server.END)
                 _owned.control.recv(1)  # until it has
             if _owned.process is not None:
                 _owned.process.wait()
@@ -169,7 +165,7 @@ def _inherit() -> socket.socket | None:
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.suppress(OSError):  # there is none
         control.connect(f"\0{_hand_over}")
-        if _is_of_this_user(control):
+        if fork_server.is_of_this_user(control):
             return control
     control.close()
     return None
@@ -181,7 +177,7 @@ def _start() -> _Owned:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.
         path = [str(entry) for entry in sys.path if entry]
         descriptors = [theirs.fileno(), *hand_over]
-        command = _python("main", [*descriptors, *_imported_ahead], path)
+        command = fork_server.command("main", [*descriptors, *_imported_ahead], path)
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}

@@ -12,8 +12,6 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
 All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc
@@ -22,6 +20,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -34,17 +33,41 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from flytekitplugins.daskpytorch.node import hugepages
-from flytekitplugins.daskpytorch.node.fork_wire import END, MAX_PACKET, SPAWN, _is_of_this_user, _python
 from flytekitplugins.daskpytorch.process import sigterm
 
-__all__ = []
+__all__ = ["END", "MAX_PACKET", "command", "is_of_this_user"]
 
+MAX_PACKET = 4096
+END = b"end"
+SPAWN = b"spawn"
+# Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
+# known by then; without the pop, an editable installation of this one may not be among them.
+BOOTSTRAP = (
+    # Without garbage collections the imports take a sixth less time; what is called turns them on again.
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv.pop()); "
+    # flytekitplugins-dask fixes where this namespace is looked for before sys.path is set.
+    "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
+)
 LEISURE = 3.0
 """Seconds until what only training needs is imported, so that it does not slow the first gang's start."""
 HAND_OVER_PATIENCE = 60.0
 """Seconds from the owner's death to that of a fork server that no other owner has come for."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: the signal a process gets when the thread that made it ends."""
+
+
+# ---- What it shares with those who ask it for ranks -----------------------------------------------------------------
+
+
+def is_of_this_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end is; an abstract name has no permissions, as a file would."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(uid == os.getuid())
+
+
+def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
+    """The command of a fresh interpreter that calls one of the main functions of `fork_server`."""
+    return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
 
 
 # ---- The server process ---------------------------------------------------------------------------------------------
@@ -144,7 +167,7 @@ class _Server:
 
     def _welcome_next_owner(self, listener: socket.socket) -> None:
         next_owner, _ = listener.accept()
-        if not _is_of_this_user(next_owner):
+        if not is_of_this_user(next_owner):
             next_owner.close()
             return
         self._leave_owner()  # who may be dead already, and its socket kept open by a child of its own
@@ -232,7 +255,7 @@ class _Server:
             self._become_rank(server_pid, channel, output)
             if spawns:
                 os.set_inheritable(channel, True)
-                os.execv(sys.executable, _python("main_of_spawned_rank", [channel], sys.path))  # noqa: S606
+                os.execv(sys.executable, command("main_of_spawned_rank", [channel], sys.path))  # noqa: S606
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -1,7 +1,5 @@
 """What a worker's node has to offer: cores, GPUs, its way to the driver, versions. Runs on the workers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Makes a process cheap to fork: its memory moves into huge pages, and a child inherits 512 times fewer entries."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Iterator

@@ -1,15 +1,12 @@
 """Starts a gang's one agent in a thread of this process, for ranks on the task's own node. Knows no Dask."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Sequence
 
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import gpus_here
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 
 __all__ = ["OwnNode", "num_ranks_here"]
 

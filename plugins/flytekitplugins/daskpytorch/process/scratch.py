@@ -1,7 +1,5 @@
 """Folders that go with this process, however it ends: a shell outlives it, and clears up. Runs in driver and agents."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -5,8 +5,6 @@ hear it: these end the ranks in good order, once they have saved. Their children
 needs none of this, since fork servers and ranks have sessions of their own, out of a terminal's reach.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,12 +1,16 @@
-"""A checkpoint that is written whole, as rank, agent and driver name it to each other."""
-
-from __future__ import annotations
+"""A checkpoint that is written whole, as rank, agent and driver name it to each other, and how it is received."""
 
 import hashlib
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CheckpointFile", "digest_of"]
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+
+__all__ = ["CheckpointFile", "digest_of", "take_file"]
+
+CHUNK = 1 << 20
+"""Bytes to take at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +20,6 @@ class CheckpointFile:
     attempt: int
     """The incarnation of the gang that wrote it."""
     step: int
-    """The training step that it belongs to."""
     size: int
     """In bytes."""
     digest: str
@@ -32,3 +35,28 @@ def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> Path:
+    """Receive a file, whole or not at all.
+
+    Raises:
+        EOFError: The sender went away.
+        OSError: It cannot be written here.
+        ValueError: What came is not what was announced.
+    """
+    unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
+    digest, size = hashlib.sha256(), 0
+    try:
+        with unfinished.open("wb") as file:
+            while size < wanted.size:
+                if not (piece := connection.read(min(CHUNK, wanted.size - size))):
+                    raise EOFError(f"the checkpoint of step {wanted.step} ended after {size:,} of its bytes")
+                digest.update(piece)
+                size += len(piece)
+                file.write(piece)
+        if digest.hexdigest() != wanted.digest:
+            raise ValueError(f"the checkpoint of step {wanted.step} was damaged on its way")
+        return unfinished.rename(folder / wanted.name)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -4,8 +4,6 @@ Neither the scheduler nor a Dask worker ever unpickles a user's module by name; 
 one. What travels is an archive of the project's sources and a pickled call, which only the ranks open.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import io
@@ -135,7 +133,6 @@ def _by_name(function: Callable[..., Any]) -> _ByName | None:
 
 
 def _project_files() -> dict[str, Path]:
-    """Where in the archive -> which file."""
     installed = _installation_folders()
     files: dict[str, Path] = {}
     companions: set[tuple[Path, str | None]] = set()

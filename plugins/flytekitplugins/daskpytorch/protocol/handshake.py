@@ -5,8 +5,6 @@ the HMAC of both challenges under the gang's token, which itself does not travel
 what an agent answers proves nobody the driver. All sizes are fixed: a stranger cannot make anybody read more.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import socket
@@ -20,7 +18,6 @@ AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
-"""Bytes that an agent sends."""
 PATIENCE = 60.0
 """Seconds for the driver to prove itself: it may have thousands of agents to meet, and strangers to send away."""
 

@@ -1,13 +1,12 @@
-"""The host of a task, Flyte or none: the one interface by which all else asks for it. Runs in driver and ranks."""
+"""The host of a task, Flyte or none: how all else asks for it, and how it ends gangs. Runs in driver and ranks."""
 
-from __future__ import annotations
-
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Execution", "RankHost", "Storage", "StoragePaths", "current_execution", "provide"]
+__all__ = ["Execution", "RankHost", "StoragePaths", "current_execution", "preempt_all", "provide", "running"]
 
 
 class Storage(Protocol):
@@ -83,3 +82,21 @@ def provide(current: Callable[[], Execution]) -> None:
 
 
 _current: Callable[[], Execution] = Execution
+
+
+class Preemptible(Protocol):
+    """What runs in this process and must end when the task is told to."""
+
+    def preempt(self, reason: str) -> None:
+        """Save and end; called by a signal handler."""
+
+
+running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
+
+
+def preempt_all(reason: str) -> bool:
+    """Have all gangs of this process save a checkpoint and end; whether there are any."""
+    present = list(running)
+    for preemptible in present:
+        preemptible.preempt(reason)
+    return bool(present)

@@ -1,36 +1,13 @@
 """What the driver and an agent say to each other, over a connection of their own. Imports neither Dask nor torch."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.orders import Job, OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-
-__all__ = [
-    "AgentOrder",
-    "Broken",
-    "Close",
-    "Download",
-    "Dump",
-    "Exited",
-    "Fetch",
-    "FromAgent",
-    "Heartbeat",
-    "Hello",
-    "Leaving",
-    "Lines",
-    "NotSent",
-    "Reported",
-    "Stacks",
-    "Start",
-    "Stop",
-    "Tell",
-    "ToAgent",
-    "Upload",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +22,37 @@ class AgentOrder:
     """How many ranks it will be told to start, so that they can be forked while all meet."""
     token: bytes = field(repr=False)
     """By which agent and driver know each other; see `handshake`."""
+
+
+OnFailure = Callable[[str, Exception], None]
+"""Called with a worker and an error: its agent could not be started, or ended in an error."""
+
+
+class AgentLauncher(Protocol):
+    """Starts agents, one per worker, wherever those are."""
+
+    workers: Sequence[str]
+    """The workers to begin with, in the order of their ranks."""
+    num_wanted: int
+    """How many workers the gang is to have."""
+    host: str
+    """The address at which the workers can reach this process."""
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Start agents."""
+
+    def present(self) -> Sequence[str]:
+        """All workers that are there now, these and others.
+
+        Raises:
+            OSError: Nobody answers that question.
+        """
+
+    def is_connected(self) -> bool:
+        """Whether whoever knows the workers can be asked."""
+
+    def close(self) -> None:
+        """Forget the agents; they end with their connections."""
 
 
 # ---- From the agent ...

@@ -1,7 +1,5 @@
 """What a rank is told: before it starts, and while it runs. Filled in by driver and agent, read by the rank."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -11,26 +9,6 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-
-__all__ = [
-    "DUMP_SIGNAL",
-    "MAX_STACKS",
-    "STOPPED",
-    "Hold",
-    "Job",
-    "Leave",
-    "Locate",
-    "NotProvided",
-    "Order",
-    "OrderToAll",
-    "Provided",
-    "Quit",
-    "RankOrder",
-    "Release",
-    "environment",
-    "stacks_path",
-]
-
 
 STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
@@ -45,13 +23,11 @@ class Job:
     """What is the same for all the ranks of a gang. Holds the user's objects only as bytes."""
 
     gang: str
-    """The gang's name."""
     attempt: int
     """Which incarnation of the gang; each has rendezvous keys of its own."""
     call: bytes
-    """From `ship.pack_call`."""
+    """From `code.pack_call`."""
     pass_local_rank: bool
-    """Call the function with `local_rank=`."""
     backend: str
     store: tuple[str, int] | None
     """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
@@ -80,7 +56,6 @@ class RankOrder:
     scratch: str
     """The agent's folder: checkpoints come and go through it."""
     directory: str
-    """The working directory."""
     environment: dict[str, str] = field(repr=False)
     """The whole of the rank's environment; it may hold secrets."""
     data: WorkerData | None = None

@@ -1,7 +1,5 @@
 """Workers to ranks: who gets which rank, GPU and share of the cores. Pure; runs in the driver."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,6 @@ class Node:
     gpus: tuple[str, ...]
     """The visible GPUs, as `CUDA_VISIBLE_DEVICES` names them, in its order."""
     gpu_names: tuple[str, ...]
-    """The GPUs' models."""
     interface: str | None
     """The network interface that reaches the driver."""
     versions: dict[str, str]

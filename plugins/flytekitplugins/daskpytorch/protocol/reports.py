@@ -1,7 +1,5 @@
 """What a rank reports to the driver. Its agent gathers reports and passes them on unopened."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle
@@ -14,21 +12,6 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
-
-__all__ = [
-    "FolderWanted",
-    "Held",
-    "Located",
-    "Moved",
-    "Ready",
-    "Report",
-    "Returned",
-    "Saved",
-    "ShortReport",
-    "StoppedEarly",
-    "gather",
-    "unpack",
-]
 
 MAX_TOGETHER = 1 << 14
 """Bytes of reports in one message; more would make what waits in the driver large, and hardly any cheaper."""

@@ -1,7 +1,5 @@
 """A rank's way to what the Dask worker beside it holds: the questions, and the rank's end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pickle

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -33,42 +34,24 @@ SHARDED = (
 """The kinds of tensors of which each rank has a part."""
 
 
+@dataclass(kw_only=True)
 class RankCheckpoint(Checkpoint):
     """Rank 0 writes, one state at a time; every rank reads the same."""
 
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        attempt: int,
-        start: CheckpointFile | None,
-        is_main: bool,
-        progress: Progress,
-        announce: Callable[[CheckpointFile], None],
-        provided: Future[Provided | NotProvided],
-        timeout: float,
-    ) -> None:
-        """Take the rank's own part.
-
-        Args:
-            folder: The agent's: new files are left here, and what `start` names arrives here.
-            attempt: The gang's present incarnation.
-            start: What the attempt starts from.
-            is_main: Whether this is rank 0.
-            progress: Notes the steps.
-            announce: Called, in the writing thread, for each file that is whole.
-            provided: Whether the file that `start` names is in the folder, once that is known.
-            timeout: Seconds to wait for the file that `start` names.
-        """
-        self._folder = folder
-        self._attempt = attempt
-        self._start = start
-        self._is_main = is_main
-        self._progress = progress
-        self._announce = announce
-        self._provided = provided
-        self._timeout = timeout
-        self._writing: threading.Thread | None = None
+    folder: Path
+    """The agent's: new files are left here, and what `start` names arrives here."""
+    attempt: int
+    start: CheckpointFile | None
+    """What the attempt starts from."""
+    is_main: bool
+    progress: Progress
+    announce: Callable[[CheckpointFile], None]
+    """Called, in the writing thread, for each file that is whole."""
+    provided: Future[Provided | NotProvided]
+    """Whether the file that `start` names is in the folder, once that is known."""
+    timeout: float
+    """Seconds to wait for that file."""
+    _writing: threading.Thread | None = None
 
     def save(self, state: Any, step: int) -> None:
         """Keep a state; waits only while the one before is still being written.
@@ -77,8 +60,8 @@ class RankCheckpoint(Checkpoint):
             TypeError: The state cannot be pickled; or, on every rank, it is sharded.
         """
         step = int(step)
-        self._progress.reach(step, anew=True)
-        if not self._is_main:
+        self.progress.reach(step, anew=True)
+        if not self.is_main:
             _refuse_sharded(state)
             return
         self.flush()
@@ -98,30 +81,30 @@ class RankCheckpoint(Checkpoint):
         Raises:
             OSError: The checkpoint did not arrive.
         """
-        if self._start is None:
+        if self.start is None:
             return None
         import torch
 
         # Any object of the user's. It comes from our own ranks; between two attempts of a task it lies where Flyte
         # keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
-        state = torch.load(self._await_file(self._start), map_location="cpu", weights_only=False)
-        self._progress.reach(self._start.step, anew=True)
+        state = torch.load(self._await_file(self.start), map_location="cpu", weights_only=False)
+        self.progress.reach(self.start.step, anew=True)
         return state
 
     def _write(self, state: Any, step: int) -> None:
         import torch
 
-        unfinished = self._folder / f"unfinished-{self._attempt}-{step}"
+        unfinished = self.folder / f"unfinished-{self.attempt}-{step}"
         try:
             with unfinished.open("wb") as file:
                 torch.save(state, file)
             written = CheckpointFile(
-                attempt=self._attempt,
+                attempt=self.attempt,
                 step=step,
                 size=unfinished.stat().st_size,
                 digest=digest_of(unfinished),
             )
-            unfinished.rename(self._folder / written.name)
+            unfinished.rename(self.folder / written.name)
         except Exception as error:  # a full disk, mostly: worth a word, but not the training
             unfinished.unlink(missing_ok=True)
             print(
@@ -130,18 +113,17 @@ class RankCheckpoint(Checkpoint):
                 file=sys.stderr,
             )
             return
-        self._announce(written)
+        self.announce(written)
 
     def _await_file(self, wanted: CheckpointFile) -> Path:
-        """Wait for the agent to bring the file."""
         try:
-            outcome = self._provided.result(self._timeout)
+            outcome = self.provided.result(self.timeout)
         except TimeoutError as error:
-            waited = f"the checkpoint of step {wanted.step} did not arrive within {self._timeout:g} s"
+            waited = f"the checkpoint of step {wanted.step} did not arrive within {self.timeout:g} s"
             raise TimeoutError(waited) from error
         if isinstance(outcome, NotProvided):
             raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {outcome.reason}")
-        return self._folder / wanted.name
+        return self.folder / wanted.name
 
 
 class _Inspector(pickle.Pickler):
@@ -183,8 +165,6 @@ class _Copier(_Inspector):
 
 
 class _Restorer(pickle.Unpickler):
-    """Puts the copies where the tensors were."""
-
     def __init__(self, file: IO[bytes], copies: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._copies = copies
@@ -194,8 +174,6 @@ class _Restorer(pickle.Unpickler):
 
 
 class _ShardedError(Exception):
-    """A sharded tensor stands in a state."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self.tensor = tensor

@@ -3,8 +3,6 @@
 Torch sets what they do about signals, and nowhere lets others have a say: hence the names here that are its own.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import weakref

@@ -175,7 +175,6 @@ def _show(text: str) -> None:
 
 
 def _num_collectives() -> int:
-    """How many collectives this rank has entered."""
     from torch import distributed
 
     try:
@@ -187,7 +186,6 @@ def _num_collectives() -> int:
 
 
 def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
-    """Report how far the training has come, now and again, where somebody asks."""
     pulse = order.job.pulse
     if pulse is None:
         return
@@ -243,7 +241,6 @@ def _join_gang(order: RankOrder) -> None:
 
 
 def _store(job: Job) -> Store:
-    """Where the ranks of a attempt find each other."""
     from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if job.store is None:
@@ -298,7 +295,6 @@ def _bare(value: float | str) -> float | str:
 
 @contextlib.contextmanager
 def _host_of(job: Job) -> Iterator[RankHost | None]:
-    """The task's, entered; outside a task there is none."""
     if job.host is None:
         yield None
         return

@@ -3,8 +3,6 @@
 By itself torch copies each storage twice on either side.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

@@ -177,8 +177,6 @@ def _refusal(error: Exception, submission: Submission, folder: ResultFolder) -> 
 
 
 class _LiveKeys:
-    """The keys of the handlers that this process has now."""
-
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a handler may be collected by the thread that holds it
         self._count: Counter[str] = Counter()
@@ -201,7 +199,6 @@ _keys = _LiveKeys()
 
 
 def _all_received(futures: Iterable[Future[Any]]) -> list[ReceivedResults]:
-    """Those of all the gangs, each once."""
     all_received = []
     for future in futures:
         if not isinstance(future, GangFuture):

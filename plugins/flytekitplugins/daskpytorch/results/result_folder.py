@@ -1,7 +1,5 @@
 """Writes results below one folder: each file whole, and none outside. Runs in the driver."""
 
-from __future__ import annotations
-
 import errno
 import os
 import uuid
@@ -92,7 +90,6 @@ def _create(path: Path) -> IO[bytes]:
 
 
 def _objection(path: str) -> str | None:
-    """What is wrong with a path at first sight."""
     if not path:
         return "it is empty"
     if path.startswith("/"):

@@ -3,20 +3,18 @@
 Runs in the driver; a live display in a terminal, plain lines elsewhere.
 """
 
-from __future__ import annotations
-
 import threading
 import time
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID, TextColumn
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display.terminal import LEADING, MAX_LINE, PLAIN_INTERVAL, describe_record, terminal
+from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, PLAIN_INTERVAL, bars, describe_record, show, terminal
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
-from flytekitplugins.daskpytorch.process.screen import one_line
+from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.redaction import without_secrets
 
 __all__ = ["SweepDisplay"]
 
@@ -37,14 +35,7 @@ class SweepDisplay:
         self._num_failed = 0
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
-        self._bars = Progress(
-            TextColumn("{task.fields[label]}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}", markup=False),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-        )
+        self._bars = bars(self._console, TextColumn("{task.fields[name]}", markup=False))
 
     def line(self, index: int, experiment: object) -> Observer:
         """The watcher of one model's gang."""
@@ -59,13 +50,11 @@ class SweepDisplay:
         """Show a line for a model that begins to train."""
         with self._lock:
             self._bars.start()
-            return self._bars.add_task("", label=label, text="", total=None)
+            return self._bars.add_task("", name=label, text="", total=None)
 
     def update(self, task: TaskID, record: LogRecord) -> None:
         """Show a model's newest values."""
-        done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
-        text = describe_record(record, LEADING)
-        self._bars.update(task, completed=done, total=record.num_steps, text=text)
+        show(self._bars, task, record)
 
     def remove(self, task: TaskID) -> None:
         """Take a model's line away."""
@@ -92,31 +81,27 @@ class SweepDisplay:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
+@dataclass(eq=False)
 class _Line(Observer):
-    def __init__(self, board: SweepDisplay, name: str, experiment: str) -> None:
-        self._board = board
-        self._name = name
-        self._experiment = experiment
-        self._task: TaskID | None = None
-        self._epoch = 0
-        self._shown_at = 0.0
+    _board: SweepDisplay
+    _name: str
+    _experiment: str
+    _task: TaskID | None = None
+    _epoch: int = 0
+    _shown_at: float = 0.0
 
     def formed(self, seconds: float) -> None:
-        """Show the line."""
         if self._board.is_live and self._task is None:
             self._task = self._board.add(f"{self._name} {self._experiment}")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass on a rank's output."""
         for line in lines:
             self._board.print(f"[{self._name}, rank {rank}] {line}")
 
     def noted(self, text: str) -> None:
-        """Say it."""
         self._board.print(f"{self._name}, {text}")
 
     def logged(self, record: LogRecord) -> None:
-        """Show rank 0's newest values; in plain lines not more often than is good to read."""
         if record.rank != 0:
             return
         if self._task is not None:
@@ -128,16 +113,12 @@ class _Line(Observer):
             self._board.print(f"{self._name} {self._experiment}: {describe_record(record)}")
 
     def ended(self, error: Exception | None) -> None:
-        """Take the line away."""
         if self._task is not None:
             self._board.remove(self._task)
         if isinstance(error, StoppedEarlyError):
             how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
             self._board.print(f"{self._name} {self._experiment} {how}")
         elif error is not None:
-            self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {_first_line(error)}")
+            how = one_line(str(error).partition("\n")[0], MAX_LINE)
+            self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {how}")
         self._board.count(error)
-
-
-def _first_line(error: Exception) -> str:
-    return one_line(str(error).partition("\n")[0], MAX_LINE)

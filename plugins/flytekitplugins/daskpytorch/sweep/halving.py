@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.context import LogRecord
@@ -42,12 +43,7 @@ class Halving:
         """It needs not, or not again, be said that the metric is missing."""
 
     def judge(self, index: int, say: Callable[[str], None]) -> Observer:
-        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped.
-
-        Args:
-            index: The model's place among the experiments.
-            say: Shows the user a line.
-        """
+        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped."""
         with self._lock:
             return _Judge(self, self._study.ask(), index, say)
 
@@ -87,37 +83,33 @@ class Halving:
         return not has_said
 
 
+@dataclass(eq=False)
 class _Judge(Observer):
-    """Passes on what one model's rank 0 reports."""
+    _halving: Halving
+    _trial: optuna.Trial
+    _index: int
+    _say: Callable[[str], None]
+    _epoch: int | None = None
+    """The newest that was reported."""
+    _value: float = math.nan
+    """The metric after it."""
+    _first_epoch: int | None = None
+    """The first that was logged with or without the metric."""
+    _names: set[str] = field(default_factory=set)
+    """What was logged while the metric was not."""
+    _is_stopped: bool = False
 
-    def __init__(self, halving: Halving, trial: optuna.Trial, index: int, say: Callable[[str], None]) -> None:
-        self._halving = halving
-        self._settings = halving.settings
-        self._trial = trial
-        self._index = index
-        self._say = say
-        self._epoch: int | None = None
-        """The newest that was reported."""
-        self._rung = halving.next_rung(0)
+    def __post_init__(self) -> None:
+        self._settings = self._halving.settings
+        self._rung = self._halving.next_rung(0)
         """The epoch from which on the next value is compared; Optuna takes ever longer to keep those between."""
-        self._value = math.nan
-        """The metric after it."""
-        self._first_epoch: int | None = None
-        """The first that was logged with or without the metric."""
-        self._names: set[str] = set()
-        """What was logged while the metric was not."""
-        self._is_stopped = False
 
     def logged(self, record: LogRecord) -> None:
-        """Compare the model at its rungs.
-
-        Raises:
-            StoppedEarlyError: It is to be stopped.
-        """
         if record.rank != 0 or self._is_stopped:
             return
         numbers = record.numbers
-        epoch, value = _epoch_of(record), numbers.get(self._settings.metric)
+        epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
+        value = numbers.get(self._settings.metric)
         if epoch is None or value is None:
             self._miss(epoch, record)
         elif self._epoch is None or epoch > self._epoch:  # after a restart some come again
@@ -129,7 +121,6 @@ class _Judge(Observer):
                 raise self._verdict(epoch, value)
 
     def ended(self, error: Exception | None) -> None:
-        """Say it if nothing could be compared."""
         self._halving.settle(self._trial, error, self._value)
         if error is None and self._epoch is None:
             self._complain()
@@ -201,11 +192,6 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         )
     finally:
         optuna.logging.set_verbosity(verbosity)
-
-
-def _epoch_of(record: LogRecord) -> int | None:
-    """The epoch that a record belongs to, as far as it can be counted from 0."""
-    return record.epoch if record.epoch is not None and record.epoch >= 0 else None
 
 
 def _is_last(record: LogRecord) -> bool:

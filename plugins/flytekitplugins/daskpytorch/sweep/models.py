@@ -8,24 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from distributed import Client
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver import keys
-from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
+from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request, named, request_for
-from flytekitplugins.daskpytorch.driver.running import running
+from flytekitplugins.daskpytorch.driver.request import Request, named, request_for, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
-from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.launcher import OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -62,7 +58,7 @@ def train_all(
         request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
         for experiment, size in zip(experiments, sizes, strict=True)
     ]
-    names = keys.take(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
+    names = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
     models = []
     for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
         request = named(requests[index], names[index])
@@ -101,25 +97,19 @@ class ModelFuture(GangFuture):
 
 
 class _Log(Observer):
-    """Keeps what one model's rank 0 logs."""
-
     def __init__(self) -> None:
         self.records: list[LogRecord] = []
 
     def logged(self, record: LogRecord) -> None:
-        """Keep rank 0's values."""
         if record.rank == 0:
             self.records.append(record)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Drop what will be logged again."""
         self.records = [record for record in self.records if step is not None and record.step <= step]
 
 
 @dataclass(eq=False, kw_only=True)
 class _Model:
-    """One model that is to be trained."""
-
     index: int
     experiment: Any
     num_workers: int
@@ -132,7 +122,7 @@ class _Model:
     """While it is being trained."""
 
 
-class ModelFutures(Sequence[ModelFuture]):
+class ModelFutures(Futures[ModelFuture]):
     """One future per experiment, in their order. Each is settled when its model's training ends."""
 
     def __init__(
@@ -142,7 +132,8 @@ class ModelFutures(Sequence[ModelFuture]):
         start_timeout: float,
         halving: Halving | None = None,
     ) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
+        """All the workers."""
         self._start_timeout = start_timeout
         self._halving = halving
         self._changed = threading.Condition()
@@ -158,18 +149,6 @@ class ModelFutures(Sequence[ModelFuture]):
         self._futures = [model.future for model in models]
         running.add(self)
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
-
-    @overload
-    def __getitem__(self, index: int) -> ModelFuture: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ModelFuture]: ...
-
-    def __getitem__(self, index: int | slice) -> ModelFuture | Sequence[ModelFuture]:
-        return self._futures[index]
-
-    def __len__(self) -> int:
-        return len(self._futures)
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Every model's result, in the order of the experiments; waits for all of them.
@@ -192,10 +171,6 @@ class ModelFutures(Sequence[ModelFuture]):
     def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
         """The futures, each as soon as its model's training has ended."""
         return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
-
-    def done(self) -> bool:
-        """Whether all have ended."""
-        return all(future.done() for future in self._futures)
 
     def cancel(self) -> bool:
         """Cancel all that have not ended; False where all had."""
@@ -251,9 +226,8 @@ class ModelFutures(Sequence[ModelFuture]):
         model.gang[0].add_done_callback(lambda _: self._end(model))
 
     def _look(self) -> None:
-        """See which workers there are; give up what can no longer be done."""
         try:
-            present: Sequence[str] | None = self._cluster.present()
+            present: Sequence[str] | None = self.cluster.present()
         except (OSError, TimeoutError):  # gangs notice the loss of a scheduler by themselves
             present = None
         with self._changed:
@@ -285,18 +259,13 @@ class ModelFutures(Sequence[ModelFuture]):
 
     # ---- in other threads
 
-    @property
-    def cluster(self) -> DaskAgents:
-        """All the workers."""
-        return self._cluster
-
     def refill(self, model: _Model) -> list[str]:
         """A gang's workers, after it was given free ones for those that it has lost.
 
         Raises:
             OSError: The scheduler does not answer.
         """
-        present = self._cluster.present()
+        present = self.cluster.present()
         with self._changed:
             self._pool.update(present)
             return self._pool.refill(model)
@@ -327,32 +296,20 @@ class ModelFutures(Sequence[ModelFuture]):
         return gang.cancel() if gang is not None else model.future.cancelled()
 
 
-class _Share:
+class _Share(DaskAgents):
     """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
 
     def __init__(self, models: ModelFutures, model: _Model, workers: Sequence[str]) -> None:
+        vars(self).update(vars(models.cluster))
+        self._futures = []  # it closes only what it has launched
         self._models = models
         self._model = model
         self.workers = workers
         self.num_wanted = len(workers)
-        self.host = models.cluster.host
-        self._agents = models.cluster.for_one_gang()
 
-    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Submit the agents."""
-        self._agents.launch(orders, on_failure)
-
-    def present(self) -> Sequence[str]:
+    def present(self) -> list[str]:
         """The gang's workers, the replacements of those that have gone among them."""
         return self._models.refill(self._model)
-
-    def is_connected(self) -> bool:
-        """Whether the scheduler is there."""
-        return self._models.cluster.is_connected()
-
-    def close(self) -> None:
-        """Forget the agents' tasks; the workers are other gangs' then."""
-        self._agents.close()
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:

@@ -4,8 +4,6 @@ Whole gangs or none, the largest first: when a gang ends, the workers that it le
 size, so large gangs do not starve although smaller ones fill every gap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
