@@ -168,6 +168,7 @@ def heed(*_):
     preempt_all("the task was told to end (SIGTERM)")
 
 def main(settings):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
     folder = settings["folder"]
     client = Client(scheduler_file=settings["cluster"])
     if settings["is_warm"]:

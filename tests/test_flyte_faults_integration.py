@@ -386,7 +386,7 @@ def store(folder: Path, epochs: list[int]) -> Path:
 def test_what_the_attempt_before_left_may_be_damaged(
     execution: Execution, tmp_path: Path, damage: str, resumes_at: int
 ) -> None:
-    """See test_mirror.py for the other ways."""
+    """See test_upload.py for the other ways."""
     previous = tmp_path / "previous"
     own = store(previous, [2, 3])
     if damage == "nothing there":

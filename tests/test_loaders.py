@@ -10,7 +10,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client
 from processes import fork_server, nothing_left_behind
-from test_forkserver import Rank, next_exit
+from test_fork_server import Rank
 
 LOADING = """
     import multiprocessing, os, time
@@ -51,7 +51,7 @@ def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) 
         (tmp_path / "gate").touch()
         assert rank.line() == "1000"
         assert rank.line() == "-9 True"  # by the rank's own word, which is never without effect
-        assert next_exit(client) == (0, 0)
+        assert client..next_exit() == (0, 0)
 
 
 STARTING = """
