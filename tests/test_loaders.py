@@ -51,7 +51,7 @@ def test_workers_end_by_no_sigterm_but_their_ranks(method: str, tmp_path: Path) 
         (tmp_path / "gate").touch()
         assert rank.line() == "1000"
         assert rank.line() == "-9 True"  # by the rank's own word, which is never without effect
-        assert client..next_exit() == (0, 0)
+        assert client.next_exit() == (0, 0)
 
 
 STARTING = """
