@@ -24,7 +24,7 @@ from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
 from tasks.digits import Digits, DigitSet, small_digits
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIGITS = small_digits(seed=0)
 NUM_TRAINING, NUM_TEST = len(DIGITS.training), len(DIGITS.test)
@@ -232,7 +232,6 @@ def test_an_image_that_is_not_counted_once_is_an_error() -> None:
         cnn._check_all_seen(torch.tensor([0, 2, 1, 3]))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", GANG_SIZES)
 def test_a_gang_counts_every_image_once(gangs: dict[int, list[dict[str, Any]]], size: int) -> None:
     expected = evaluate(_untrained(), DIGITS.test, batch_size=100)
@@ -344,7 +343,6 @@ def test_a_gang_that_is_to_stop_returns_at_once_and_is_gone_on_with(num_steps: i
     torch.testing.assert_close(found.result.state_dict, expected.result.state_dict, rtol=0, atol=0)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_gang_follows_one_rank(gangs: dict[int, list[dict[str, Any]]], size: int) -> None:
     """The same weights at the start and the same batches: the first losses agree, and the accuracy in the end."""
@@ -357,7 +355,6 @@ def test_a_gang_follows_one_rank(gangs: dict[int, list[dict[str, Any]]], size: i
     assert together.result.epochs[-1].held_out_accuracy > 0.8
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_end_alike(gangs: dict[int, list[dict[str, Any]]], size: int) -> None:
     for case in ("shared", "uneven"):
@@ -370,7 +367,6 @@ def test_all_ranks_end_alike(gangs: dict[int, list[dict[str, Any]]], size: int) 
             assert torch.equal(other.evaluation.scores, first.evaluation.scores)
 
 
-@pytest.mark.timeout(300)
 def test_a_batch_that_ranks_cannot_share_evenly_is_rounded_up(gangs: dict[int, list[dict[str, Any]]]) -> None:
     """100 images: two steps of 50 with one rank and with two; with three ranks, steps of 51."""
     for size in GANG_SIZES:

@@ -178,7 +178,6 @@ def test_the_split_depends_on_the_seed(no_network: None) -> None:
     assert not torch.equal(labels[0], labels[2])
 
 
-@pytest.mark.timeout(30)
 def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "NETWORK_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:

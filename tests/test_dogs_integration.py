@@ -35,8 +35,6 @@ from workflows.dogs import index
 if TYPE_CHECKING:
     from seaweed import Weed
 
-pytestmark = pytest.mark.timeout(180)
-
 WORKFLOW = REPOSITORY / "workflows" / "dogs.py"
 CHANCE = 1 / len(BREEDS)
 BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
@@ -195,7 +193,6 @@ def test_a_bucket_needs_nothing_but_its_address(weed: Weed, home: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_bucket_is_trained_on_once_until_it_changes(weed: Weed, home: Path) -> None:
     """Then from the state of the earlier run, and without a picture that is broken."""
     flags = bucket_of(weed, "pound", write_photos(home / "photos", num_per_class=5))
@@ -212,7 +209,6 @@ def test_a_bucket_is_trained_on_once_until_it_changes(weed: Weed, home: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rank_killed_in_mid_epoch_changes_nothing(home: Path) -> None:
     """Nor do its loader's workers outlive it."""
     hp = {"epochs": 3, "checkpoint_interval": 4, "num_loader_workers": 1}

@@ -99,7 +99,6 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
     assert found() == (None, None)
 
 
-@pytest.mark.timeout(60)
 def test_the_host_is_there_as_soon_as_flytekit_is_and_not_before() -> None:
     script = """
 import sys

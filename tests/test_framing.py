@@ -13,8 +13,6 @@ import pytest
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, Frames
 from processes import ends
 
-pytestmark = pytest.mark.timeout(60)
-
 DATA = [b"", b"x", os.urandom(3 * READ_SIZE), b"the end"]
 
 

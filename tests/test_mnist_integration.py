@@ -25,8 +25,6 @@ from tasks.digits import FILES, load_digits, small_digits
 from wandb_file import read_records, read_run
 from workflows.mnist import prepare
 
-pytestmark = pytest.mark.timeout(180)
-
 WORKFLOW = REPOSITORY / "workflows" / "mnist.py"
 COLUMNS = ["id", "image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
 HP = {"epochs": 3}

@@ -17,8 +17,6 @@ from processes import SCRIPTS, nothing_left_behind
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
 from tasks.names import load_names, split_by_name
 
-pytestmark = pytest.mark.timeout(180)
-
 WORKFLOW = REPOSITORY / "workflows" / "pet_names.py"
 TINY = {"epochs": 2, "batch_size": 1024}
 

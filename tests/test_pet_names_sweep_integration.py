@@ -30,8 +30,6 @@ from tasks.sweeps import Experiment, ScalingRow, SweepRow, TimeToLoss
 from wandb_file import read_run
 from workflows import pet_names_scaling, pet_names_sweep
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @dataclass
 class Run:

@@ -16,8 +16,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Moved, Ready, Report, Returned, Saved
 from flytekitplugins.daskpytorch.rank.main import _bare
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def channel() -> Iterator[tuple[Connection, Connection]]:

@@ -32,8 +32,6 @@ from tasks.names import split_by_hash
 from tasks.registry import Registry
 from workflows.retrain import retrain_daily
 
-pytestmark = pytest.mark.timeout(300)
-
 HP = {"epochs": 1, "batch_size": 64, "learning_rate": 0.005}
 FEW = EMBEDDED_NAMES[::3]
 MORE = [*FEW, *EMBEDDED_NAMES[1::6]]
@@ -266,7 +264,6 @@ def _objects(folder: Path, prefix: str) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_three_days_by_the_commands_of_the_containers(tmp_path: Path) -> None:
     names = tmp_path / "names.json"
     ctx = FlyteContextManager.current_context()
