@@ -78,7 +78,7 @@ def train(folder, pace, save_interval, ballast):
     torch.set_num_threads(1)
     rank = current_rank()
     checkpoint = rank.checkpoint
-    attempt = vars(checkpoint)["_attempt"]
+    attempt = checkpoint.attempt
     state = checkpoint.load() or {{"step": 0, "value": 0, "last": None}}
     step, value, last = state["step"], state["value"], state["last"]
     notes = open(os.path.join(folder, f"rank-{{rank.rank}}"), "a", buffering=1)

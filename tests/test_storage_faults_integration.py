@@ -132,7 +132,7 @@ def die_once_it_is_damaged(folder: str, where: str) -> float:
         keep(state, step)
         ft._await(folder, f"kept-{step}")
         if where == "worker":
-            scratch = current_rank().checkpoint._folder  # type: ignore[attr-defined]
+            scratch = current_rank().checkpoint.folder  # type: ignore[attr-defined]
             damage(next(scratch.glob(f"step-{step}-*")))
             ft._leave(folder, "damaged", "")
         else:
