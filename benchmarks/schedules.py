@@ -724,7 +724,8 @@ def _check_what_is_left(
     if not settled(lambda: not any(map(is_rank, started_here()))):
         ranks = [pid for pid in started_here() if is_rank(pid)]
         troubles.append(f"ranks still run: {ranks}")
-    if is_running(gang.driver.pid):
+    has_ended = gang.story.outcome == "died" and settled(lambda: not is_running(gang.driver.pid))
+    if not has_ended and is_running(gang.driver.pid):
         _check_driver(gang, is_warm, before_driver, memory_before)
         _end_driver(gang)
     folder = Path(os.environ["TMPDIR"])
