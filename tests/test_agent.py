@@ -227,8 +227,8 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
     driver.start(wait_for_ever)
     driver.hear(Ready)
     driver.send(messages.Tell(Locate()))
-    located = driver.hear(Located)
-    assert "wait_for_ever" in located.stacks
+    while "wait_for_ever" not in (located := driver.hear(Located)).stacks:  # it is on its way there
+        driver.send(messages.Tell(Locate()))
     assert "in _follow" in located.stacks  # of the thread that answers, too
     tail = ""
     while "wait_for_ever" not in tail:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from flytekit import Resources, Secret
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -335,6 +336,7 @@ def echo(*args: Any, **kwargs: Any) -> tuple[int, int, Any, Any]:
     return current_rank().rank, int(total.item()), args, kwargs
 
 
+@pytest.mark.slow
 def test_gangs_of_valid_configurations_run() -> None:
     """Of one to three ranks on this node."""
     sensible = st.builds(

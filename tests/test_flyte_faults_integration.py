@@ -305,6 +305,7 @@ def test_43_weights_and_biases_is_down(execution: Execution) -> None:
     assert "The run is recorded offline" in attempt.output
 
 
+@pytest.mark.slow
 def test_attempts_go_on_from_each_other(execution: Execution) -> None:
     """The first attempt's own process is killed, and leaves no error.pb; of the second one the ranks, all at once.
 

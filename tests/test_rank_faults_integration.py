@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
 from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behind, until
 
 
-@pytest.fixture(scope="module", params=["DaskDDP", "SpawnDDP"])
+@pytest.fixture(scope="module", params=["DaskDDP", pytest.param("SpawnDDP", marks=pytest.mark.slow)])
 def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client | int]:
     """Two workers on two hosts, or two ranks on this one; the agents and all that follows are the same."""
     with nothing_left_behind():

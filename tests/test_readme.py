@@ -66,6 +66,7 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
 
 
+@pytest.mark.slow
 def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if "checkpoint.load()" in block))
     model = torch.nn.Linear(4, 1)

@@ -132,7 +132,7 @@ def test_hyper_parameters_that_only_sound_like_secrets_are_shown() -> None:
     assert run_config(given, shape).items() >= given.items()
 
 
-@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("fail", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_leaves_no_secret_in_its_log_deck_or_weights_and_biases(fail: bool, tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(TASK)
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "WANDB_"))}

@@ -62,6 +62,7 @@ def attempt(
         )
 
 
+@pytest.mark.slow
 def test_both_start_methods_by_pyflyte_run_with_outputs_for_the_next_node(project: Path) -> None:
     """A real all-reduce, helpers of the task's module and project, several types of output."""
     with nothing_left_behind():

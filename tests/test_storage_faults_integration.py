@@ -497,6 +497,7 @@ def test_40_a_gang_resumes_in_mid_epoch(
     assert watched.formed_at[-1] - watched.broke_at() < MAX_SECONDS
 
 
+@pytest.mark.slow
 def test_40_a_smaller_gang_resumes_in_mid_epoch(launch: ft.Launch, tmp_path: Path) -> None:
     with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
         watched = launch(client, train_names, None, 8, gang=Gang(min_workers=1))
