@@ -95,9 +95,9 @@ with Client(scheduler_file=arguments["cluster"]) as client:
 BLAMED = re.compile(
     r": rank (?P<rank>\d+) on \S+?(?: after step \d+)?: (?P<cause>.*); starting again \(failure (\d+)\)"
 )
-"""What the driver writes of a failed attempt, ..."""
+"""What the driver writes of a failed attempt."""
 RESUMED = re.compile(r": going on from (?P<where>step \d+|the beginning)")
-"""... and of the next one."""
+"""What it writes of the next attempt."""
 
 # ---- Faults ---------------------------------------------------------------------------------------------------------
 

@@ -217,6 +217,36 @@ def test_request_to_end_survives_whatever_else_happens(
         assert f"the newest checkpoint was that of step {world.committed}" in str(error)
 
 
+@pytest.mark.parametrize("order", ["scheduler first", "worker first"])
+def test_a_lost_scheduler_is_the_cause_whoever_hears_of_it_first(world_of: MakeWorld, order: str) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    if order == "scheduler first":
+        world.cluster.is_there = False
+    world.say(world.agent(W2), messages.Leaving())
+    world.cluster.is_there = False
+    for _ in range(30):  # seconds; the ranks never ask `should_stop`
+        world.obey_all()
+        world.wait(1.0)
+    error = raised(world)
+    assert isinstance(error, PreemptedError)
+    assert error.cause == "the Dask scheduler was lost"
+
+
+def test_a_worker_that_leaves_is_the_cause_while_the_scheduler_is_there(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.heeds = True
+    world.form()
+    world.train()
+    world.say(world.agent(W2), messages.Leaving())
+    world.obey_all()
+    world.finish()
+    error = raised(world)
+    assert isinstance(error, PreemptedError)
+    assert error.cause == f"the worker {W2} was told to end"
+
+
 def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()

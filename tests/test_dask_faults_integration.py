@@ -166,7 +166,7 @@ def test_a_killed_scheduler_is_named_soon(
     watched.wait_for("kept-4")
     killed_at = time.time()
     cluster.scheduler.kill()
-    with pytest.raises(WorkerLostError, match=r"scheduler was lost|the worker \S+ was told to end"):
+    with pytest.raises(WorkerLostError, match="scheduler was lost"):
         watched.futures.result()
     assert time.time() - killed_at < MAX_SECONDS
     check_gone(*watched.pids(0), *watched.pids(1))

@@ -18,9 +18,9 @@ PLAIN_INTERVAL = 10.0
 LEADING = ("epoch", "loss")
 RATE = "samples_per_second"
 MAX_NAME = 60
-"""Characters of a metric's name that are shown ..."""
+"""Characters of a metric's name that are shown."""
 MAX_LINE = 2_000
-"""... and of all that a record says."""
+"""Characters that are shown of all that a record says."""
 LARGE = 1e15
 """From here on numbers are shown by their power of ten."""
 

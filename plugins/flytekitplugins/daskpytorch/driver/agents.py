@@ -25,9 +25,10 @@ SILENCE_INTERVAL = 0.5
 RECRUIT_INTERVAL = 0.5
 """Seconds between looks at the workers of the cluster."""
 SCHEDULER_PATIENCE = 5.0
-"""Seconds for the scheduler to answer again before it counts as lost; a dropped connection comes back sooner ..."""
+"""Seconds for a scheduler that hung up to answer before it counts as lost; a dropped connection is back sooner."""
 BUSY_SCHEDULER_PATIENCE = 30.0
-"""... and one that is still connected may be short of processor time; Dask's own time-out for connecting."""
+"""The same for one that is still connected, which may be short of processor time; Dask's own time-out for connecting.
+"""
 
 
 OnLaunchFailure = Callable[[str, Exception, int], None]

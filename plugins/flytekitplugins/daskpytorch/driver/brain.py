@@ -54,6 +54,7 @@ STACKS_WAIT = 1.5
 """Seconds in all, also for those that did not, and were signalled."""
 TICK = 1.0
 """Seconds between looks at what may have changed without an event."""
+SCHEDULER_LOST = "the Dask scheduler was lost"
 NOTICE_INTERVAL = 10.0
 """Seconds between two words about what is waited for."""
 
@@ -307,16 +308,21 @@ class Brain:
         may_shrink = self._settings.min_workers is not None and self._settings.max_restarts > 0
         goes_on = may_shrink and self._agents.num_nodes >= self._num_least
         reason = f"the worker {peer.node.worker} was told to end"
-        if not self._agents.launcher.is_connected():  # then all the workers end by themselves
-            reason, goes_on = "the Dask scheduler was lost", False
-        self._request_stop(reason, ends_gang=not goes_on)
+        if self._has_lost_scheduler():
+            reason, goes_on = SCHEDULER_LOST, False
+        self._request_stop(reason, ends_gang=not goes_on, is_workers=True)
 
-    def _request_stop(self, reason: str, *, ends_gang: bool) -> None:
+    def _has_lost_scheduler(self) -> bool:
+        """Then all the workers end by themselves, and say so perhaps before this process learns why."""
+        return not self._agents.launcher.is_connected()
+
+    def _request_stop(self, reason: str, *, ends_gang: bool, is_workers: bool = False) -> None:
         if self._stop_request is None:
             self._note(f"{reason}: saving a checkpoint and ending")
-            self._stop_request = StopRequest(reason, ends_gang, self._deadlines, self._now)
+            self._stop_request = StopRequest(reason, ends_gang, self._deadlines, is_workers, self._now)
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
+            self._stop_request.is_workers = is_workers
 
     # ---- forming an attempt
 
@@ -333,7 +339,7 @@ class Brain:
         if self._is_cancelled:
             raise self._cancelled()
         if self._stop_request is not None:
-            raise self._preempted(self._stop_request.reason)
+            raise self._preempted(self._stop_request)
         is_first, now = self._number == 0, self._now()
         recruits = not is_first or self._settings.max_restarts > 0
         if self._agents.num_nodes < self._num_wanted:
@@ -563,9 +569,7 @@ class Brain:
             history = [earlier.what for earlier in self._policy.failures]
             raise error_of(attempt.root_failure(), attempt.world_size, refusal, history)
         if request is not None and request.ends_gang:  # the next attempt may try again
-            raise self._preempted(request.reason, failure.what) from error_of(
-                attempt.root_failure(), attempt.world_size
-            )
+            raise self._preempted(request, failure.what) from error_of(attempt.root_failure(), attempt.world_size)
         self._policy.note(failure)
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
@@ -575,7 +579,7 @@ class Brain:
             what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True
         )
         if request.ends_gang or self._policy.refusal(failure) is not None:
-            raise self._preempted(request.reason)
+            raise self._preempted(request)
         self._policy.note(failure)
         return failure.what
 
@@ -595,8 +599,9 @@ class Brain:
     def _cancelled(self) -> Exception:
         return GangCancelledError(f"{self._request.name} was cancelled")
 
-    def _preempted(self, reason: str, failure: str | None = None) -> Exception:
+    def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
+        reason = SCHEDULER_LOST if request.is_workers and self._has_lost_scheduler() else request.reason
         newest = self._checkpoints.newest()
         is_stored = self._checkpoints.flush(self._deadlines.storage)
         if newest is None:

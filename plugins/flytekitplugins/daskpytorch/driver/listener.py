@@ -37,9 +37,9 @@ MAX_FILES = 1 << 16
 MAX_STRANGERS = 256
 """Callers that have not proved themselves; others wait in the kernel's queue, as they do not use up our files."""
 PATIENCE = 20.0
-"""Seconds for a stranger to prove that he is an agent ..."""
+"""Seconds for a stranger to prove that he is an agent."""
 FIRST_WORD_PATIENCE = 120.0
-"""... and then for his first word: to learn of a node's GPUs, torch is imported in a process of its own."""
+"""Seconds for an agent's first word: to learn of a node's GPUs, torch is imported in a process of its own."""
 ACCEPT_PAUSE = 0.2
 """Seconds until callers are accepted again, where this process has no files or no memory for them."""
 END_TIME = 5.0

@@ -48,6 +48,8 @@ class StopRequest:
     ends_gang: bool
     """Else it goes on without the worker that is being taken away."""
     deadlines: Deadlines
+    is_workers: bool = False
+    """A worker asks for it, which is being taken away."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     deadline: float = field(init=False)
     """When those are ended that have not stopped; by the clock."""

@@ -25,9 +25,9 @@ class Kept:
     data: bytes = b""
     """Itself, where it is in memory."""
     file: IO[bytes] | None = None
-    """Else its file ..."""
+    """Else the file that holds it."""
     offset: int = 0
-    """... and its place there."""
+    """Where it begins in that file, in bytes."""
 
 
 @dataclass(frozen=True)

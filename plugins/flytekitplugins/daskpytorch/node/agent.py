@@ -43,9 +43,9 @@ DUMP_TIME = 0.3
 NUM_FILES_KEPT = 3
 """How many checkpoints stay on this node, so that a restart here need not fetch them."""
 TAIL_LINES = 40
-"""How much of a rank's log goes into an error ..."""
+"""How much of a rank's log goes into an error, at most."""
 TAIL_SIZE = 16 << 10
-"""... and how many characters at most."""
+"""Characters of a rank's log that go into an error, at most."""
 MAX_LINE = 64 << 10
 """Characters; what a rank writes without an end of the line goes on in pieces of this size."""
 DIAL_TIMEOUT = 30.0
@@ -66,7 +66,7 @@ def run(
         order: Where the driver is.
         leaving: A file descriptor that becomes readable when this process is told to end.
         data: The ranks' way to what the worker here holds.
-        start_method: How ranks are started; see `forkserver.connect`.
+        start_method: How ranks are started; see `fork_client.connect`.
 
     Raises:
         ConnectionError: The driver cannot be reached from here.
@@ -161,9 +161,9 @@ class _Agent:
         self._open = True
         self._heartbeat_at = 0.0
         self._silent: list[_Rank] = []
-        """Those that were signalled to write down their stacks ..."""
+        """Those that were signalled to write down their stacks."""
         self._stacks_at: float | None = None
-        """... and when those are read."""
+        """When the stacks of the silent ones are read."""
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
         self._lock = threading.Lock()
 

@@ -12,7 +12,7 @@ __all__ = ["OwnNode", "num_ranks_here"]
 
 
 class OwnNode:
-    """Where all the ranks of a `SpawnDDP` task run: a launcher of one agent, as `dispatch.DaskAgents` is of many."""
+    """Where all the ranks of a `SpawnDDP` task run: a launcher of one agent, as `dask.agents.DaskAgents` is of many."""
 
     num_wanted = 1
     host = "127.0.0.1"

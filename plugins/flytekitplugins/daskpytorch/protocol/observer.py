@@ -55,8 +55,8 @@ class RankObserver:
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
         """The rank ends: with 0 after its function has returned, else with 1. May be called twice; the first counts.
 
-        There are 75 seconds for it after a training that went well, 10 after one that did not, and one where the gang
-        starts again.
+        There are 75 seconds for it after a training that went well; after one that did not half the gang's grace
+        period, 10 of 20 seconds, and a twentieth of it, one second, where the gang starts again.
 
         Args:
             exit_code: As of a process.

@@ -123,7 +123,7 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
     """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
     host, port = job.store or _own_store()
     env = {**base, **job.environment}
-    env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `forkserver`
+    env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `node.fork_client`
     env |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
