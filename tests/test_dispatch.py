@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client
 
@@ -84,7 +86,67 @@ def test_run_refuses_other_values(unconnected: Client) -> None:
         dispatch.run(unconnected, len, pass_local_rank="yes")  # type: ignore[arg-type]
     for backend in ("mpi", None, 7):
         with pytest.raises(ValueError, match=rf"Gang\(backend={backend!r}\): must be one of auto, gloo, nccl"):
-            dispatch.run(unconnected, len, backend=backend)  # type: ignore[arg-type]
+            dispatch.run(unconnected, len, [], backend=backend)  # type: ignore[arg-type]
+
+
+def train(hp: int, *, epochs: int = 1) -> int:
+    return hp * epochs
+
+
+async def train_soon(hp: int) -> int:
+    return hp
+
+
+def train_slowly(hp: int) -> Iterator[int]:
+    yield hp
+
+
+class Trainer:
+    def __init__(self, hp: int) -> None:
+        self.hp = hp
+
+    async def __call__(self, hp: int) -> int:
+        return hp
+
+
+NO_TRAINING = [
+    (dask.delayed(train), "is a dask.delayed object"),
+    (train_soon, "train_soon is a coroutine function"),
+    (train_slowly, "train_slowly is a generator function"),
+    (functools.partial(train_slowly, 3), "is a generator function"),
+    (Trainer, "Trainer is a class"),
+    (Trainer(1), "is a coroutine function"),
+]
+
+
+@pytest.mark.parametrize("call", [dispatch.run, dispatch.map])
+@pytest.mark.parametrize(("function", "said"), NO_TRAINING)
+def test_what_does_not_train_when_it_is_called_is_refused(
+    unconnected: Client, call: Any, function: Any, said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        call(unconnected, function, [3])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((), {}, "missing a required argument: 'hp'"),
+        ((3,), {"epohcs": 2}, "got an unexpected keyword argument 'epohcs'"),
+        ((3, 4), {}, "too many positional arguments"),
+        ((3,), {"pass_local_rank": True}, "got an unexpected keyword argument 'local_rank'"),
+    ],
+)
+def test_arguments_are_bound_before_any_worker_is_asked(unconnected: Client, args: Any, kwargs: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"^train\(hp: .* cannot be called .*{said}"):
+        dispatch.run(unconnected, train, *args, **kwargs)
+
+
+def test_an_experiment_that_the_function_does_not_take_is_refused(unconnected: Client) -> None:
+    def nothing() -> None: ...
+
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        dispatch.map(unconnected, nothing, [1])
 
 
 @pytest.mark.parametrize(

@@ -489,6 +489,20 @@ def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
         assert marked(mark)
 
 
+def test_a_gang_does_not_wait_for_a_worker_that_is_being_scaled_away() -> None:
+    with LocalCluster(n_workers=2, processes=False, dashboard_address=None) as local, Client(local) as client:
+        local.scale(1)
+        assert dask_agents.DaskAgents(client).num_wanted == 1
+        assert dispatch.run(client, weighted_sum, 5).result() == [(0, 5.0)]
+
+
+def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
+    found = client.scheduler_info()
+    leaving, *staying = found["workers"]
+    found["workers"][leaving]["status"] = "closing_gracefully"
+    assert list(dask_agents._addresses(client, found)) == staying
+
+
 def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
     free = threading.Event()
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local:

@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,11 @@ def test_worker_understands_what_kubernetes_writes_for_memory(quantity: str, num
 
 def test_scheduler_command_takes_no_arguments() -> None:
     assert parsed("dask-scheduler", [])["port"] is None
+
+
+def test_a_generator_function_is_no_training() -> None:
+    with pytest.raises(TypeError, match="train_slowly is a generator function"):
+
+        @task(task_config=DaskDDP())
+        def train_slowly(hp: int) -> Iterator[int]:
+            yield hp

@@ -15,7 +15,7 @@ from distributed import Client
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for, take_keys
+from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, named, request_for, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
@@ -59,11 +59,14 @@ def run(
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers`, or its scheduler does not answer.
         ValueError: An argument is of the wrong kind, the workers have unequal numbers of GPUs while
             `gang.ranks_per_worker` is `auto`, or another gang of the task has the same `gang.key`.
-        TypeError: The function or an argument cannot be pickled.
+        TypeError: The function or an argument cannot be pickled, the function cannot be called with these arguments, or
+            does not train when it is called: a class, a coroutine or generator function, a `dask.delayed` object.
     """
     problems = _checked("dispatch.run", client, pytorch_function, gang, pass_local_rank=pass_local_rank)
     problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", "True or False")
     problems.raise_any()
+    check_function(pytorch_function)
+    check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
     settings = gang or Gang()
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
@@ -118,7 +121,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         ValueError: An argument is of the wrong kind, a number of workers is not a whole number from 1 up, `wandb` has
             an id, or what `run` says of `gang`.
         GangStartError: The cluster has fewer workers than some experiment takes.
-        TypeError: The function or an experiment cannot be pickled.
+        TypeError: The function or an experiment cannot be pickled, or what `run` says of functions and arguments.
         ImportError: `stop_early` needs Optuna, which is not installed.
     """
     from flytekitplugins.daskpytorch.sweep import models
@@ -132,10 +135,14 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     problems.unless(isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", "None or an EarlyStopping")
     problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", "None or a Wandb")
     problems.raise_any()
+    check_function(pytorch_function)
+    experiments = list(experiments)
+    for experiment in experiments:
+        check_arguments(pytorch_function, experiment)
     return models.train_all(
         client,
         pytorch_function,
-        list(experiments),
+        experiments,
         workers=workers,
         settings=gang or Gang(),
         stop_early=stop_early,

@@ -15,6 +15,7 @@ from distributed import Client, Worker, WorkerPlugin, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.core import Status
+from distributed.deploy import SpecCluster
 from distributed.utils import get_ip
 
 from flytekitplugins.daskpytorch.dask import cluster, worker_data
@@ -35,6 +36,7 @@ FIRST_LOOK_TIMEOUT = 30.0
 """The same for one that cannot begin without: a busy scheduler is none that is lost. Dask's own for connecting."""
 NANNYS_TIME = 2.0
 """Seconds for a nanny to tell its worker to close, when both have SIGTERM."""
+LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
 GPUS_TIMEOUT = 30.0
 """Seconds for a worker to say which GPUs it has; where it has some, it starts a process with torch to know."""
 
@@ -51,7 +53,7 @@ class DaskAgents:
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        self._addresses = _addresses(cluster.identity(client, FIRST_LOOK_TIMEOUT))
+        self._addresses = _addresses(client, cluster.identity(client, FIRST_LOOK_TIMEOUT))
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
@@ -107,7 +109,7 @@ class DaskAgents:
             found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
         except (RuntimeError, AttributeError) as error:  # of a client that has closed itself, for want of a scheduler
             raise ConnectionError(f"the Dask client has closed itself: {error}") from error
-        self._addresses |= (here := _addresses(found))
+        self._addresses |= (here := _addresses(self._client, found))
         return list(here)
 
     def is_connected(self) -> bool:
@@ -139,12 +141,20 @@ async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float
     return {address: found for answer in answers for address, found in answer.items()}
 
 
-def _addresses(scheduler: Mapping[str, Any]) -> dict[str, str]:
-    """What users call the workers -> their addresses. In-process ones have addresses without an order."""
+def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
+    """What users call the workers that stay -> their addresses. In-process ones have addresses without an order."""
+    leaving = _scaled_away(client)
     return {
         f"local worker {info['name']}" if address.startswith("inproc:") else address: address
         for address, info in scheduler["workers"].items()
+        if info["status"] not in LEAVING and info["name"] not in leaving
     }
+
+
+def _scaled_away(client: Client) -> set[object]:
+    """Names of workers that the client's own cluster is about to take away, of which the scheduler may not know yet."""
+    made = client.cluster
+    return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 
 
 def _serve(address: str, order: AgentOrder) -> None:

@@ -1,10 +1,13 @@
 """What one gang is asked to do, and what it is called in all attempts of its task. Made by whoever starts it."""
 
+import contextlib
+import inspect
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
@@ -63,6 +66,42 @@ def request_for(
         keep=(function, args, kwargs),
         observers=[make() for make in settings.observers],
     )
+
+
+def check_function(function: Callable[..., Any]) -> None:
+    """See to it that calling this trains: a rank would make an object, and return it, and nobody would notice.
+
+    Raises:
+        TypeError: It does not; the message says what to give instead.
+    """
+    name = name_of(function)
+    if hasattr(function, "__dask_graph__"):
+        raise TypeError(f"{name} is a dask.delayed object, which a call only makes longer: give the function itself")
+    if isinstance(function, type):
+        raise TypeError(f"{name} is a class, which a call makes an object of: give a function that trains")
+    called = function if inspect.isroutine(function) or isinstance(function, partial) else type(function).__call__
+    if inspect.iscoroutinefunction(called):
+        raise TypeError(f"{name} is a coroutine function: give a function that runs it, by asyncio.run({name}(...))")
+    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        raise TypeError(f"{name} is a generator function, which does nothing until somebody asks for its values")
+
+
+def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """See to it that the function takes these arguments, before anybody is asked to run it.
+
+    Raises:
+        TypeError: It does not; the message has its signature.
+    """
+    called = getattr(function, "_task_function", function)  # of a Flyte task
+    with contextlib.suppress(ValueError):  # of something that has no signature, such as a few builtins
+        signature = inspect.signature(called)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            what = f"{len(args)} by position" + "".join(f", {name}" for name in kwargs)
+            raise TypeError(
+                f"{name_of(function)}{signature} cannot be called with the arguments given ({what}): {error}"
+            ) from error
 
 
 def named(request: Request, key: str) -> Request:

@@ -25,6 +25,7 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.node import fork_client
@@ -103,6 +104,7 @@ class _InRanks(_Resumable):
     """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
 
     def __init__(self, task_config: DaskDDP | SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        check_function(task_function)
         secret = task_config.wandb.secret if task_config.wandb else None
         if secret is not None and secret not in (kwargs.get("secret_requests") or []):
             kwargs["secret_requests"] = [*(kwargs.get("secret_requests") or []), secret]
