@@ -486,11 +486,16 @@ def _is_covered(made: Made, schedule: Schedule, story: Story) -> bool:
     """What another fault is blamed for had this one, too, for its cause.
 
     As where a worker is killed that was suspended; or the suspended one did not answer when the gang ended for another
-    reason, and was given up with that.
+    reason, and was given up with that. Or an earlier fault was just about to end the attempt, whose ranks were being
+    ended when this one hit them.
     """
     later = [defeat for defeat in _defeats(story) if defeat[0] >= made.at]
-    is_suspension = made.fault.signum == Signals.SIGSTOP
-    return any(is_suspension or _explains(made, schedule.setting, *defeat) for defeat in later)
+    if made.fault.signum == Signals.SIGSTOP:
+        return bool(later)
+    earlier = [other for other in story.made if other is not made and other.at <= made.at]
+    return any(_explains(made, schedule.setting, *defeat) for defeat in later) or any(
+        _explains(other, schedule.setting, *defeat) for other in earlier for defeat in later[:1]
+    )
 
 
 def _explains(made: Made, setting: Setting, at: float, rank: int, worker: str, how: str) -> bool:

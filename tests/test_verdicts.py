@@ -128,6 +128,16 @@ def test_a_fault_that_nobody_is_blamed_for() -> None:
     assert "SIGKILL rank [1] (middle +0): no rank was blamed for it" in judged(story)
 
 
+def test_a_fault_that_hits_an_attempt_while_it_ends_for_an_earlier_one() -> None:
+    story = killed()
+    other = Fault(target="rank", signum=Signals.SIGKILL, moment="middle", victim=0)
+    second = replace(made(other, ranks={0}), at=5.1)
+    story.made.append(second)
+    assert not judged(story)
+    story.made[1] = replace(second, at=6.5)  # the gang had started again
+    assert "SIGKILL rank [0] (middle +0): no rank was blamed for it" in judged(story)
+
+
 def test_more_failures_than_faults() -> None:
     story = killed()
     story.events[4:4] = [restarting(7.5, REASON, 2), placed(7.6)]
