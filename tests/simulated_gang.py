@@ -336,7 +336,7 @@ class World:
                 case Hold():
                     self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
                 case Locate():
-                    self.report(agent, rank.rank, Located(1, "stack"))
+                    self.report(agent, rank.rank, Located(1, "stack", -1))
                 case Leave() if rank.has_delivered:
                     self.leave(agent, rank.rank, 0)
 

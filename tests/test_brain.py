@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.errors import (
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import Locate
-from flytekitplugins.daskpytorch.protocol.reports import Held, Located, Moved, Saved
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Saved
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -153,6 +153,110 @@ def test_whole_gang_has_nothing_to_say_at_its_end(world_of: MakeWorld) -> None:
     world.finish()
     assert world.results == [0, 1]
     assert world.watcher.notes == []
+
+
+# ---- Errors of the function -----------------------------------------------------------------------------------------
+
+
+def fail_and_settle(world: World, error: Exception) -> None:
+    world.fail(world.agent(W2), 1, error)
+    world.obey_all()
+    world.wait(1.0)
+
+
+def test_an_error_is_not_trained_again_from_the_start(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    fail_and_settle(world, OwnError("bad batch"))
+    error = raised(world)
+    assert is_own(error)
+    assert "Not started again, because no checkpoint had been saved since the start" in str(error.__cause__)
+    assert len(world.starts) == 1
+
+
+def test_an_error_after_a_checkpoint_starts_the_gang_again_and_shows_its_traceback(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    fail_and_settle(world, OwnError("bad batch"))
+    world.form()
+    assert len(world.starts) == 2
+    shown = [note for note in world.watcher.notes if "OwnError: bad batch" in note]
+    assert ["raised\n" in note for note in shown] == [True, False]
+
+
+def test_an_error_before_the_next_checkpoint_ends_the_gang(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    fail_and_settle(world, OwnError("bad batch"))
+    world.form()
+    fail_and_settle(world, OSError("bad disk"))
+    assert isinstance(raised(world), OSError)
+    assert len(world.starts) == 2
+
+
+def test_a_checkpoint_that_is_on_its_way_counts(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.step(world.agent(W1))
+    world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.obey_all()
+    world.upload(world.agent(W1))
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert len(world.starts) == 2
+
+
+@pytest.mark.parametrize("error", [ImportError("no such"), NameError("no such"), SyntaxError("no such")])
+def test_an_error_that_is_certain_to_return_ends_the_gang(world_of: MakeWorld, error: Exception) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    fail_and_settle(world, error)
+    assert type(raised(world)) is type(error)
+    assert "it is certain to come again" in str(raised(world).__cause__)
+
+
+def error_at_one_place(text: str) -> OwnError:
+    with pytest.raises(OwnError) as caught:
+        raise OwnError(text)
+    return caught.value
+
+
+def test_the_same_error_is_known_by_its_place_though_its_text_is_another(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.train()
+    fail_and_settle(world, error_at_one_place("at 12:01:33"))
+    world.form()
+    world.agent(W2).ranks[1].step = 1
+    fail_and_settle(world, error_at_one_place("at 12:02:57"))
+    assert "the same error came at the same step twice" in str(raised(world).__cause__)
+
+
+def test_losses_of_infrastructure_start_the_gang_again_without_a_checkpoint(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.form()
+    world.kill_worker(W2)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert len(world.starts) == 2
+
+
+def test_a_hint_is_given_once(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    for worker, rank in ((W1, 0), (W2, 1), (W1, 0)):
+        world.report(world.agent(worker), rank, Hint("loss", "logged loss=nan at step 3."))
+    world.report(world.agent(W2), 1, Hint("exchange", "has returned alone."))
+    given = [note for note in world.watcher.notes if "A hint" in note]
+    assert [note.partition(": ")[2].partition(" (")[0] for note in given] == [
+        "rank 0 logged loss=nan at step 3.",
+        "rank 1 has returned alone.",
+    ]
 
 
 # ---- Being told to end ----------------------------------------------------------------------------------------------
@@ -490,6 +594,22 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
     assert "hangs" in world.watcher.reasons[0]
 
 
+def test_ranks_that_have_moved_say_so_with_their_answer(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.form()
+    for worker, rank in ((W1, 0), (W2, 1)):
+        world.report(world.agent(worker), rank, Moved(3))
+    world.wait(10.0)
+    for worker, rank in ((W1, 0), (W2, 1)):
+        world.report(world.agent(worker), rank, Located(5, "busy", 4))
+    world.wait(9.0)
+    assert not any(isinstance(order, messages.Stop) for order in world.agent(W1).orders)
+    world.wait(1.0)
+    for worker, rank in ((W1, 0), (W2, 1)):
+        world.report(world.agent(worker), rank, Located(5, "still busy", 4))
+    assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
+
+
 def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=10.0, max_restarts=0, ranks_per_worker=2)
     world.form()
@@ -497,7 +617,7 @@ def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> Non
     for agent in world.connected():
         assert agent.orders.pop() == messages.Tell(Locate())
     for rank, worker in ((0, W1), (1, W1), (3, W2)):
-        world.report(world.agent(worker), rank, Located(5, f"stack of {rank}"))
+        world.report(world.agent(worker), rank, Located(5, f"stack of {rank}", -1))
     world.wait(0.5, beats=False)
     assert not world.agent(W1).orders
     assert world.agent(W2).orders.pop() == messages.Dump([2])
@@ -812,6 +932,7 @@ def test_rank_0_has_longer_to_close_what_its_observers_hold_and_longest_at_the_e
     for step in (1, 2):
         world.form()
         assert bool(world.starts[-1].job.observers) is has_part
+        world.train()
         agent = world.connected()[0]
         world.fail(agent, 0, OwnError(f"at step {step}"))
         world.wait(1.0)

@@ -503,6 +503,24 @@ def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
     assert list(dask_agents._addresses(client, found)) == staying
 
 
+def train_alone(loss: float) -> int:
+    current_rank().log({"loss": loss}, step=1)
+    return current_rank().rank
+
+
+@pytest.mark.parametrize("hints", [True, False])
+def test_what_looks_forgotten_is_said_unless_nobody_wants_to_know(
+    client: Client, capfd: pytest.CaptureFixture[str], *, hints: bool
+) -> None:
+    gang = Gang(hints=hints)
+    assert dispatch.run(client, train_alone, float("nan"), gang=gang).result() == [0, 1]
+    said = capfd.readouterr().err
+    assert said.count("logged loss=nan at step 1") == hints
+    assert said.count("has returned without a single collective among 2 ranks") == hints
+    assert dispatch.run(client, weighted_sum, 5, gang=gang).result() == [(0, 55.0), (1, 55.0)]
+    assert "A hint" not in capfd.readouterr().err
+
+
 def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
     free = threading.Event()
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local:

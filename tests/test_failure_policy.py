@@ -92,5 +92,12 @@ def test_asking_costs_nothing() -> None:
 
 def test_what_would_come_again_is_not_tried_again() -> None:
     final = AttemptFailure(what="rank 0", cause="TypeError", position=(3, 1), is_infrastructure=False, is_final=True)
-    assert FailurePolicy(3).refusal(final) == "the function had returned, and would return the same again"
+    assert FailurePolicy(3).refusal(final) == "it is certain to come again"
     assert after(loss()).refusal(final) is not None
+
+
+def test_exception_without_a_checkpoint_since_the_start_is_not_tried_again() -> None:
+    raised = {"what": "rank 0", "cause": "ValueError at train.py:7", "position": (3, 1), "is_infrastructure": False}
+    fresh = AttemptFailure(**raised, is_exception=True)
+    assert (FailurePolicy(3).refusal(fresh) or "").startswith("no checkpoint had been saved")
+    assert FailurePolicy(3).refusal(AttemptFailure(**raised, is_exception=True, gets_further=True)) is None

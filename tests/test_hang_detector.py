@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.hang_detector import RankState, Stillness, find_hung, is_in_collective
+from flytekitplugins.daskpytorch.driver.hang_detector import (
+    RankState,
+    Stillness,
+    collective_of,
+    find_hung,
+    report_hang,
+)
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):
@@ -22,6 +28,14 @@ Thread 0x00007f67dc86db80 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4614 in barrier
   File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/code/project/train.py", line 9 in train
+"""
+IN_GATHER = """\
+Current thread 0x00007f67dc86db80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4014 in all_gather
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3014 in all_gather_object
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/code/project/train.py", line 10 in train
 """
 IN_BACKWARD = """\
 Current thread 0x00007f67dc86db80 (most recent call first):
@@ -145,22 +159,60 @@ def test_when_all_are_inside_the_same_collective_the_stillest_is_named() -> None
     assert why == "all ranks are inside the same collective"
 
 
+def test_ranks_in_different_collectives_are_told_apart() -> None:
+    states = {0: state(), 1: state(stacks=IN_GATHER, still_for=1.0), 2: state()}
+    rank, why = find_hung(states)
+    assert rank == 1
+    assert why == "the ranks are inside different collectives: ranks 0, 2 in barrier, rank 1 in all_gather_object"
+
+
+# ---- The report -----------------------------------------------------------------------------------------------------
+
+
+def test_report_shows_the_users_frames_of_the_main_threads() -> None:
+    rank, report = report_hang({0: state(), 1: state(stacks=IN_DATA_LOADING, still_for=2.0), 2: state()}, 8.0)
+    assert rank == 1
+    assert report == (
+        "it hangs, or holds up the others: no sign of life for 9.0 s (hang_timeout=8); it is not inside a collective\n"
+        "What the main threads were doing, the innermost call first (all threads are in the log):\n\n"
+        'ranks 0, 2, in barrier, called from:\n  File "/code/project/train.py", line 9 in train\n\n'
+        'rank 1, in:\n  File "/code/project/data.py", line 31 in read\n  File "/code/project/train.py", line 8 in train'
+    )
+
+
+def test_report_has_ten_lines_of_a_deep_stack_and_what_there_is_without_frames() -> None:
+    deep = "Current thread 0x1 (most recent call first):\n" + "".join(
+        f'  File "/code/project/deep.py", line {line} in go\n' for line in range(50)
+    )
+    _, report = report_hang({0: state(stacks=deep), 1: state(None, stacks="it did not answer")}, 8.0)
+    assert report.count("deep.py") == 10
+    assert "rank 1, it did not answer" in report
+
+
 # ---- Inside a collective? -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stacks", [IN_BARRIER, IN_BACKWARD, IN_DDP_INIT])
-def test_main_thread_that_waits_for_other_ranks_is_inside(stacks: str) -> None:
-    assert is_in_collective(stacks)
+@pytest.mark.parametrize(
+    ("stacks", "collective"),
+    [
+        (IN_BARRIER, "barrier"),
+        (IN_GATHER, "all_gather_object"),
+        (IN_BACKWARD, "backward"),
+        (IN_DDP_INIT, "DistributedDataParallel.__init__"),
+    ],
+)
+def test_main_thread_that_waits_for_other_ranks_is_inside(stacks: str, collective: str) -> None:
+    assert collective_of(stacks) == collective
 
 
 @pytest.mark.parametrize("stacks", [IN_DATA_LOADING, CALLED_BY_TORCH, "", "it did not answer", "(no stacks)"])
 def test_other_threads_outer_frames_and_no_stacks_do_not_count(stacks: str) -> None:
-    assert not is_in_collective(stacks)
+    assert collective_of(stacks) is None
 
 
 def test_newest_dump_counts_where_a_file_has_several() -> None:
-    assert not is_in_collective(IN_BARRIER + IN_DATA_LOADING)
-    assert is_in_collective(IN_DATA_LOADING + IN_BARRIER)
+    assert collective_of(IN_BARRIER + IN_DATA_LOADING) is None
+    assert collective_of(IN_DATA_LOADING + IN_BARRIER) == "barrier"
 
 
 def test_real_dump_of_a_process_that_computes_is_outside(tmp_path: Path) -> None:
@@ -175,7 +227,7 @@ def test_real_dump_of_a_process_that_computes_is_outside(tmp_path: Path) -> None
         other.join()
     text = (tmp_path / "stacks").read_text()
     assert text.count("(most recent call first)") >= 2
-    assert not is_in_collective(text)
+    assert collective_of(text) is None
 
 
 TWO_RANKS = """
@@ -203,4 +255,4 @@ def test_real_dump_of_a_rank_whose_peer_does_not_come_is_inside(tmp_path: Path) 
             late.kill()
     text = (tmp_path / "stacks").read_text()
     assert "in barrier" in text
-    assert is_in_collective(text)
+    assert collective_of(text) == "barrier"

@@ -51,7 +51,8 @@ class Gang:
     """Start, and go on after losses, with at least this many workers; None waits for all of them."""
     max_restarts: int = 3
     """How often a failed gang starts again from its newest checkpoint: this often after losses of infrastructure, and
-    as often after errors of the function. The same error at the same step twice ends it before. 0: never."""
+    as often after errors of the function; after an exception only if a checkpoint has been saved since the attempt
+    began, it does not come from the same line at the same step twice, and it is no missing name or import. 0: never."""
     start_timeout: float = 600.0
     """Seconds within which the scheduler answers, the workers come, or come back, and all ranks form their process
     group."""
@@ -64,6 +65,10 @@ class Gang:
     """Seconds for the ranks to save and return once the task or a worker is told to end (SIGTERM). What follows, such
     as the checkpoint's way to storage, takes up to half as long again: a pod's `terminationGracePeriodSeconds` must be
     one and a half times this, which with 20 is Kubernetes' own 30."""
+
+    hints: bool = True
+    """Say in a line, once each, what looks forgotten: a loss that is no number any more, ranks that call no collective,
+    a shuffling `DistributedSampler` without `set_epoch`."""
 
     key: str | None = None
     """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
@@ -91,6 +96,7 @@ class Gang:
             f"None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
         )
         problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
+        problems.unless(isinstance(self.hints, bool), "hints", "True or False")
         problems.unless(
             self.key is None or (isinstance(self.key, str) and KEY.fullmatch(self.key) is not None),
             "key",

@@ -38,6 +38,8 @@ class Attempt:
     """The rank that holds up the others, and the report."""
     held: dict[int, int] = field(default_factory=dict)
     """How often each rank has called `should_stop`, once it was asked to hold."""
+    has_saved: bool = False
+    """A checkpoint of its own is safe."""
     stopped_early: set[int] = field(default_factory=set)
     """Ranks whose `should_stop` has turned true."""
     located: dict[int, Located] = field(default_factory=dict)

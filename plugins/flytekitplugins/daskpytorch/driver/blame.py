@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
@@ -70,15 +71,17 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
     step = root_failure.position[0]
     where = f" after step {step}" if step is not None else ""
     message = f"{who} of {world_size} failed on {root_failure.worker} (host {root_failure.host}){where}: {how}"
+    if refusal:
+        message += f"\n\nNot started again, because {refusal}."
     if history:
-        message += f"\n\nNot started again, because {refusal}. Failures before this one:\n" + "\n".join(history)
+        message += " Failures before this one:\n" + "\n".join(history)
     if root_failure.hang is not None:
         message += "\n" + root_failure.hang.partition("\n")[2]
     if rank_traceback:
         message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
     if root_failure.agent_traceback:
         message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
-    if root_failure.log_tail:
+    if root_failure.log_tail and root_failure.hang is None:  # it ends with the stacks of all threads
         message += (
             f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{root_failure.log_tail}"
         )
@@ -110,13 +113,35 @@ class AttemptFailure:
     what: str
     """Who failed and how, in a line."""
     cause: str
-    """How, without the rank: what makes two errors the same."""
+    """How, without the rank: what makes two errors the same. Of an exception the type and the line that raised it,
+    since its text may hold a time or an address."""
     position: tuple[int | None, int | None]
     """Where: the newest named step, and the signs of life since then."""
     is_infrastructure: bool
     """Something was taken away from outside; else the function failed."""
+    is_exception: bool = False
+    """An exception of the function's own, not one that reads like the loss of a peer."""
     is_final: bool = False
-    """It would come again."""
+    """It is certain to come again."""
+    gets_further: bool = False
+    """The next attempt does not go the same way again: this one has saved a checkpoint."""
+
+    @classmethod
+    def of(cls, root_failure: RankExit, *, gets_further: bool) -> Self:
+        """Sum up the exit that caused the others."""
+        how, failure = describe(root_failure), root_failure.failure
+        step = root_failure.position[0]
+        where = f" after step {step}" if step is not None else ""
+        cause = "a hang" if root_failure.hang is not None else how
+        return cls(
+            what=f"rank {root_failure.rank} on {root_failure.worker}{where}: {how}",
+            cause=cause if failure is None else f"{failure.type_name} at {failure.place}",
+            position=root_failure.position,
+            is_infrastructure=root_failure.is_infrastructure,
+            is_exception=failure is not None and not failure.is_consequence,
+            is_final=failure is not None and failure.is_final,
+            gets_further=gets_further,
+        )
 
 
 @dataclass
@@ -132,9 +157,11 @@ class FailurePolicy:
         if self.limit == 0:
             return "max_restarts is 0"
         if failure.is_final:
-            return "the function had returned, and would return the same again"
+            return "it is certain to come again"
         if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
             return "the same error came at the same step twice"
+        if failure.is_exception and not failure.gets_further:
+            return "no checkpoint had been saved since the start, and the same steps would lead to the same error"
         if len(alike) >= self.limit:
             kind = "losses of infrastructure" if failure.is_infrastructure else "errors of the function"
             return f"max_restarts={self.limit} is used up by {kind}"

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, describe, error_of
+from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
@@ -113,6 +113,7 @@ class Brain:
         self._fetches = Fetches()
         self._policy = FailurePolicy(self._settings.max_restarts)
         self._has_observers_in_rank = False
+        self._hints_given: set[str] = set()
         self._noticed_at = asked_at
         # What has happened, and was not acted on yet.
         self._broken: dict[str, str] = {}
@@ -237,7 +238,7 @@ class Brain:
         for report in said:
             self._take_report(peer, attempt, rank, report)
 
-    def _take_report(  # noqa: C901 - a case for each report
+    def _take_report(  # noqa: C901, PLR0912 - a case for each report
         self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
     ) -> None:
         match report:
@@ -246,6 +247,8 @@ class Brain:
                 self._observe("logged", report)
             case reports.Moved(num_moves):
                 attempt.note_moves(rank, num_moves)
+            case reports.Hint(kind, text):
+                self._give_hint(kind, f"rank {rank} {text}")
             case reports.Saved(file):
                 attempt.steps[rank] = file.step
                 self._fetches.fetch(peer, file)
@@ -257,8 +260,9 @@ class Brain:
                 self._note_ready(attempt, rank)
             case reports.Held(num_calls):
                 attempt.held[rank] = num_calls
-            case reports.Located():
+            case reports.Located(num_moves=num_moves):
                 attempt.located[rank] = report
+                attempt.note_moves(rank, num_moves)
             case reports.StoppedEarly():
                 attempt.stopped_early.add(rank)
             case reports.Returned(value):
@@ -296,6 +300,8 @@ class Brain:
         if error is None:
             self._fetches.note_end(file)
             self._has_kept = True
+            if self._attempt is not None and file.attempt == self._attempt.number:
+                self._attempt.has_saved = True
             self._observe("kept", file.step)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
@@ -395,6 +401,7 @@ class Brain:
             store=self._rendezvous.address() if shape.world_size > 1 or backend == "nccl" else None,
             timeout=self._settings.start_timeout,
             checkpoint=self._checkpoint,
+            hints=self._settings.hints,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
             host=self._request.host,
             environment=self._request.environment,
@@ -565,11 +572,14 @@ class Brain:
         if self._is_growing and not attempt.has_earnest_failure:
             return "more workers have come"
         failure = self._failure(attempt)
+        root_failure = attempt.root_failure()
         if (refusal := self._policy.refusal(failure)) is not None:
             history = [earlier.what for earlier in self._policy.failures]
-            raise error_of(attempt.root_failure(), attempt.world_size, refusal, history)
+            raise error_of(root_failure, attempt.world_size, refusal, history)
         if request is not None and request.ends_gang:  # the next attempt may try again
-            raise self._preempted(request, failure.what) from error_of(attempt.root_failure(), attempt.world_size)
+            raise self._preempted(request, failure.what) from error_of(root_failure, attempt.world_size)
+        if root_failure.failure is not None and failure.cause not in {each.cause for each in self._policy.failures}:
+            self._note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
         self._policy.note(failure)
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
@@ -584,17 +594,9 @@ class Brain:
         return failure.what
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
-        root_failure = attempt.root_failure()
-        how = describe(root_failure)
-        step = root_failure.position[0]
-        where = f" after step {step}" if step is not None else ""
-        return AttemptFailure(
-            what=f"rank {root_failure.rank} on {root_failure.worker}{where}: {how}",
-            cause="a hang" if root_failure.hang is not None else how,
-            position=root_failure.position,
-            is_infrastructure=root_failure.is_infrastructure,
-            is_final=root_failure.failure is not None and root_failure.failure.is_final,
-        )
+        # A rank that was about to be stopped may fail for that reason alone.
+        gets_further = attempt.has_saved or self._fetches.is_busy or self._stop_request is not None
+        return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
 
     def _cancelled(self) -> Exception:
         return GangCancelledError(f"{self._request.name} was cancelled")
@@ -678,6 +680,11 @@ class Brain:
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self._note(text)
+
+    def _give_hint(self, kind: str, text: str) -> None:
+        if kind not in self._hints_given:
+            self._hints_given.add(kind)
+            self._note(f"{text} (A hint, given once; Gang(hints=False) for none.)")
 
     def _note(self, text: str) -> None:
         self._observe("noted", f"{self._request.name.rpartition('.')[2]}: {text}")

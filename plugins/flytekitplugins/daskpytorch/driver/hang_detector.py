@@ -1,14 +1,23 @@
 """Which ranks stand still, and which of them holds up the others. Pure; runs in the driver."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
-__all__ = ["RankState", "Stillness", "find_hung", "is_in_collective", "report_hang"]
+__all__ = ["RankState", "Stillness", "collective_of", "find_hung", "report_hang"]
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
+NOT_THE_USERS = re.compile(
+    r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'
+)
+"""Frames of Python, of what is installed, of ours, and of the text that an interpreter was started with."""
+FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
+MAX_FRAMES = 10
+"""Of each rank in the report; the log has all."""
 
 
 class Stillness:
@@ -20,7 +29,7 @@ class Stillness:
 
     def note(self, rank: int, num_moves: int, now: float) -> None:
         """Take down a rank's count of signs of life."""
-        if num_moves != self._num_moves[rank]:
+        if num_moves > self._num_moves[rank]:
             self._num_moves[rank], self._moved_at[rank] = num_moves, now
 
     def oldest(self, ranks: Iterable[int]) -> float | None:
@@ -50,9 +59,32 @@ def report_hang(states: Mapping[int, RankState], hang_timeout: float) -> tuple[i
     """The rank that holds up the others, and the report: its first line says why, the rest what all were doing."""
     rank, why = find_hung(states)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
-    stacks = "".join(f"\n\nrank {other}:\n{state.stacks.rstrip()}" for other, state in states.items())
     told = f"no sign of life for {still:.1f} s (hang_timeout={hang_timeout:g}); {why}"
-    return rank, f"it hangs, or holds up the others: {told}\nWhat all ranks were doing:{stacks}"
+    return rank, f"it hangs, or holds up the others: {told}\n{_doings(states)}"
+
+
+def _doings(states: Mapping[int, RankState]) -> str:
+    """What the ranks' main threads were doing, those together that were doing the same."""
+    doing: dict[str, list[int]] = defaultdict(list)
+    for rank, state in states.items():
+        doing[_doing(state)].append(rank)
+    shown = "".join(f"\n\n{_ranks(ranks)}, {what}" for what, ranks in doing.items())
+    return f"What the main threads were doing, the innermost call first (all threads are in the log):{shown}"
+
+
+def _doing(state: RankState) -> str:
+    frames = _main_frames(state.stacks)
+    if not frames:
+        return state.stacks.strip() or "which showed no stacks"
+    users = [frame for frame in frames if not NOT_THE_USERS.search(frame)]
+    collective = collective_of(state.stacks)
+    title = f"in {collective}, called from" if collective else "in"
+    return "\n  ".join([f"{title}:", *(users or frames)[:MAX_FRAMES]])
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    named = [str(rank) for rank in ranks]
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named)}"
 
 
 def find_hung(states: Mapping[int, RankState]) -> tuple[int, str]:
@@ -60,7 +92,8 @@ def find_hung(states: Mapping[int, RankState]) -> tuple[int, str]:
 
     A rank that does not answer comes first: something keeps its process, or its interpreter, from running. Then the
     one that has entered the fewest collectives: the others wait for it in the next. Among equals one that is not
-    inside a collective, and then the one that has stood still the longest.
+    inside a collective, then one that is in another collective than most, and then the one that has stood still the
+    longest.
     """
     silent = [rank for rank, state in states.items() if state.num_collectives is None]
     if silent:
@@ -73,12 +106,47 @@ def find_hung(states: Mapping[int, RankState]) -> tuple[int, str]:
         told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
         return rank, f"{told}; its function has returned" if states[rank].is_done else told
     running = [rank for rank in behind if not states[rank].is_done]
-    outside = [rank for rank in running if not is_in_collective(states[rank].stacks)]
-    rank = max(outside or running or behind, key=lambda rank: states[rank].still_for)
-    return rank, "it is not inside a collective" if outside else "all ranks are inside the same collective"
+    within = {rank: collective_of(states[rank].stacks) for rank in running}
+    outside = [rank for rank in running if within[rank] is None]
+    most = Counter(within.values()).most_common(1)
+    apart = [rank for rank in running if within[rank] != most[0][0]]
+    rank = max(outside or apart or running or behind, key=lambda rank: states[rank].still_for)
+    if outside:
+        return rank, "it is not inside a collective"
+    if not apart:
+        return rank, "all ranks are inside the same collective"
+    return rank, f"the ranks are inside different collectives: {_in_words(within)}"
 
 
-def is_in_collective(stacks: str) -> bool:
-    """Whether the main thread, which faulthandler writes last, waits for other ranks."""
-    main = stacks.rstrip().rpartition("(most recent call first):")[2].strip().splitlines()
-    return any(COLLECTIVE_FILES.search(frame) for frame in main[:NUM_INNER_FRAMES])
+def _in_words(within: Mapping[int, str | None]) -> str:
+    ranks_in: dict[str | None, list[int]] = defaultdict(list)
+    for rank, collective in within.items():
+        ranks_in[collective].append(rank)
+    return ", ".join(f"{_ranks(ranks)} in {collective}" for collective, ranks in ranks_in.items())
+
+
+def collective_of(stacks: str) -> str | None:
+    """What the main thread waits for other ranks in: the function that the user's code has called; None: it does not.
+
+    For example `all_reduce`, `backward` or `DistributedDataParallel.forward`.
+    """
+    frames = _main_frames(stacks)
+    if not any(COLLECTIVE_FILES.search(frame) for frame in frames[:NUM_INNER_FRAMES]):
+        return None
+    outermost = list(takewhile(NOT_THE_USERS.search, frames))
+    return next(_names(reversed(outermost)), None)
+
+
+def _names(frames: Iterable[str]) -> Iterator[str]:
+    for frame in frames:
+        if COLLECTIVE_FILES.search(frame) and (parts := FRAME.search(frame)) and "c10d_logger" not in parts["file"]:
+            if "nn/parallel" in parts["file"]:
+                yield f"DistributedDataParallel.{parts['function']}"
+            else:
+                yield "backward" if "autograd" in parts["file"] else parts["function"]
+
+
+def _main_frames(stacks: str) -> list[str]:
+    """The frames of the main thread, which faulthandler writes last; the innermost comes first."""
+    _, header, frames = stacks.rstrip().rpartition("(most recent call first):")
+    return [line.strip() for line in frames.strip().splitlines()] if header else []

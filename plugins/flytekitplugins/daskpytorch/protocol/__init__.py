@@ -22,7 +22,7 @@ answer: one that does not come is the end of a connection, or the silence of an 
       │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder ───────────────────────▶ │ joins the process group
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │ runs the function
       │ ◀── Heartbeat, Lines(output) ─────────── │ ◀── output ─────────────────────────── │
-      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Moved, Piece ────────── │ log, steps, submit
+      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Moved, Hint, Piece ──── │ log, steps, submit
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has written it
       │ ─── Fetch(file) ───────────────────────▶ │                                        │

@@ -25,6 +25,8 @@ CONSEQUENCES = re.compile(
     re.IGNORECASE,
 )
 """What torch, gloo and NCCL say in a rank whose peer has gone."""
+CERTAIN_TYPES = (ImportError, NameError, SyntaxError)
+"""Of errors that the same code runs into again, however it got there."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -44,8 +46,10 @@ class Failure:
     """It reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
     """Where the rank was: the newest step that it had named, and its signs of life since then."""
+    place: str = ""
+    """File and line that raised it."""
     is_final: bool = False
-    """It would come again: the function had returned, and what it returned is of no use."""
+    """It is certain to come again: the function had returned something of no use, or the code itself is wrong."""
 
     @classmethod
     def of(
@@ -67,13 +71,14 @@ class Failure:
             type_name=name,
             message=text,
             traceback=_shortened(shown.replace(f"{sources}/", "") if sources else shown),
+            place=_place_of(error, sources),
             pickled=_pickled(error),
             time=time,
             is_consequence=isinstance(error, ConnectionError)
             or name in CONSEQUENCE_TYPES
             or (isinstance(error, (RuntimeError, OSError)) and CONSEQUENCES.search(text) is not None),
             position=position,
-            is_final=is_final,
+            is_final=is_final or isinstance(error, CERTAIN_TYPES),
         )
 
     def rebuilt(self) -> Exception | None:
@@ -148,6 +153,11 @@ def _shortened(text: str) -> str:
         return text
     half = MAX_TEXT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
+def _place_of(error: BaseException, sources: str) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename.removeprefix(f'{sources}/')}:{frames[-1].lineno}" if frames else ""
 
 
 def _text_of(error: BaseException) -> str:

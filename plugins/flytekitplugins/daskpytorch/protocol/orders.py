@@ -37,6 +37,8 @@ class Job:
     """What the attempt starts from."""
     pulse: float | None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
+    hints: bool = False
+    """Tell (`Hint`) of what looks forgotten."""
     host: bytes | None = field(default=None, repr=False)
     """A pickled `RankHost`; without one results travel pickled, from every rank."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)

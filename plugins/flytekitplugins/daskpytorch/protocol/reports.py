@@ -37,6 +37,15 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Hint:
+    """Something looks forgotten; said once for each kind."""
+
+    kind: str
+    text: str
+    """What the rank does, or has done."""
+
+
+@dataclass(frozen=True)
 class Held:
     """It holds back its next call of `should_stop`, after so many; asked by `Hold`."""
 
@@ -51,6 +60,8 @@ class Located:
     """How many it has entered."""
     stacks: str
     """What all of its threads do."""
+    num_moves: int
+    """How many signs of life it has given so far."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,9 @@ class Returned:
     """What the driver needs of the value; None also where that went in pieces before."""
 
 
-ShortReport = Ready | LogRecord | Saved | Moved | Held | Located | FolderWanted | StoppedEarly | Returned | Failure
+ShortReport = (
+    Ready | LogRecord | Saved | Moved | Hint | Held | Located | FolderWanted | StoppedEarly | Returned | Failure
+)
 """A `LogRecord` is a call of `log`, a `Failure` the end of the function by an exception."""
 Report = ShortReport | Piece
 

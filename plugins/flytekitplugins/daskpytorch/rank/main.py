@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
+from flytekitplugins.daskpytorch.rank import hints
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ def main(channel: Connection) -> int:
             context.enter(rank)
             link.send(reports.Ready())
             _watch_progress(order, link, progress)
+            if order.job.hints:
+                hints.watch_samplers(link.send)
             returned = call.function(*call.args, **_keywords(order, call, host))
+            if order.job.hints and (hint := hints.of_exchange(_num_exchanges(), order.place.world_size)):
+                link.send(hint)
             rank.checkpoint.flush()
             has_returned = True
             if rank.stop_signal.has_fired:
@@ -150,7 +155,8 @@ class _Link:
                 rank.stop_signal.release(last_call)
             case orders.Locate():
                 stacks = _stacks()
-                self.send(reports.Located(stacks=stacks, num_collectives=_num_collectives()))
+                num_moves = rank.progress.num_moves
+                self.send(reports.Located(stacks=stacks, num_collectives=_num_collectives(), num_moves=num_moves))
                 _show(stacks)
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
@@ -183,6 +189,17 @@ def _num_collectives() -> int:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
     except (RuntimeError, ValueError):  # the function has closed the group
         return 0
+
+
+def _num_exchanges() -> int | None:
+    """Collectives in all of this rank's groups; None where the function has closed them."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        groups: list[Any] = list(distributed_c10d._world.pg_map)  # noqa: SLF001
+        return sum(group._get_sequence_number_for_group() for group in groups) if groups else None  # noqa: SLF001
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
@@ -254,6 +271,8 @@ def _context(
     order: RankOrder, link: _Link, observers: Observers, progress: Progress, host: RankHost | None
 ) -> RankContext:
     def sink(record: LogRecord) -> None:
+        if order.job.hints and (hint := hints.of_loss(record)):
+            link.send(hint)
         observers.tell("logged", record)
         plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
         link.send(LogRecord(**{**vars(record), "metrics": plain}))
