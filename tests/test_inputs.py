@@ -12,6 +12,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
 from flytekitplugins.daskpytorch import StrictInputs
+from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
 
 
 @dataclass
@@ -88,3 +89,48 @@ def test_flytes_own_way_between_nodes_still_works() -> None:
     ctx = FlyteContextManager.current_context()
     literal = TypeEngine.to_literal(ctx, Settings(epochs=7), Settings, TypeEngine.to_literal_type(Settings))
     assert TypeEngine.to_python_value(ctx, literal, Settings) == Settings(epochs=7)
+
+
+# ---- Dataclasses that know nothing of us ----------------------------------------------------------------------------
+
+
+@dataclass
+class Plain:
+    """As flytekit takes it."""
+
+    epochs: int = 3
+    learning_rate: float = 0.1
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        (["--hp", '{"epohcs": 1}'], Plain()),
+        (['--hp={"epohcs": 1, "learning_rate": 1}'], Plain(learning_rate=1.0)),
+        (["--limit", "3", "--hp", '{"epohcs": 1}', "--name", "x"], Plain()),
+    ],
+)
+def test_misspelt_key_of_a_plain_dataclass_is_refused(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], value: Plain
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pyflyte", "run", "train.py", "train", *typed])
+    with pytest.raises(ValueError, match=r"^Plain has no 'epohcs' \(did you mean 'epochs'\?\). It has: epochs, learn"):
+        refuse_unknown({"hp": value, "limit": 3})
+
+
+@pytest.mark.parametrize(
+    ("typed", "inputs"),
+    [
+        (["--hp", '{"epochs": 1}'], {"hp": Plain(epochs=1)}),
+        (["--other", '{"epohcs": 1}'], {"hp": Plain()}),
+        (["--hp", '{"epohcs": 1, "epochs": 7}'], {"hp": Plain(epochs=2)}),  # it came from elsewhere
+        (["--hp", "settings.json"], {"hp": Plain()}),
+        (["--hp", '{"epohcs": 1}'], {"hp": {"epohcs": 1}}),
+        (["--hp"], {"hp": Plain()}),
+    ],
+)
+def test_what_was_not_typed_for_the_input_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], inputs: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pyflyte", "run", "train.py", "train", *typed])
+    refuse_unknown(inputs)

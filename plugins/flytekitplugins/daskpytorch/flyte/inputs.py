@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, get_origin, get_type_hints
 
 from mashumaro.codecs.json import JSONDecoder
@@ -15,7 +16,7 @@ from mashumaro.exceptions import InvalidFieldValue, MissingField
 
 from flytekitplugins.daskpytorch.settings import shown
 
-__all__ = ["StrictInputs"]
+__all__ = ["StrictInputs", "refuse_unknown"]
 
 
 class StrictInputs:
@@ -55,6 +56,36 @@ class StrictInputs:
                     f"{cls.__name__}: {name}={shown(given[name])} is not a {error.field_type_name}"
                 ) from reason
             raise ValueError(f"{cls.__name__}: {error}") from error
+
+
+def refuse_unknown(inputs: Mapping[str, Any]) -> None:
+    """Look for keys of the command line's JSON that a dataclass of the user's own does not have.
+
+    flytekit drops them when it reads the command line. All that can be seen here is this process's command line, so
+    only what was typed for an input of this name, and fits the value that came of it, counts.
+
+    Raises:
+        ValueError: There is one; the message has the one that was probably meant.
+    """
+    for name, value in inputs.items():
+        if not dataclasses.is_dataclass(value) or isinstance(value, (type, StrictInputs)):
+            continue
+        known = [field.name for field in dataclasses.fields(value)]
+        for given in _typed_objects(name):
+            unknown = [_with_suggestion(key, known) for key in given if key not in known]
+            if unknown and all(getattr(value, key) == text for key, text in given.items() if key in known):
+                kind = type(value).__name__
+                raise ValueError(f"{kind} has no {' and no '.join(unknown)}. It has: {', '.join(known)}")
+
+
+def _typed_objects(name: str) -> Iterator[dict[str, Any]]:
+    """What the command line gives for an input, as `--name JSON` or `--name=JSON`."""
+    for argument, following in itertools.pairwise([*sys.argv, ""]):
+        option, _, text = argument.partition("=")
+        if option.removeprefix("--").replace("-", "_") == name and option.startswith("--"):
+            with contextlib.suppress(ValueError):  # a file, perhaps
+                if isinstance(given := json.loads(text or following), dict):
+                    yield given
 
 
 def _with_suggestion(key: str, known: list[str]) -> str:

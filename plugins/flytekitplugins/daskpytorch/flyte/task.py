@@ -28,6 +28,7 @@ from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_local
@@ -115,6 +116,7 @@ class _InRanks(_Resumable):
 
     def execute(self, **kwargs: Any) -> Any:
         """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs."""
+        refuse_unknown(kwargs)
         with contextlib.ExitStack() as stack:
             self._get_ready(stack)
             # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
@@ -249,6 +251,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         from flytekitplugins.daskpytorch.dask import cluster
 
         config: DaskCluster = self.task_config
+        refuse_unknown(kwargs)
         with (
             context.known_to_threads(),
             cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True),
