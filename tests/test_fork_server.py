@@ -387,13 +387,15 @@ IMPORTING = """
     from pathlib import Path
     from flytekitplugins.daskpytorch.node import fork_server
 
-    started, go = map(Path, sys.argv.pop().split(":"))
+    folder = Path(sys.argv.pop())
 
     def import_for_training():
-        started.touch()
-        while not go.exists():
-            time.sleep(0.01)
-        sys.modules["imported"] = types.ModuleType("imported")
+        for name in ("first", "second"):
+            (folder / f"{name} began").touch()
+            while not (folder / name).exists():
+                time.sleep(0.01)
+            sys.modules[name] = types.ModuleType(name)
+            yield 0.0
 
     fork_server.LEISURE = 0.5
     fork_server._import_for_training = import_for_training
@@ -401,26 +403,27 @@ IMPORTING = """
 """
 
 
-def test_while_more_is_imported_exits_are_heard_and_new_ranks_wait(tmp_path: Path) -> None:
-    started, go = tmp_path / "started", tmp_path / "go"
+def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), f"{started}:{go}"]
+    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), str(tmp_path)]
     with control, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as server:
         theirs.close()
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             socket.send_fds(control, [b"forkserver"], [its.fileno()])
         with contextlib.closing(ForkServerClient(mine)) as client:
-            source = "import sys; print('imported' in sys.modules); sys.stdin.read()"
-            first = Rank.running(client, 0, "import time; print('runs'); time.sleep(600)")
-            assert first.line() == "runs"
-            until(started.exists, "more imports")
+            source = "import sys; print('first' in sys.modules, 'second' in sys.modules); sys.stdin.read()"
+            assert Rank.running(client, 0, "import time; print('runs'); time.sleep(600)").line() == "runs"
+            until((tmp_path / "first began").exists, "a piece")
             client.kill(0, signal.SIGKILL)
+            second, third = Rank.running(client, 1, source), Rank.running(client, 2, source)
+            assert not wait([second.output, third.output], 0.5)
+            (tmp_path / "first").touch()
             assert client.next_exit() == (0, -signal.SIGKILL)
-            second = Rank.running(client, 1, source)
-            assert not wait([second.output], 0.5)
-            go.touch()
-            assert second.line() == "True"
+            assert second.line() == third.line() == "True False"
+            until((tmp_path / "second began").exists, "the next piece")
+            (tmp_path / "second").touch()
+            assert Rank.running(client, 3, source).line() == "True True"
         control.close()
         assert server.wait() == 0
 

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.node import hugepages
 held = [bytes(1000) for _ in range(64_000)]
 sizes = lambda: [int(l.split()[1]) for l in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in l]
 before = sizes()[0]
-hugepages.collapse_memory()
+list(hugepages.collapse_memory())
 print(sizes()[0] - before, sum(map(sum, held)))
 """
 

@@ -12,6 +12,7 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
 All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -22,11 +23,10 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from multiprocessing.connection import Connection
@@ -50,6 +50,17 @@ BOOTSTRAP = (
 )
 LEISURE = 3.0
 """Seconds until what only training needs is imported, so that it does not slow the first gang's start."""
+TRAINING_IMPORTS = (
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+)
+"""What an optimizer imports is the last; the others are what that takes most of its time for, in pieces that can be
+imported alone."""
+QUIET = 1.0
+"""Seconds after a rank was forked until the next piece: ranks seldom come alone, and their own start comes first."""
 HAND_OVER_PATIENCE = 60.0
 """Seconds from the owner's death to that of a fork server that no other owner has come for."""
 PR_SET_PDEATHSIG = 1
@@ -121,21 +132,22 @@ class _Server:
             self._selector.register(hand_over.listener, selectors.EVENT_READ, welcome)
             self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
         self._has_imports = False
-        """It can fork ranks; what training needs comes later, beside it, and ranks of that time wait for it."""
+        """It can fork ranks; what only training needs comes later, piece by piece, and between two it serves."""
         self._import_at: float | None = None
-        self._importing = threading.Thread(target=_import_for_training, daemon=True)
+        """When the next piece is due."""
+        self._pieces = _import_for_training()
 
     def serve(self) -> None:
         """Until the owner says so, or dies and nobody takes over."""
         while self._running:
-            for key, _ in self._selector.select(self._patience()):
+            requests = self._selector.select(self._patience())
+            for key, _ in requests:
                 if isinstance(key.data, _Client):
                     self._serve_client(key.data)
                 else:
                     key.data()
-            if self._import_at is not None and time.monotonic() >= self._import_at:
-                self._import_at = None
-                self._importing.start()
+            if not requests and self._import_at is not None and time.monotonic() >= self._import_at:
+                self._import_at = next(self._pieces, None)
             if self._end_at is not None and time.monotonic() >= self._end_at:
                 self._end()
         for client in list(self._clients):
@@ -207,6 +219,8 @@ class _Server:
             client.ranks[request["key"]] = self._fork(*descriptors, spawns=client.spawns)
             for descriptor in descriptors:
                 os.close(descriptor)
+            if self._import_at is not None:
+                self._import_at = max(self._import_at, time.monotonic() + QUIET)
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # it has ended
         elif request["op"] == "signal":
@@ -242,8 +256,6 @@ class _Server:
             return
 
     def _fork(self, channel: int, output: int, *, spawns: bool) -> int:
-        if self._importing.is_alive():
-            self._importing.join()  # a fork would find modules half imported, for ever
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
@@ -319,16 +331,24 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     gc.enable()
 
 
-def _import_for_training() -> None:
+def _import_for_training() -> Iterator[float]:
     """Import what the first optimizer would: without, a gang whose rank was killed takes 20 times as long to train on.
+
+    Yields when to go on, at once, after each piece: a whole one takes seconds on a busy machine, for which the next
+    gang would wait, since a fork in its middle finds modules half imported for ever.
 
     Not wandb: it makes a folder for media when it is imported, which the first rank to end would remove for all others.
     """
-    import torch._dynamo  # noqa: F401
-
+    for name in TRAINING_IMPORTS:
+        gc.disable()  # a third less time; no rank is forked meanwhile
+        with contextlib.suppress(Exception):  # the first optimizer says so, where it matters
+            import_module(name)
+        gc.enable()
+        yield 0.0
     gc.collect()
     _settle()
-    hugepages.collapse_memory()
+    for _ in hugepages.collapse_memory():
+        yield 0.0
 
 
 def _settle() -> None:
