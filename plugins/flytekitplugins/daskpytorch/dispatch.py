@@ -115,7 +115,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 
     Returns:
         One future per experiment, in their order, with rank 0's return value and, as `records`, what rank 0 has logged
-        so far; the whole has `result`, `exception`, `cancel` and `as_completed` too. A failed experiment fails alone.
+        so far; the whole has `result`, `exception`, `cancel`, `as_completed`, `best` and `to_frame` too. A failed
+        experiment fails alone. In a notebook a table shows how it stands with all, until they have ended.
 
     Raises:
         ValueError: An argument is of the wrong kind, a number of workers is not a whole number from 1 up, `wandb` has

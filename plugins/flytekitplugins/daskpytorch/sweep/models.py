@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from distributed import Client
 
@@ -20,18 +22,25 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, named, request_for, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
 from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, shown
+from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Wandb, is_among, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.halving import Halving
 from flytekitplugins.daskpytorch.sweep.packing import Pool
+from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_notebook, rows_of, show_live
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["ModelFuture", "ModelFutures", "train_all"]
 
 LOOK_INTERVAL = 0.5
 """Seconds between looks at the workers while models wait."""
+MAX_SHOWN = 100
+"""Characters of an experiment in a future's representation."""
 
 
 def train_all(
@@ -53,7 +62,7 @@ def train_all(
     execution = current_execution().name
     runs = wandb_run.sweep_settings(wandb, function=function, execution=execution) if wandb is not None else None
     settings = replace(settings, ranks_per_worker=cluster.ranks_per_worker(settings))
-    code, board = pack_code(), SweepDisplay(len(experiments))
+    code, board = pack_code(), SweepDisplay(len(experiments), is_quiet=is_notebook())
     requests = [
         request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
         for experiment, size in zip(experiments, sizes, strict=True)
@@ -68,7 +77,10 @@ def train_all(
             request = replace(request, observers=[*request.observers, observer])
         line = board.line(index, experiment)
         models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
-    return ModelFutures(cluster, models, settings.start_timeout, halving)
+    futures = ModelFutures(cluster, models, settings.start_timeout, halving)
+    if is_notebook():
+        show_live(futures, lambda: as_html(futures))
+    return futures
 
 
 class ModelFuture(GangFuture):
@@ -91,6 +103,36 @@ class ModelFuture(GangFuture):
         """What rank 0 has logged so far: its numbers and strings; after a restart, without what will come again."""
         return list(self._log.records)
 
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest value of each metric in `records`."""
+        return dict(self._log.newest)
+
+    @property
+    def step(self) -> int | None:
+        """That of the last of `records`; None where there is none."""
+        records = self._log.records
+        return records[-1].step if records else None
+
+    @property
+    def status(self) -> Literal["waiting", "training", "finished", "stopped early", "failed", "cancelled"]:
+        """How it stands with the model."""
+        if not self.done():
+            return "training" if self.running() else "waiting"
+        match _error_of(self):
+            case None:
+                return "finished"
+            case StoppedEarlyError():
+                return "stopped early"
+            case CancelledError():
+                return "cancelled"
+        return "failed"
+
+    def __repr__(self) -> str:
+        return (
+            f"<ModelFuture {self.index}: {self.status}, {one_line(repr(without_secrets(self.experiment)), MAX_SHOWN)}>"
+        )
+
     def cancel(self) -> bool:
         """Do not train the model, or end its training; False where that was over before."""
         return self._cancel()
@@ -99,13 +141,17 @@ class ModelFuture(GangFuture):
 class _Log(Observer):
     def __init__(self) -> None:
         self.records: list[LogRecord] = []
+        self.newest: dict[str, Any] = {}
+        """Of each metric."""
 
     def logged(self, record: LogRecord) -> None:
         if record.rank == 0:
             self.records.append(record)
+            self.newest = {**self.newest, **record.metrics}  # another, since others read it meanwhile
 
     def restarting(self, reason: str, step: int | None) -> None:
         self.records = [record for record in self.records if step is not None and record.step <= step]
+        self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -150,16 +196,26 @@ class ModelFutures(Futures[ModelFuture]):
         running.add(self)
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None, *, return_exceptions: bool = False) -> list[Any]:
         """Every model's result, in the order of the experiments; waits for all of them.
 
         A model that was stopped early has None in its place.
+
+        Args:
+            timeout: Seconds to wait; None: until all have ended.
+            return_exceptions: As `asyncio.gather` has it: raise none of the models' errors, but have each in the place
+                of its result, that of a model that was stopped early or cancelled included.
 
         Raises:
             TimeoutError: Not all have ended within `timeout` seconds; they go on.
             Exception: The first failed experiment's, once all have ended.
         """
         self._wait(timeout)
+        if return_exceptions:
+            errors = map(_error_of, self._futures)
+            return [
+                future.result() if error is None else error for future, error in zip(self._futures, errors, strict=True)
+            ]
         return [None if _was_stopped_early(future) else future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -167,6 +223,59 @@ class ModelFutures(Futures[ModelFuture]):
         self._wait(timeout)
         failed = (future for future in self._futures if not _was_stopped_early(future))
         return next((error for future in failed if (error := _error_of(future)) is not None), None)
+
+    def best(self, metric: str, mode: Literal["min", "max"] = "min", timeout: float | None = None) -> ModelFuture:
+        """The finished model whose newest value of a metric is the best; waits for all, whether they fail or not.
+
+        Models that were stopped early, have failed or were cancelled do not count, nor do values that are no number.
+
+        Args:
+            metric: A name that rank 0 has given to `log`.
+            mode: Whether low or high values are good.
+            timeout: Seconds to wait; None: until all have ended.
+
+        Raises:
+            TimeoutError: Not all have ended within `timeout` seconds; they go on.
+            ValueError: `mode` is neither, or no finished model has logged a number of that name.
+        """
+        problems = Problems("best", SimpleNamespace(mode=mode))
+        problems.unless(is_among(mode, MODES), "mode", f"one of {', '.join(MODES)}")
+        problems.raise_any()
+        self._wait(timeout)
+        finished = [future for future in self._futures if future.status == "finished"]
+        values = {future: _number(future.metrics.get(metric)) for future in finished}
+        if not (numbers := {future: value for future, value in values.items() if not math.isnan(value)}):
+            names = ", ".join(sorted({name for future in finished for name in future.metrics})) or "nothing"
+            raise ValueError(
+                f"best(metric={shown(metric)}): no finished model has logged a number of that name. "
+                f"There are {counted(self)}; the finished ones have logged: {names}"
+            )
+        return (min if mode == "min" else max)(numbers, key=numbers.__getitem__)
+
+    def to_frame(self) -> pd.DataFrame:
+        """How it stands now, as a table with a row for each model, by its index.
+
+        Its columns are `status` and `step`, the fields of the experiments (a dictionary's items, those of a dataclass
+        or named tuple, else `experiment`), and the newest value of each metric. A field that is called like a column
+        before it has `experiment.` before its name, a metric `metric.`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError(
+                'to_frame() needs pandas, which is not installed here: pip install "flytekitplugins-daskpytorch[sweep]"'
+            ) from error
+        rows = rows_of(self._futures)
+        return pd.DataFrame(rows, index=pd.Index(range(len(rows)), name="model")).drop(columns="model", errors="ignore")
+
+    def __repr__(self) -> str:
+        return f"<ModelFutures: {counted(self)}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
         """The futures, each as soon as its model's training has ended."""
@@ -326,6 +435,14 @@ def _check_sizes(sizes: Sequence[Any], num_workers: int, scheduler: str) -> None
             f"experiment {sizes.index(max(sizes))} takes {max(sizes)} workers; the cluster at {scheduler} has "
             f"{num_workers}. Start workers, or wait for them with client.wait_for_workers(n)."
         )
+
+
+def _number(value: object) -> float:
+    """As a float; what is none is NaN."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _was_stopped_early(future: Future[Any]) -> bool:
