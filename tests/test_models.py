@@ -20,7 +20,8 @@ from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.sweep import table
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from flytekitplugins.daskpytorch.sweep.models import ModelFuture, ModelFutures, _Log
+from flytekitplugins.daskpytorch.sweep.model import Log, ModelFuture
+from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 from processes import until
 
 
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def model(index: int, experiment: Any, *records: dict[str, Any]) -> ModelFuture:
-    log = _Log()
+    log = Log()
     for step, metrics in enumerate(records):
         log.logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics))
     return ModelFuture(index, experiment, log, lambda: False)

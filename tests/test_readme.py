@@ -106,6 +106,15 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "best: {'lr': 0.3}"
 
 
+def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if 'storage="sweeps"' in block)
+    (tmp_path / "script.py").write_text(script)
+    first, second = (run([sys.executable, "script.py"], tmp_path) for _ in range(2))
+    assert first.stdout == second.stdout, first.stderr + second.stderr
+    assert len(literal_eval(first.stdout)) == 4
+    assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
+
+
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "RankObserver" in block)
     (tmp_path / "script.py").write_text(script)

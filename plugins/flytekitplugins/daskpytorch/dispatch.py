@@ -15,10 +15,17 @@ from distributed import Client
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, named, request_for, take_keys
+from flytekitplugins.daskpytorch.driver.request import (
+    check_arguments,
+    check_function,
+    key_of,
+    named,
+    request_for,
+    take_keys,
+)
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
+from flytekitplugins.daskpytorch.settings import A_KEY, EarlyStopping, Gang, Problems, Wandb, is_key, is_text
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -91,6 +98,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     gang: Gang | None = None,
     stop_early: EarlyStopping | None = None,
     wandb: Wandb | None = None,
+    storage: str | None = None,
+    name: str | None = None,
 ) -> ModelFutures:
     """Train one model per experiment, as many at once as the client's workers can carry, each as its own gang.
 
@@ -112,6 +121,15 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
             `wandb.group`, or that name with the execution's, or with a random one in local runs. Runs of finished
             and of stopped models have exit code 0, those of failed ones 1. Offline runs are written where their rank
             0 is. In a Flyte task a `wandb.secret` must be among the task's `secret_requests`.
+        storage: A folder or an fsspec URL (`s3://bucket/prefix`) that keeps what comes of each model, as it comes, in
+            `storage/name/index`. The same call again, after an interruption, by another process, in a Flyte retry or
+            with more experiments at the end, trains what is missing only and takes up what was begun: a finished model
+            has its result and records again, one that was stopped early its records (without `stop_early` it is trained
+            on), and any other goes on from its newest checkpoint, failed and cancelled ones included. Files that ranks
+            submit are not kept. Two processes must not use one name at a time. Results, records and checkpoints are
+            pickles, which are trusted when they are read back: let nobody else write there.
+        name: Of the folder in `storage`; None is the function's name. Kept there of another function, or with other
+            experiments where models have begun, is an error that says what differs.
 
     Returns:
         One future per experiment, in their order, with rank 0's return value and, as `records`, what rank 0 has logged
@@ -120,14 +138,21 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 
     Raises:
         ValueError: An argument is of the wrong kind, a number of workers is not a whole number from 1 up, `wandb` has
-            an id, or what `run` says of `gang`.
+            an id, `storage` has another call's models, or what `run` says of `gang`.
         GangStartError: The cluster has fewer workers than some experiment takes.
         TypeError: The function or an experiment cannot be pickled, or what `run` says of functions and arguments.
         ImportError: `stop_early` needs Optuna, which is not installed.
     """
     from flytekitplugins.daskpytorch.sweep import models
+    from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
-    others = {"experiments": experiments, "stop_early": stop_early, "wandb": wandb}
+    others = {
+        "experiments": experiments,
+        "stop_early": stop_early,
+        "wandb": wandb,
+        "storage": storage,
+        "name": name,
+    }
     problems = _checked("dispatch.map", client, pytorch_function, gang, **others)
     is_ordered = isinstance(experiments, Iterable) and not isinstance(
         experiments, (str, bytes, Mapping, set, frozenset)
@@ -135,6 +160,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     problems.unless(is_ordered, "experiments", "a list or another iterable that has an order")
     problems.unless(isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", "None or an EarlyStopping")
     problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", "None or a Wandb")
+    problems.unless(storage is None or is_text(storage), "storage", "None, a folder or a URL")
+    problems.unless(name is None or (storage is not None and is_key(name)), "name", f"None, or with storage {A_KEY}")
     problems.raise_any()
     check_function(pytorch_function)
     experiments = list(experiments)
@@ -148,6 +175,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         settings=gang or Gang(),
         stop_early=stop_early,
         wandb=wandb,
+        storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
 
 

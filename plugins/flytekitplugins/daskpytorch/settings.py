@@ -34,6 +34,7 @@ TEXT = "a text without control characters"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 """And halves of characters, which cannot be written as UTF-8."""
 KEY = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+A_KEY = "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two"
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
 """What Weights & Biases takes."""
 
@@ -98,9 +99,9 @@ class Gang:
         problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
         problems.unless(isinstance(self.hints, bool), "hints", "True or False")
         problems.unless(
-            self.key is None or (isinstance(self.key, str) and KEY.fullmatch(self.key) is not None),
+            self.key is None or is_key(self.key),
             "key",
-            "None or up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
+            f"None or {A_KEY}",
         )
         problems.unless(
             isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
@@ -255,6 +256,11 @@ def is_seconds(value: object, least: float = 0.0) -> bool:
 def is_among(value: object, words: tuple[str, ...]) -> bool:
     """Whether it is one of these words."""
     return isinstance(value, str) and value in words
+
+
+def is_key(value: object) -> bool:
+    """Whether it may be a part of paths and names."""
+    return isinstance(value, str) and KEY.fullmatch(value) is not None
 
 
 def is_text(value: object) -> bool:

@@ -45,6 +45,12 @@ class SweepDisplay:
         """The watcher of one model's gang."""
         return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
 
+    def restored(self, num_ended: int, num_early: int, where: str) -> None:
+        """Say what was done in an attempt before."""
+        self._num_ended, self._num_early = num_ended, num_early
+        early = f", {num_early} of them early" if num_early else ""
+        self.tell(f"{num_ended} of {self._num_models} models have ended before{early}, as {where} has it")
+
     @property
     def is_live(self) -> bool:
         """Whether there are lines that change."""

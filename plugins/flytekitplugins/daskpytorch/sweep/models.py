@@ -6,41 +6,35 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
-from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.futures import Futures, GangFuture, GangFutures
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request, named, request_for, take_keys
+from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
+from flytekitplugins.daskpytorch.driver.request import take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
-from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
-from flytekitplugins.daskpytorch.protocol.code import name_of, pack_code
-from flytekitplugins.daskpytorch.protocol.host import current_execution, running
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Wandb, is_among, shown
+from flytekitplugins.daskpytorch.sweep.call import Call
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.halving import Halving
+from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.packing import Pool
+from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_notebook, rows_of, show_live
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ModelFuture", "ModelFutures", "train_all"]
+__all__ = ["ModelFutures", "train_all"]
 
 LOOK_INTERVAL = 0.5
 """Seconds between looks at the workers while models wait."""
-MAX_SHOWN = 100
-"""Characters of an experiment in a future's representation."""
 
 
 def train_all(
@@ -52,120 +46,40 @@ def train_all(
     settings: Gang,
     stop_early: EarlyStopping | None,
     wandb: Wandb | None,
+    storage: SweepStorage | None,
 ) -> ModelFutures:
     """See `dispatch.map`."""
     halving = Halving(stop_early, len(experiments)) if stop_early is not None else None
-    sizes = [workers(experiment) if callable(workers) else workers for experiment in experiments]
-    cluster = DaskAgents(client)
-    _check_sizes(sizes, len(cluster.workers), cluster.scheduler)
-    function = name_of(pytorch_function)
-    execution = current_execution().name
-    runs = wandb_run.sweep_settings(wandb, function=function, execution=execution) if wandb is not None else None
-    settings = replace(settings, ranks_per_worker=cluster.ranks_per_worker(settings))
-    code, board = pack_code(), SweepDisplay(len(experiments), is_quiet=is_notebook())
-    requests = [
-        request_for(pytorch_function, (experiment,), {}, _fit(settings, size), code=code)
-        for experiment, size in zip(experiments, sizes, strict=True)
+    call = Call(
+        cluster=DaskAgents(client),
+        function=pytorch_function,
+        workers=workers,
+        settings=settings,
+        wandb=wandb,
+        storage=storage,
+        halving=halving,
+    )
+    for index, experiment in enumerate(experiments):
+        call.size(index, experiment)  # before others are pickled in vain
+    kept = storage.open(pytorch_function, experiments) if storage is not None else {}
+    board = SweepDisplay(len(experiments), is_quiet=is_notebook())
+    models = [
+        Model(index=index, experiment=experiment, line=board.line(index, experiment), kept=kept.get(index))
+        for index, experiment in enumerate(experiments)
     ]
-    names = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
-    models = []
-    for index, (experiment, size) in enumerate(zip(experiments, sizes, strict=True)):
-        request = named(requests[index], names[index])
-        if runs is not None:
-            run = wandb_run.model_settings(runs, index=index, key=request.key)
-            observer = wandb_run.WandbObserver(run, wandb_run.inputs_of(experiment))
-            request = replace(request, observers=[*request.observers, observer])
-        line = board.line(index, experiment)
-        models.append(_Model(index=index, experiment=experiment, num_workers=size, request=request, line=line))
-    futures = ModelFutures(cluster, models, settings.start_timeout, halving)
+    missing = [model for model in models if not call.is_over(model)]
+    for model in missing:
+        call.prepare(model, model.experiment)
+    call.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
+    for model in missing:
+        call.name(model)
+    if storage is not None and kept:
+        over = [model for model in models if model not in missing]
+        board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
+    futures = ModelFutures(call, models)
     if is_notebook():
         show_live(futures, lambda: as_html(futures))
     return futures
-
-
-class ModelFuture(GangFuture):
-    """The future of one model: rank 0's return value.
-
-    Where the model was stopped early, `result` raises `StoppedEarlyError` and `exception` returns it.
-    """
-
-    def __init__(self, index: int, experiment: Any, log: _Log, cancel: Callable[[], bool]) -> None:
-        super().__init__(ReceivedResults())
-        self.index = index
-        """The experiment's place among all."""
-        self.experiment = experiment
-        """What the model was trained with."""
-        self._log = log
-        self._cancel = cancel
-
-    @property
-    def records(self) -> list[LogRecord]:
-        """What rank 0 has logged so far: its numbers and strings; after a restart, without what will come again."""
-        return list(self._log.records)
-
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """The newest value of each metric in `records`."""
-        return dict(self._log.newest)
-
-    @property
-    def step(self) -> int | None:
-        """That of the last of `records`; None where there is none."""
-        records = self._log.records
-        return records[-1].step if records else None
-
-    @property
-    def status(self) -> Literal["waiting", "training", "finished", "stopped early", "failed", "cancelled"]:
-        """How it stands with the model."""
-        if not self.done():
-            return "training" if self.running() else "waiting"
-        match _error_of(self):
-            case None:
-                return "finished"
-            case StoppedEarlyError():
-                return "stopped early"
-            case CancelledError():
-                return "cancelled"
-        return "failed"
-
-    def __repr__(self) -> str:
-        return (
-            f"<ModelFuture {self.index}: {self.status}, {one_line(repr(without_secrets(self.experiment)), MAX_SHOWN)}>"
-        )
-
-    def cancel(self) -> bool:
-        """Do not train the model, or end its training; False where that was over before."""
-        return self._cancel()
-
-
-class _Log(Observer):
-    def __init__(self) -> None:
-        self.records: list[LogRecord] = []
-        self.newest: dict[str, Any] = {}
-        """Of each metric."""
-
-    def logged(self, record: LogRecord) -> None:
-        if record.rank == 0:
-            self.records.append(record)
-            self.newest = {**self.newest, **record.metrics}  # another, since others read it meanwhile
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        self.records = [record for record in self.records if step is not None and record.step <= step]
-        self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
-
-
-@dataclass(eq=False, kw_only=True)
-class _Model:
-    index: int
-    experiment: Any
-    num_workers: int
-    request: Request
-    line: Observer
-    """Of the sweep display."""
-    log: _Log = field(default_factory=_Log)
-    future: ModelFuture = field(init=False)
-    gang: GangFutures | None = None
-    """While it is being trained."""
 
 
 class ModelFutures(Futures[ModelFuture]):
@@ -173,25 +87,25 @@ class ModelFutures(Futures[ModelFuture]):
 
     def __init__(
         self,
-        cluster: DaskAgents,
-        models: Sequence[_Model],
-        start_timeout: float,
-        halving: Halving | None = None,
+        call: Call,
+        models: Sequence[Model],
     ) -> None:
-        self.cluster = cluster
+        self.cluster = call.cluster
         """All the workers."""
-        self._start_timeout = start_timeout
-        self._halving = halving
+        self._call = call
         self._changed = threading.Condition()
         """Guards all that follows."""
-        self._pool = Pool(free=set(cluster.workers))
-        self._waiting = sorted(models, key=lambda model: -model.num_workers)
+        self._pool = Pool(free=set(call.cluster.workers))
+        missing = [model for model in models if not call.is_over(model)]
+        self._waiting = sorted(missing, key=lambda model: -model.num_workers)
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
         """When the cluster last had enough workers for each of the waiting models."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
             model.future = ModelFuture(model.index, model.experiment, model.log, cancel)
+            if call.is_over(model):
+                self._restore(model)
         self._futures = [model.future for model in models]
         running.add(self)
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
@@ -212,7 +126,7 @@ class ModelFutures(Futures[ModelFuture]):
         """
         self._wait(timeout)
         if return_exceptions:
-            errors = map(_error_of, self._futures)
+            errors = map(error_of, self._futures)
             return [
                 future.result() if error is None else error for future, error in zip(self._futures, errors, strict=True)
             ]
@@ -222,7 +136,7 @@ class ModelFutures(Futures[ModelFuture]):
         """The error that `result` would raise, or None. That a model was stopped early is none."""
         self._wait(timeout)
         failed = (future for future in self._futures if not _was_stopped_early(future))
-        return next((error for future in failed if (error := _error_of(future)) is not None), None)
+        return next((error for future in failed if (error := error_of(future)) is not None), None)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min", timeout: float | None = None) -> ModelFuture:
         """The finished model whose newest value of a metric is the best; waits for all, whether they fail or not.
@@ -294,6 +208,14 @@ class ModelFutures(Futures[ModelFuture]):
         for _ in as_completed(self._futures, timeout):
             pass
 
+    def _restore(self, model: Model) -> None:
+        """Have a model as it was at the end of the attempt before."""
+        if (kept := model.kept) is not None:
+            self._call.recall(model)
+            model.log.cut(kept.records)
+            model.future.set_running_or_notify_cancel()
+            model.settle(kept.result, kept.stopped)
+
     # ---- in the thread that starts the gangs
 
     def _serve(self) -> None:
@@ -323,12 +245,10 @@ class ModelFutures(Futures[ModelFuture]):
                 self._start(model, workers)
                 self._waiting.remove(model)
 
-    def _start(self, model: _Model, workers: Sequence[str]) -> None:
+    def _start(self, model: Model, workers: Sequence[str]) -> None:
         share = _Share(self, model, workers)
         world_size = model.num_workers * model.request.ranks_per_worker
-        observers = [model.line, model.log]
-        if self._halving is not None:
-            observers.append(self._halving.judge(model.index, model.line.noted))
+        observers = self._call.observers(model)
         supervisor = Supervisor(model.request, share, observers, received=model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
@@ -354,12 +274,12 @@ class ModelFutures(Futures[ModelFuture]):
         now = time.monotonic()
         if not too_large:
             self._enough_at = now
-        elif now - self._enough_at >= self._start_timeout:
+        elif now - self._enough_at >= self._call.settings.start_timeout:
             wanted, there = max(model.num_workers for model in too_large), self._pool.num_workers
             text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
-            self._give_up(too_large, GangStartError(f"{text}{self._start_timeout:g} s"))
+            self._give_up(too_large, GangStartError(f"{text}{self._call.settings.start_timeout:g} s"))
 
-    def _give_up(self, models: Sequence[_Model], error: Exception) -> None:
+    def _give_up(self, models: Sequence[Model], error: Exception) -> None:
         for model in list(models):
             self._waiting.remove(model)
             model.future.set_running_or_notify_cancel()
@@ -368,7 +288,7 @@ class ModelFutures(Futures[ModelFuture]):
 
     # ---- in other threads
 
-    def refill(self, model: _Model) -> list[str]:
+    def refill(self, model: Model) -> list[str]:
         """A gang's workers, after it was given free ones for those that it has lost.
 
         Raises:
@@ -379,21 +299,23 @@ class ModelFutures(Futures[ModelFuture]):
             self._pool.update(present)
             return self._pool.refill(model)
 
-    def _end(self, model: _Model) -> None:
+    def _end(self, model: Model) -> None:
         gang, model.gang = model.gang, None
         with self._changed:
             self._pool.release(model)
             self._changed.notify_all()
         if gang is None:
             return
-        if (error := gang[0].exception()) is None:
-            model.future.set_result(gang[0].result())
-        else:
-            if not isinstance(error, StoppedEarlyError):  # which says it itself
-                error.add_note(f"in experiment {model.index} of {len(self)}")
-            model.future.set_exception(error)
+        error = error_of(gang[0])
+        result = gang[0].result() if error is None else None
+        stopped = error if isinstance(error, StoppedEarlyError) else None
+        if model.storage is not None and error is stopped:
+            model.storage.note_end(result, stopped, model.line.noted)
+        if error is not None and stopped is None:  # which says it itself
+            error.add_note(f"in experiment {model.index} of {len(self)}")
+        model.settle(result, error)
 
-    def _cancel(self, model: _Model) -> bool:
+    def _cancel(self, model: Model) -> bool:
         with self._changed:
             if model in self._waiting:
                 self._waiting.remove(model)
@@ -408,7 +330,7 @@ class ModelFutures(Futures[ModelFuture]):
 class _Share(DaskAgents):
     """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
 
-    def __init__(self, models: ModelFutures, model: _Model, workers: Sequence[str]) -> None:
+    def __init__(self, models: ModelFutures, model: Model, workers: Sequence[str]) -> None:
         vars(self).update(vars(models.cluster))
         self._futures = []  # it closes only what it has launched
         self._models = models
@@ -421,22 +343,6 @@ class _Share(DaskAgents):
         return self._models.refill(self._model)
 
 
-def _fit(settings: Gang, num_workers: int) -> Gang:
-    least = settings.min_workers
-    return settings if least is None or least <= num_workers else replace(settings, min_workers=num_workers)
-
-
-def _check_sizes(sizes: Sequence[Any], num_workers: int, scheduler: str) -> None:
-    for index, size in enumerate(sizes):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"experiment {index} takes workers={shown(size)}: must be a whole number from 1 up")
-    if max(sizes, default=0) > num_workers:
-        raise GangStartError(
-            f"experiment {sizes.index(max(sizes))} takes {max(sizes)} workers; the cluster at {scheduler} has "
-            f"{num_workers}. Start workers, or wait for them with client.wait_for_workers(n)."
-        )
-
-
 def _number(value: object) -> float:
     """As a float; what is none is NaN."""
     try:
@@ -446,11 +352,4 @@ def _number(value: object) -> float:
 
 
 def _was_stopped_early(future: Future[Any]) -> bool:
-    return isinstance(_error_of(future), StoppedEarlyError)
-
-
-def _error_of(future: Future[Any]) -> BaseException | None:
-    try:
-        return future.exception()
-    except BaseException as error:  # cancelled
-        return error
+    return isinstance(error_of(future), StoppedEarlyError)
