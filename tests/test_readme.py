@@ -106,6 +106,16 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "best: {'lr': 0.3}"
 
 
+def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "optuna.create_study" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    rows = re.findall(r"^(\d) +(finished|stopped early) +[\d.e+-]+ +[\d.e+-]+$", done.stdout, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(10)), done.stdout + done.stderr
+    best = [literal_eval(found) for found in re.findall(r"\{.*?\}", done.stdout.splitlines()[-1])]
+    assert best[0] == pytest.approx(best[1])
+
+
 def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if 'storage="sweeps"' in block)
     (tmp_path / "script.py").write_text(script)

@@ -55,7 +55,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def model_of(storage: SweepStorage, index: int, experiment: object) -> ModelStorage:
-    return storage.model(index, {"experiment": experiment}, lambda: RECORDS)
+    return storage.model(index, lambda: {"experiment": experiment, "records": RECORDS})
 
 
 def leave(storage: SweepStorage, experiments: list[Any], function: Callable[..., Any] = train) -> None:
@@ -83,6 +83,15 @@ def test_what_was_kept_is_there_again(uri: str) -> None:
     assert kept[0].records == kept[2].records == RECORDS
     assert [str(kept[index].stopped) for index in range(3)] == ["None", str(STOPPED), "None"]
     assert SweepStorage(uri, "another").open(train, [5]) == {}
+
+
+def test_who_was_stopped_and_then_trained_on_for_a_while_has_the_later_records(tmp_path: Path) -> None:
+    storage = SweepStorage(str(tmp_path), "grid")
+    storage.model(0, lambda: {"experiment": 1, "records": RECORDS[:1]}).note_end(None, STOPPED, pytest.fail)
+    model_of(storage, 0, 1).note_begin()
+    kept = storage.open(train, [1])[0]
+    assert kept.stopped is not None
+    assert kept.records == RECORDS
 
 
 def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path: Path) -> None:

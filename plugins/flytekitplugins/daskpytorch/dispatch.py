@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.driver.request import (
 )
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.settings import A_KEY, EarlyStopping, Gang, Problems, Wandb, is_key, is_text
+from flytekitplugins.daskpytorch.settings import A_KEY, EarlyStopping, Gang, Problems, Search, Wandb, is_key, is_text
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -92,7 +92,7 @@ def run(
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     client: Client,
     pytorch_function: Callable[..., Any],
-    experiments: Iterable[Any],
+    experiments: Iterable[Any] | Search,
     *,
     workers: int | Callable[[Any], int] = 1,
     gang: Gang | None = None,
@@ -110,7 +110,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         client: Connected to any Dask cluster whose workers have this package.
         pytorch_function: What each rank calls with its experiment. Its module need not exist on the workers.
         experiments: What the models differ in; anything that pickles. In an order that is the same in every attempt of
-            a Flyte task, since by its index a model finds its checkpoints; so in no set.
+            a Flyte task, since by its index a model finds its checkpoints; so in no set. Or a `Search`, by which an
+            Optuna study suggests each when there are workers for it.
         workers: How many workers each experiment takes, or a function of the experiment that says so.
         gang: How to form each gang.
         stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A
@@ -157,15 +158,17 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     is_ordered = isinstance(experiments, Iterable) and not isinstance(
         experiments, (str, bytes, Mapping, set, frozenset)
     )
-    problems.unless(is_ordered, "experiments", "a list or another iterable that has an order")
+    is_search = isinstance(experiments, Search)
+    problems.unless(is_ordered or is_search, "experiments", "a list or another iterable that has an order, or a Search")
+    problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
     problems.unless(isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", "None or an EarlyStopping")
     problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", "None or a Wandb")
     problems.unless(storage is None or is_text(storage), "storage", "None, a folder or a URL")
     problems.unless(name is None or (storage is not None and is_key(name)), "name", f"None, or with storage {A_KEY}")
     problems.raise_any()
     check_function(pytorch_function)
-    experiments = list(experiments)
-    for experiment in experiments:
+    experiments = experiments if isinstance(experiments, Search) else list(experiments)
+    for experiment in [None] if isinstance(experiments, Search) else experiments:
         check_arguments(pytorch_function, experiment)
     return models.train_all(
         client,

@@ -10,9 +10,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import optuna
     from flytekit import Secret
 
-__all__ = ["EarlyStopping", "Gang", "Wandb"]
+__all__ = ["EarlyStopping", "Gang", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -140,6 +141,36 @@ class EarlyStopping:
             is_whole(self.reduction_factor, 2, MAX_COUNT), "reduction_factor", f"a whole number from 2 to {MAX_COUNT}"
         )
         problems.unless(is_count(self.grace_period), "grace_period", COUNT)
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as there are workers for it.
+
+    The study's sampler knows of all that have ended by then. Its pruner, which is a `MedianPruner` where none was
+    chosen, stops models early by what rank 0 logs with both `epoch` and the metric; the first of an epoch counts.
+    """
+
+    study: optuna.Study
+    """As `optuna.create_study` makes it, with a storage or without; each of its trials says as `user_attrs["model"]`
+    which model it is."""
+    suggest: Callable[[optuna.Trial], Any]
+    """Makes an experiment of a trial, by its `suggest_float` and the like. Called in this process, and only there."""
+    num_models: int
+    """How many models are trained."""
+    metric: str | None = None
+    """What the study is told of a finished model: the newest value of this name that rank 0 has logged. None: what rank
+    0 returns, a number, or several for a study with several directions, and no model is stopped early."""
+
+    def __post_init__(self) -> None:
+        problems = Problems("Search", self)
+        problems.unless(hasattr(self.study, "ask") and hasattr(self.study, "tell"), "study", "an optuna.Study")
+        problems.unless(callable(self.suggest), "suggest", "a function that makes an experiment of a trial")
+        problems.unless(is_count(self.num_models), "num_models", COUNT)
+        problems.unless(
+            self.metric is None or (isinstance(self.metric, str) and bool(self.metric)), "metric", "None or a name"
+        )
         problems.raise_any()
 
 

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.settings import EarlyStopping
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["Halving"]
+__all__ = ["Halving", "is_last"]
 
 MAX_NAMES = 20
 """Of metrics, in the notice that the one asked for is not among them."""
@@ -124,7 +124,7 @@ class _Judge(Observer):
                 self._take(record)
 
     def logged(self, record: LogRecord) -> None:
-        if record.rank == 0 and not self._is_stopped and self._take(record) and not _is_last(record):
+        if record.rank == 0 and not self._is_stopped and self._take(record) and not is_last(record):
             self._is_stopped = True
             raise self._verdict(self._epoch or 0, self.value)
 
@@ -216,6 +216,6 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _is_last(record: LogRecord) -> bool:
+def is_last(record: LogRecord) -> bool:
     """Whether the training is done but for its end: stopping it would save nothing and cost its result."""
     return record.num_steps is not None and record.step + 1 >= record.num_steps

@@ -19,12 +19,13 @@ from flytekitplugins.daskpytorch.driver.request import take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Wandb, is_among, shown
+from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
 from flytekitplugins.daskpytorch.sweep.call import Call
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.halving import Halving
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.packing import Pool
+from flytekitplugins.daskpytorch.sweep.search import Suggestions
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_notebook, rows_of, show_live
 
@@ -40,7 +41,7 @@ LOOK_INTERVAL = 0.5
 def train_all(
     client: Client,
     pytorch_function: Callable[..., Any],
-    experiments: Sequence[Any],
+    experiments: Sequence[Any] | Search,
     *,
     workers: int | Callable[[Any], int],
     settings: Gang,
@@ -49,7 +50,10 @@ def train_all(
     storage: SweepStorage | None,
 ) -> ModelFutures:
     """See `dispatch.map`."""
-    halving = Halving(stop_early, len(experiments)) if stop_early is not None else None
+    suggestions = Suggestions(experiments) if isinstance(experiments, Search) else None
+    known = None if isinstance(experiments, Search) else experiments
+    num_models = experiments.num_models if isinstance(experiments, Search) else len(experiments)
+    halving = Halving(stop_early, num_models) if stop_early is not None else None
     call = Call(
         cluster=DaskAgents(client),
         function=pytorch_function,
@@ -58,24 +62,24 @@ def train_all(
         wandb=wandb,
         storage=storage,
         halving=halving,
+        suggestions=suggestions,
+        board=SweepDisplay(num_models, is_quiet=is_notebook()),
     )
-    for index, experiment in enumerate(experiments):
+    for index, experiment in enumerate(known or ()):
         call.size(index, experiment)  # before others are pickled in vain
-    kept = storage.open(pytorch_function, experiments) if storage is not None else {}
-    board = SweepDisplay(len(experiments), is_quiet=is_notebook())
-    models = [
-        Model(index=index, experiment=experiment, line=board.line(index, experiment), kept=kept.get(index))
-        for index, experiment in enumerate(experiments)
-    ]
+    kept = storage.open(pytorch_function, known) if storage is not None else {}
+    models = [call.model(index, kept.get(index), known) for index in range(num_models)]
     missing = [model for model in models if not call.is_over(model)]
     for model in missing:
-        call.prepare(model, model.experiment)
-    call.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(len(experiments))])
+        if known is not None or model.kept is not None:
+            call.prepare(model, model.experiment)
+    call.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(num_models)])
     for model in missing:
-        call.name(model)
+        if model.num_workers:
+            call.name(model)
     if storage is not None and kept:
         over = [model for model in models if model not in missing]
-        board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
+        call.board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
     futures = ModelFutures(call, models)
     if is_notebook():
         show_live(futures, lambda: as_html(futures))
@@ -98,6 +102,7 @@ class ModelFutures(Futures[ModelFuture]):
         self._pool = Pool(free=set(call.cluster.workers))
         missing = [model for model in models if not call.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
+        """Those of a search that have no experiment yet come last."""
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
         """When the cluster last had enough workers for each of the waiting models."""
@@ -232,13 +237,33 @@ class ModelFutures(Futures[ModelFuture]):
         while self._waiting:
             with self._changed:
                 self._start_what_fits()
+            self._ask_for_more()
+            with self._changed:
                 self._changed.wait(max(0.0, look_at - time.monotonic()))
             if time.monotonic() >= look_at:
                 self._look()
                 look_at = time.monotonic() + LOOK_INTERVAL
 
+    def _ask_for_more(self) -> None:
+        """Have a search suggest what free workers are to train, one by one: each is to know of all before it."""
+        while (model := self._next_unknown()) is not None:
+            self._call.ask(model)  # which may take its time
+            with self._changed:
+                model.future.experiment = model.experiment
+                if model in self._waiting:
+                    self._start_what_fits()
+                else:
+                    self._call.tell(model, CancelledError("cancelled"))
+
+    def _next_unknown(self) -> Model | None:
+        with self._changed:
+            is_busy = self._preempted is not None or self._pool.num_free == 0
+            if is_busy or any(model.num_workers for model in self._waiting):
+                return None
+            return next(iter(self._waiting), None)
+
     def _start_what_fits(self) -> None:
-        for model in list(self._waiting) if self._preempted is None else ():
+        for model in [model for model in self._waiting if model.num_workers and self._preempted is None]:
             if self._pool.num_free == 0:
                 return
             if (workers := self._pool.acquire(model, model.num_workers)) is not None:
@@ -270,18 +295,19 @@ class ModelFutures(Futures[ModelFuture]):
                 self._give_up(self._waiting, WorkerLostError("the model was not trained: the Dask scheduler was lost"))
 
     def _give_up_the_too_large(self) -> None:
-        too_large = [model for model in self._waiting if model.num_workers > self._pool.num_workers]
+        too_large = [model for model in self._waiting if max(1, model.num_workers) > self._pool.num_workers]
         now = time.monotonic()
         if not too_large:
             self._enough_at = now
         elif now - self._enough_at >= self._call.settings.start_timeout:
-            wanted, there = max(model.num_workers for model in too_large), self._pool.num_workers
+            wanted, there = max(1, *(model.num_workers for model in too_large)), self._pool.num_workers
             text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
             self._give_up(too_large, GangStartError(f"{text}{self._call.settings.start_timeout:g} s"))
 
     def _give_up(self, models: Sequence[Model], error: Exception) -> None:
         for model in list(models):
             self._waiting.remove(model)
+            self._call.tell(model, error)
             model.future.set_running_or_notify_cancel()
             model.future.set_exception(error)
             model.line.ended(error)
@@ -301,13 +327,14 @@ class ModelFutures(Futures[ModelFuture]):
 
     def _end(self, model: Model) -> None:
         gang, model.gang = model.gang, None
-        with self._changed:
-            self._pool.release(model)
-            self._changed.notify_all()
         if gang is None:
             return
         error = error_of(gang[0])
         result = gang[0].result() if error is None else None
+        self._call.tell(model, error, result)  # before the next is suggested
+        with self._changed:
+            self._pool.release(model)
+            self._changed.notify_all()
         stopped = error if isinstance(error, StoppedEarlyError) else None
         if model.storage is not None and error is stopped:
             model.storage.note_end(result, stopped, model.line.noted)
@@ -321,6 +348,7 @@ class ModelFutures(Futures[ModelFuture]):
                 self._waiting.remove(model)
                 Future.cancel(model.future)
                 model.future.set_running_or_notify_cancel()
+                self._call.tell(model, CancelledError("cancelled"))
                 model.line.ended(CancelledError("cancelled"))
                 return True
             gang = model.gang

@@ -98,9 +98,9 @@ class SweepStorage:
             self.files.write(f"{self.folder}/{CALL}", _pickled(mine))
         return kept
 
-    def model(self, index: int, about: dict[str, Any], records: Callable[[], Sequence[LogRecord]]) -> ModelStorage:
+    def model(self, index: int, about: Callable[[], dict[str, Any]]) -> ModelStorage:
         """One model's part."""
-        return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about, records=records)
+        return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about)
 
     def _read_all(self, names: Sequence[str]) -> dict[str, Any]:
         with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -126,10 +126,8 @@ class ModelStorage:
 
     files: _Files
     folder: str
-    about: dict[str, Any]
-    """The experiment, and Optuna's trial where there is one."""
-    records: Callable[[], Sequence[LogRecord]]
-    """Those up to now."""
+    about: Callable[[], dict[str, Any]]
+    """The experiment, the records up to now, and Optuna's trial where there is one."""
 
     @property
     def paths(self) -> StoragePaths:
@@ -138,11 +136,11 @@ class ModelStorage:
 
     def note_begin(self) -> None:
         """Write what the model is trained with, and what it has logged by now."""
-        self.files.write(f"{self.folder}/{BEGUN}", _pickled({**self.about, "records": list(self.records())}))
+        self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
     def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
         """Write what came of it; a store that does not work is given some time, and does not harm the result."""
-        outcome = {**self.about, "records": list(self.records()), "result": result, "stopped": stopped}
+        outcome = {**self.about(), "result": result, "stopped": stopped}
         for wait_for in (*RETRY_AFTER, None):
             try:
                 return self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
@@ -217,11 +215,12 @@ class _Files:
 
 
 def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, Kept]]:
-    for file in (BEGUN, OUTCOME):  # the last one counts
-        for name, said in found.items():
-            index = name.removesuffix(f"/{file}")
-            if index.isdecimal() and said is not None:
-                yield int(index), Kept(**said, has_ended=file == OUTCOME)
+    for index in sorted({int(name.partition("/")[0]) for name in found if name.partition("/")[0].isdecimal()}):
+        begun, outcome = (found.get(f"{index}/{file}") for file in (BEGUN, OUTCOME))
+        if (said := outcome or begun) is not None:
+            # Of one that was stopped, and then trained on for a while, the outcome is the older.
+            records = max((each["records"] for each in (begun, outcome) if each is not None), key=len)
+            yield index, Kept(**{**said, "records": records}, has_ended=outcome is not None)
 
 
 def _pickled(value: Any) -> bytes:
