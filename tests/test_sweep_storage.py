@@ -16,11 +16,16 @@ import numpy as np
 import pytest
 import torch
 from distributed import Client
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
 
 from flytekitplugins.daskpytorch import StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StorageUpload
+from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.sweep import storage as module
 from flytekitplugins.daskpytorch.sweep.storage import ModelStorage, SweepStorage
 
@@ -110,6 +115,22 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     found = StorageUpload(model.paths).restore(tmp_path / "disk")
     assert found is not None
     assert (found.step, (tmp_path / "disk" / found.name).read_bytes()) == (5, b"a state")
+
+
+@pytest.mark.parametrize("host", [Execution, lambda: FlyteExecution(FlyteContextManager.current_context())])
+def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Callable[[], Execution]
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    config = DataConfig.auto()
+    access = FileAccessProvider(str(tmp_path), f"s3://{s3['bucket']}/raw", data_config=config)
+    ctx = FlyteContextManager.current_context()
+    with FlyteContextManager.with_context(ctx.with_file_access(access)):
+        monkeypatch.setattr(module, "current_execution", host)
+        uri = f"s3://{s3['bucket']}/{uuid.uuid4().hex}"
+        test_what_was_kept_is_there_again(uri)
+        test_checkpoints_lie_beside_it_and_come_after_the_records(f"{uri}/more", tmp_path)
 
 
 @pytest.mark.parametrize("file", ["outcome.pkl", "begun.pkl", "call.pkl"])
