@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask
+import optuna
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, dispatch
+from flytekitplugins.daskpytorch import EarlyStopping, Gang, GangError, GangStartError, Search, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
@@ -155,8 +156,29 @@ def test_an_experiment_that_the_function_does_not_take_is_refused(unconnected: C
         *(("experiments", value) for value in ("abc", b"abc", {"a": 1}, {1, 2}, frozenset({1}), 5, None)),
         ("stop_early", "loss"),
         ("wandb", "project"),
+        ("experiments", Search),
     ],
 )
 def test_map_refuses_arguments_of_the_wrong_kind(unconnected: Client, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"dispatch\.map\({name}=.*\): must be "):
         dispatch.map(unconnected, len, **{"experiments": [], name: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"study": "rates"}, r"Search\(study='rates'\): must be an optuna.Study"),
+        ({"suggest": 5}, r"Search\(suggest=5\): must be a function that makes an experiment of a trial"),
+        ({"num_models": 0}, r"Search\(num_models=0\): must be a whole number from 1"),
+        ({"metric": ""}, r"Search\(metric=''\): must be None or a name"),
+    ],
+)
+def test_a_search_of_the_wrong_kind(field: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Search(**{"study": optuna.create_study(), "suggest": len, "num_models": 1, **field})
+
+
+def test_a_search_has_a_pruner_of_its_own(unconnected: Client) -> None:
+    search = Search(study=optuna.create_study(), suggest=len, num_models=1)
+    with pytest.raises(ValueError, match=r"stop_early=.*must be None with a Search, whose study has a pruner"):
+        dispatch.map(unconnected, len, search, stop_early=EarlyStopping(metric="loss"))

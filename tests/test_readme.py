@@ -98,9 +98,31 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     done = run([sys.executable, "script.py"], tmp_path)
     found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
-    assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01"], done.stdout + done.stderr
+    assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01", "0.003", "0.001"], done.stdout + done.stderr
     assert float(found[0][1]) == pytest.approx(3 - 3 * 0.7**8)  # the best is trained to its end
     assert found[0][2] == "8"
+    assert [weight for _, weight, _ in found[2:]] == ["None"] * 4  # they start when there is something to compare with
+    assert all(int(epochs) < 8 for _, _, epochs in found[2:])
+    assert done.stdout.splitlines()[-1] == "best: {'lr': 0.3}"
+
+
+def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if "optuna.create_study" in block)
+    (tmp_path / "script.py").write_text(script)
+    done = run([sys.executable, "script.py"], tmp_path)
+    rows = re.findall(r"^(\d) +(finished|stopped early) +[\d.e+-]+ +[\d.e+-]+$", done.stdout, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(10)), done.stdout + done.stderr
+    best = [literal_eval(found) for found in re.findall(r"\{.*?\}", done.stdout.splitlines()[-1])]
+    assert best[0] == pytest.approx(best[1])
+
+
+def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if 'storage="sweeps"' in block)
+    (tmp_path / "script.py").write_text(script)
+    first, second = (run([sys.executable, "script.py"], tmp_path) for _ in range(2))
+    assert first.stdout == second.stdout, first.stderr + second.stderr
+    assert len(literal_eval(first.stdout)) == 4
+    assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
 
 
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:

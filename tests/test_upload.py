@@ -180,6 +180,25 @@ def test_nothing_but_checkpoints_stays_on_the_disk(attempts: Attempts) -> None:
     assert [path.name for path in attempts.disk(0).iterdir()] == [file.name]
 
 
+def test_who_goes_on_in_the_same_folder_copies_nothing_twice_and_leaves_nothing_old(tmp_path: Path) -> None:
+    store = CountingStore(tmp_path, str(tmp_path / "raw"))
+    attempts = Attempts(tmp_path, store)
+    files = attempts.ran(0, 1, 2)
+    store.written.clear()
+    storage = attempts.storage(0, previous=0)
+    found = storage.restore(attempts.disk(1))
+    assert found is not None
+    assert found.step == 2
+    storage.offer(found, attempts.disk(1) / found.name)  # as `Checkpoints` does
+    assert storage.flush(PATIENCE)
+    assert store.written == [MANIFEST]
+    newest = attempts.keep(storage, 1, 3)
+    assert storage.flush(PATIENCE)
+    storage.close()
+    names = sorted(path.name for path in attempts.store(0).iterdir())
+    assert names == sorted([MANIFEST, files[1].name, newest.name])
+
+
 def test_same_checkpoint_again_is_listed_once(attempts: Attempts) -> None:
     attempts.ran(0, 1, 2, 1)
     assert attempts.listed(0) == [1, 2]

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.process import streams
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
 
 streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
 
@@ -45,6 +45,7 @@ __all__ = [
     "RankContext",
     "RankObserver",
     "Scheduler",
+    "Search",
     "Shape",
     "SpawnDDP",
     "StoppedEarlyError",

@@ -15,10 +15,17 @@ from distributed import Client
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import check_arguments, check_function, named, request_for, take_keys
+from flytekitplugins.daskpytorch.driver.request import (
+    check_arguments,
+    check_function,
+    key_of,
+    named,
+    request_for,
+    take_keys,
+)
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Problems, Wandb
+from flytekitplugins.daskpytorch.settings import A_KEY, EarlyStopping, Gang, Problems, Search, Wandb, is_key, is_text
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -85,12 +92,14 @@ def run(
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     client: Client,
     pytorch_function: Callable[..., Any],
-    experiments: Iterable[Any],
+    experiments: Iterable[Any] | Search,
     *,
     workers: int | Callable[[Any], int] = 1,
     gang: Gang | None = None,
     stop_early: EarlyStopping | None = None,
     wandb: Wandb | None = None,
+    storage: str | None = None,
+    name: str | None = None,
 ) -> ModelFutures:
     """Train one model per experiment, as many at once as the client's workers can carry, each as its own gang.
 
@@ -101,7 +110,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         client: Connected to any Dask cluster whose workers have this package.
         pytorch_function: What each rank calls with its experiment. Its module need not exist on the workers.
         experiments: What the models differ in; anything that pickles. In an order that is the same in every attempt of
-            a Flyte task, since by its index a model finds its checkpoints; so in no set.
+            a Flyte task, since by its index a model finds its checkpoints; so in no set. Or a `Search`, by which an
+            Optuna study suggests each when there are workers for it.
         workers: How many workers each experiment takes, or a function of the experiment that says so.
         gang: How to form each gang.
         stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A
@@ -112,32 +122,53 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
             `wandb.group`, or that name with the execution's, or with a random one in local runs. Runs of finished
             and of stopped models have exit code 0, those of failed ones 1. Offline runs are written where their rank
             0 is. In a Flyte task a `wandb.secret` must be among the task's `secret_requests`.
+        storage: A folder or an fsspec URL (`s3://bucket/prefix`) that keeps what comes of each model, as it comes, in
+            `storage/name/index`. The same call again, after an interruption, by another process, in a Flyte retry or
+            with more experiments at the end, trains what is missing only and takes up what was begun: a finished model
+            has its result and records again, one that was stopped early its records (without `stop_early` it is trained
+            on), and any other goes on from its newest checkpoint, failed and cancelled ones included. Files that ranks
+            submit are not kept. Two processes must not use one name at a time. Results, records and checkpoints are
+            pickles, which are trusted when they are read back: let nobody else write there.
+        name: Of the folder in `storage`; None is the function's name. Kept there of another function, or with other
+            experiments where models have begun, is an error that says what differs.
 
     Returns:
         One future per experiment, in their order, with rank 0's return value and, as `records`, what rank 0 has logged
-        so far; the whole has `result`, `exception`, `cancel` and `as_completed` too. A failed experiment fails alone.
+        so far; the whole has `result`, `exception`, `cancel`, `as_completed`, `best` and `to_frame` too. A failed
+        experiment fails alone. In a notebook a table shows how it stands with all, until they have ended.
 
     Raises:
         ValueError: An argument is of the wrong kind, a number of workers is not a whole number from 1 up, `wandb` has
-            an id, or what `run` says of `gang`.
+            an id, `storage` has another call's models, or what `run` says of `gang`.
         GangStartError: The cluster has fewer workers than some experiment takes.
         TypeError: The function or an experiment cannot be pickled, or what `run` says of functions and arguments.
         ImportError: `stop_early` needs Optuna, which is not installed.
     """
     from flytekitplugins.daskpytorch.sweep import models
+    from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
-    others = {"experiments": experiments, "stop_early": stop_early, "wandb": wandb}
+    others = {
+        "experiments": experiments,
+        "stop_early": stop_early,
+        "wandb": wandb,
+        "storage": storage,
+        "name": name,
+    }
     problems = _checked("dispatch.map", client, pytorch_function, gang, **others)
     is_ordered = isinstance(experiments, Iterable) and not isinstance(
         experiments, (str, bytes, Mapping, set, frozenset)
     )
-    problems.unless(is_ordered, "experiments", "a list or another iterable that has an order")
+    is_search = isinstance(experiments, Search)
+    problems.unless(is_ordered or is_search, "experiments", "a list or another iterable that has an order, or a Search")
+    problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
     problems.unless(isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", "None or an EarlyStopping")
     problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", "None or a Wandb")
+    problems.unless(storage is None or is_text(storage), "storage", "None, a folder or a URL")
+    problems.unless(name is None or (storage is not None and is_key(name)), "name", f"None, or with storage {A_KEY}")
     problems.raise_any()
     check_function(pytorch_function)
-    experiments = list(experiments)
-    for experiment in experiments:
+    experiments = experiments if isinstance(experiments, Search) else list(experiments)
+    for experiment in [None] if isinstance(experiments, Search) else experiments:
         check_arguments(pytorch_function, experiment)
     return models.train_all(
         client,
@@ -147,6 +178,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         settings=gang or Gang(),
         stop_early=stop_early,
         wandb=wandb,
+        storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
 
 

@@ -10,9 +10,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import optuna
     from flytekit import Secret
 
-__all__ = ["EarlyStopping", "Gang", "Wandb"]
+__all__ = ["EarlyStopping", "Gang", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -34,6 +35,7 @@ TEXT = "a text without control characters"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 """And halves of characters, which cannot be written as UTF-8."""
 KEY = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+A_KEY = "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two"
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
 """What Weights & Biases takes."""
 
@@ -98,9 +100,9 @@ class Gang:
         problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
         problems.unless(isinstance(self.hints, bool), "hints", "True or False")
         problems.unless(
-            self.key is None or (isinstance(self.key, str) and KEY.fullmatch(self.key) is not None),
+            self.key is None or is_key(self.key),
             "key",
-            "None or up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
+            f"None or {A_KEY}",
         )
         problems.unless(
             isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
@@ -139,6 +141,36 @@ class EarlyStopping:
             is_whole(self.reduction_factor, 2, MAX_COUNT), "reduction_factor", f"a whole number from 2 to {MAX_COUNT}"
         )
         problems.unless(is_count(self.grace_period), "grace_period", COUNT)
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as there are workers for it.
+
+    The study's sampler knows of all that have ended by then. Its pruner, which is a `MedianPruner` where none was
+    chosen, stops models early by what rank 0 logs with both `epoch` and the metric; the first of an epoch counts.
+    """
+
+    study: optuna.Study
+    """As `optuna.create_study` makes it, with a storage or without; each of its trials says as `user_attrs["model"]`
+    which model it is."""
+    suggest: Callable[[optuna.Trial], Any]
+    """Makes an experiment of a trial, by its `suggest_float` and the like. Called in this process, and only there."""
+    num_models: int
+    """How many models are trained."""
+    metric: str | None = None
+    """What the study is told of a finished model: the newest value of this name that rank 0 has logged. None: what rank
+    0 returns, a number, or several for a study with several directions, and no model is stopped early."""
+
+    def __post_init__(self) -> None:
+        problems = Problems("Search", self)
+        problems.unless(hasattr(self.study, "ask") and hasattr(self.study, "tell"), "study", "an optuna.Study")
+        problems.unless(callable(self.suggest), "suggest", "a function that makes an experiment of a trial")
+        problems.unless(is_count(self.num_models), "num_models", COUNT)
+        problems.unless(
+            self.metric is None or (isinstance(self.metric, str) and bool(self.metric)), "metric", "None or a name"
+        )
         problems.raise_any()
 
 
@@ -255,6 +287,11 @@ def is_seconds(value: object, least: float = 0.0) -> bool:
 def is_among(value: object, words: tuple[str, ...]) -> bool:
     """Whether it is one of these words."""
     return isinstance(value, str) and value in words
+
+
+def is_key(value: object) -> bool:
+    """Whether it may be a part of paths and names."""
+    return isinstance(value, str) and KEY.fullmatch(value) is not None
 
 
 def is_text(value: object) -> bool:

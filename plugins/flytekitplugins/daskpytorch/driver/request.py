@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_exec
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = ["Keys", "Request", "named", "request_for", "take_keys"]
+__all__ = ["Keys", "Request", "key_of", "named", "request_for", "take_keys"]
 
 MAX_NAME = 100
 """Characters of a function's name, of which the last count."""
@@ -133,7 +133,7 @@ class Keys:
         with self._lock:
             if task is not None and task is not self._task:  # locally, many tasks run in one process
                 self._task, self._taken, self._num_calls = task, set(), Counter()
-            for base in [asked] if asked is not None else self._numbered(_name_of(function)):
+            for base in [asked] if asked is not None else self._numbered(key_of(function)):
                 keys = [f"{base}{suffix}" for suffix in suffixes]
                 if self._taken.isdisjoint([base, *keys]) or (asked is not None and task is None):
                     self._taken.update([base, *keys])
@@ -154,7 +154,8 @@ def take_keys(function: Callable[..., Any], asked: str | None, suffixes: Sequenc
     return _keys.take(function, asked, suffixes, current_execution().task)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def key_of(function: Callable[..., Any]) -> str:
+    """A function's name as part of a path."""
     name = name_of(function).replace("<locals>.", "")
     return re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[-MAX_NAME:].strip("-")
 

@@ -19,7 +19,6 @@ from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
-from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
@@ -83,7 +82,7 @@ class Supervisor:
                 self._agents = self._listen(checkpoints, stack)
                 try:
                     return self._see_through(checkpoints)
-                except (GangCancelledError, StoppedEarlyError):
+                except GangCancelledError:
                     raise
                 except Exception:
                     checkpoints.flush(self._deadlines.storage)  # for the next attempt, if Flyte makes one
@@ -116,6 +115,7 @@ class Supervisor:
         code = self._request.code or pack_code()  # while the agents are on their way
         if (checkpoint := checkpoints.restore()) is not None:
             text = f"going on from the previous attempt's checkpoint of step {checkpoint.step}"
+            self._observers.tell("resumed", checkpoint.step)
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
             if self._launcher.num_wanted * self._request.ranks_per_worker > 1:

@@ -51,7 +51,10 @@ class StorageUpload:
         if not previous:
             return None
         try:
-            for file in self._patiently(functools.partial(self._read_manifest, previous, folder)):
+            manifest = self._patiently(functools.partial(self._read_manifest, previous, folder))
+            if previous == self._paths.own:  # what is there already need not be copied, and is to be removed some day
+                self._listed = manifest
+            for file in manifest:
                 target = folder / file.name
                 self._patiently(functools.partial(self._fetch, f"{previous}/{file.name}", target))
                 if target.is_file() and digest_of(target) == file.digest:
@@ -117,7 +120,8 @@ class StorageUpload:
 
     def _copy(self, file: CheckpointFile, path: Path) -> None:
         own, access = self._paths.own, self._paths.file_access
-        access.put_data(str(path), f"{own}/{file.name}")
+        if all(file.name != other.name for other in self._listed):
+            access.put_data(str(path), f"{own}/{file.name}")
         listed = [file, *(other for other in self._listed if other.name != file.name)]
         manifest = path.with_name(f"{path.name}.manifest")
         manifest.write_text(json.dumps({"checkpoints": [asdict(entry) for entry in listed[:NUM_KEPT]]}))

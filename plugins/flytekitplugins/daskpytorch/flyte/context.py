@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.models.security import Secret
@@ -38,6 +39,10 @@ class FlyteExecution(host.Execution):
             previous=f"{previous}/{CHECKPOINTS}/{key}" if previous else None,
             own=f"{own}/{CHECKPOINTS}/{key}",
         )
+
+    def filesystem(self, uri: str) -> Any:
+        """As Flyte's own data."""
+        return self._ctx.file_access.get_filesystem_for_path(uri)
 
     def secret(self, name: Secret) -> str:
         """As Flyte has mounted it."""

@@ -45,6 +45,12 @@ class Execution:
         """Where the gang of this key keeps its checkpoints; None where no other attempt will look for them."""
         return None
 
+    def filesystem(self, uri: str) -> Any:
+        """The fsspec file system of a folder or an fsspec URL, with what the host knows of how to get there."""
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(uri)[0]
+
     def secret(self, name: Any) -> str:
         """The value of a secret with this group, key and group version, as `flytekit.Secret` has them.
 

@@ -78,6 +78,9 @@ class Observer:
         """What makes its part in rank 0; called after `placed`, and travels pickled. None: it has none there."""
         return None
 
+    def resumed(self, step: int) -> None:
+        """The gang starts from the checkpoint of this step, of an attempt before; called before all else."""
+
     def formed(self, seconds: float) -> None:
         """All ranks have met, this long after the gang was asked for."""
 

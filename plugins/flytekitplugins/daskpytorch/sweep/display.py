@@ -27,8 +27,12 @@ MAX_LABEL = 48
 class SweepDisplay:
     """Shows all models of one `dispatch.map`, on standard error."""
 
-    def __init__(self, num_models: int, console: Console | None = None) -> None:
+    def __init__(self, num_models: int, console: Console | None = None, *, is_quiet: bool = False) -> None:
+        """Show `num_models`; if it `is_quiet`, only what a table of them does not: outputs, notes and errors."""
         self._console = console or terminal()
+        if is_quiet:  # rich would make each line in a notebook an output of its own
+            self._console.is_jupyter = False
+        self._is_quiet = is_quiet
         self._num_models = num_models
         self._num_ended = 0
         self._num_early = 0
@@ -41,10 +45,16 @@ class SweepDisplay:
         """The watcher of one model's gang."""
         return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
 
+    def restored(self, num_ended: int, num_early: int, where: str) -> None:
+        """Say what was done in an attempt before."""
+        self._num_ended, self._num_early = num_ended, num_early
+        early = f", {num_early} of them early" if num_early else ""
+        self.tell(f"{num_ended} of {self._num_models} models have ended before{early}, as {where} has it")
+
     @property
     def is_live(self) -> bool:
         """Whether there are lines that change."""
-        return bool(self._console.is_terminal)
+        return bool(self._console.is_terminal) and not self._is_quiet
 
     def add(self, label: str) -> TaskID:
         """Show a line for a model that begins to train."""
@@ -55,6 +65,11 @@ class SweepDisplay:
     def update(self, task: TaskID, record: LogRecord) -> None:
         """Show a model's newest values."""
         show(self._bars, task, record)
+
+    def tell(self, text: str) -> None:
+        """Write a line about what a table has, too."""
+        if not self._is_quiet:
+            self.print(text)
 
     def remove(self, task: TaskID) -> None:
         """Take a model's line away."""
@@ -74,7 +89,7 @@ class SweepDisplay:
                 self._counted_at = time.monotonic()
                 early = f", {self._num_early} of them early" if self._num_early else ""
                 failed = f", {self._num_failed} of them failed" if self._num_failed else ""
-                self.print(f"{self._num_ended} of {self._num_models} models have ended{early}{failed}")
+                self.tell(f"{self._num_ended} of {self._num_models} models have ended{early}{failed}")
 
     def print(self, text: str) -> None:
         """Write a line that stays."""
@@ -110,14 +125,14 @@ class _Line(Observer):
         epoch, now = record.epoch or 0, time.monotonic()
         if epoch != self._epoch or now - self._shown_at >= PLAIN_INTERVAL:
             self._epoch, self._shown_at = epoch, now
-            self._board.print(f"{self._name} {self._experiment}: {describe_record(record)}")
+            self._board.tell(f"{self._name} {self._experiment}: {describe_record(record)}")
 
     def ended(self, error: Exception | None) -> None:
         if self._task is not None:
             self._board.remove(self._task)
         if isinstance(error, StoppedEarlyError):
             how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
-            self._board.print(f"{self._name} {self._experiment} {how}")
+            self._board.tell(f"{self._name} {self._experiment} {how}")
         elif error is not None:
             how = one_line(str(error).partition("\n")[0], MAX_LINE)
             self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {how}")

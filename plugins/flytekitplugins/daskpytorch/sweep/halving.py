@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.settings import EarlyStopping
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["Halving"]
+__all__ = ["Halving", "is_last"]
 
 MAX_NAMES = 20
 """Of metrics, in the notice that the one asked for is not among them."""
@@ -42,10 +42,19 @@ class Halving:
         self._has_said = False
         """It needs not, or not again, be said that the metric is missing."""
 
-    def judge(self, index: int, say: Callable[[str], None]) -> Observer:
-        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped."""
+    def judge(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> _Judge:
+        """The watcher of one model's gang; its `logged` raises `StoppedEarlyError` when the model is to be stopped.
+
+        `before` is what the model has logged in an attempt before: it counts as far as the gang goes on from there.
+        """
         with self._lock:
-            return _Judge(self, self._study.ask(), index, say)
+            return _Judge(self, self._study.ask(), index, say, before)
+
+    def remember(self, index: int, records: Sequence[LogRecord], error: StoppedEarlyError | None) -> None:
+        """Compare the others with a model that has ended in an attempt before, too."""
+        judge = self.judge(index, lambda _: None, records)
+        judge.recall(math.inf)
+        self.settle(judge.trial, error, judge.value)
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
         """Take in a model's value at a rung, or after it; whether it is to be stopped."""
@@ -86,12 +95,13 @@ class Halving:
 @dataclass(eq=False)
 class _Judge(Observer):
     _halving: Halving
-    _trial: optuna.Trial
+    trial: optuna.Trial
     _index: int
     _say: Callable[[str], None]
+    _before: Sequence[LogRecord] = ()
     _epoch: int | None = None
     """The newest that was reported."""
-    _value: float = math.nan
+    value: float = math.nan
     """The metric after it."""
     _first_epoch: int | None = None
     """The first that was logged with or without the metric."""
@@ -104,9 +114,22 @@ class _Judge(Observer):
         self._rung = self._halving.next_rung(0)
         """The epoch from which on the next value is compared; Optuna takes ever longer to keep those between."""
 
+    def resumed(self, step: int) -> None:
+        self.recall(step)
+
+    def recall(self, step: float) -> None:
+        """Take in what was logged before, up to this step; what was decided then, was."""
+        for record in self._before:
+            if record.step <= step:
+                self._take(record)
+
     def logged(self, record: LogRecord) -> None:
-        if record.rank != 0 or self._is_stopped:
-            return
+        if record.rank == 0 and not self._is_stopped and self._take(record) and not is_last(record):
+            self._is_stopped = True
+            raise self._verdict(self._epoch or 0, self.value)
+
+    def _take(self, record: LogRecord) -> bool:
+        """Note a record; whether the model falls behind."""
         numbers = record.numbers
         epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
         value = numbers.get(self._settings.metric)
@@ -115,13 +138,12 @@ class _Judge(Observer):
         elif self._epoch is None or epoch > self._epoch:  # after a restart some come again
             if self._epoch is None:
                 self._halving.note_metric()
-            self._epoch, self._value = epoch, value
-            if self._falls_behind(epoch, value) and not _is_last(record):
-                self._is_stopped = True
-                raise self._verdict(epoch, value)
+            self._epoch, self.value = epoch, value
+            return self._falls_behind(epoch, value)
+        return False
 
     def ended(self, error: Exception | None) -> None:
-        self._halving.settle(self._trial, error, self._value)
+        self._halving.settle(self.trial, error, self.value)
         if error is None and self._epoch is None:
             self._complain()
 
@@ -129,7 +151,7 @@ class _Judge(Observer):
         if epoch < self._rung:
             return False
         self._rung = self._halving.next_rung(epoch)
-        return self._halving.falls_behind(self._trial, epoch, value)
+        return self._halving.falls_behind(self.trial, epoch, value)
 
     def _verdict(self, epoch: int, value: float) -> StoppedEarlyError:
         settings = self._settings
@@ -194,6 +216,6 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _is_last(record: LogRecord) -> bool:
+def is_last(record: LogRecord) -> bool:
     """Whether the training is done but for its end: stopping it would save nothing and cost its result."""
     return record.num_steps is not None and record.step + 1 >= record.num_steps

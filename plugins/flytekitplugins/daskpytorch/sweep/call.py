@@ -1,0 +1,178 @@
+"""What the models of one `dispatch.map` share, and how each gets ready. Runs in the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_code
+from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.settings import Gang, Wandb, shown
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.halving import Halving
+from flytekitplugins.daskpytorch.sweep.model import Model
+from flytekitplugins.daskpytorch.sweep.search import Suggestions
+from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage, SweepStorage
+
+__all__ = ["Call"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One `dispatch.map`."""
+
+    cluster: DaskAgents
+    function: Callable[..., Any]
+    workers: int | Callable[[Any], int]
+    settings: Gang
+    wandb: Wandb | None
+    storage: SweepStorage | None
+    halving: Halving | None
+    suggestions: Suggestions | None
+    board: SweepDisplay
+    keys: Sequence[str] = ()
+    """The models', by their indexes."""
+    execution: Execution = field(default_factory=current_execution)
+    """Of the thread that calls; others may not know it."""
+    code: Code = field(default_factory=pack_code)
+    runs: RunSettings | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        name, execution = name_of(self.function), self.execution.name
+        wandb = self.wandb
+        self.runs = None if wandb is None else wandb_run.sweep_settings(wandb, function=name, execution=execution)
+        self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
+
+    def model(self, index: int, kept: Kept | None, experiments: Sequence[Any] | None) -> Model:
+        """One of them, by its place in a list, or of a search as it was kept.
+
+        Raises:
+            ValueError: What was kept of it is not that of a search.
+        """
+        experiment = experiments[index] if experiments is not None else kept and kept.experiment
+        model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
+        if self.suggestions is not None and kept is not None:
+            if kept.trial is None:
+                raise ValueError(
+                    f"dispatch.map(storage=...): what is kept of experiment {index} was in a list, not suggested by a "
+                    "study. Give this call a name of its own, or remove what is kept."
+                )
+            if not self.is_over(model):
+                self.suggestions.attach(index, kept)
+        return model
+
+    def size(self, index: int, experiment: Any) -> int:
+        """How many workers an experiment takes.
+
+        Raises:
+            ValueError: That is no number of workers.
+            GangStartError: There are not as many.
+        """
+        size = self.workers(experiment) if callable(self.workers) else self.workers
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"experiment {index} takes workers={shown(size)}: must be a whole number from 1 up")
+        if size > (there := len(self.cluster.workers)):
+            raise GangStartError(
+                f"experiment {index} takes {size} workers; the cluster at {self.cluster.scheduler} has {there}. "
+                "Start workers, or wait for them with client.wait_for_workers(n)."
+            )
+        return size
+
+    def ask(self, model: Model) -> None:
+        """Have the study suggest a model's experiment, and the model ready to be trained.
+
+        Raises:
+            Exception: As `prepare`, or whatever the study or the user's function raises.
+        """
+        if self.suggestions is None:
+            raise RuntimeError("there is nobody to ask")
+        experiment = self.suggestions.ask(model.index)
+        model.line = self.board.line(model.index, experiment)
+        self.prepare(model, experiment)
+        self.name(model)
+        if model.storage is not None:
+            self._note_begin(model, model.storage)
+
+    def _note_begin(self, model: Model, storage: ModelStorage) -> None:
+        try:
+            storage.note_begin()
+        except Exception as error:  # whatever a store's client raises: its first checkpoint will note it
+            model.line.noted(f"its trial could not be kept in {storage.folder} ({type(error).__name__}: {error})")
+
+    def prepare(self, model: Model, experiment: Any) -> None:
+        """Have a model ready to be trained, but for its name.
+
+        Raises:
+            ValueError: As `size`.
+            GangStartError: As `size`.
+            TypeError: The function or the experiment cannot be pickled.
+        """
+        model.experiment = experiment
+        model.num_workers = self.size(model.index, experiment)
+        settings = _fit(self.settings, model.num_workers)
+        model.request = request_for(self.function, (experiment,), {}, settings, code=self.code)
+
+    def name(self, model: Model) -> None:
+        """Give it its key, and with it its place in storage and its run."""
+        key = self.keys[model.index]
+        paths = self.execution.checkpoint_paths(key)
+        if self.storage is not None:
+            model.storage = self.storage.model(model.index, lambda: self._about(model))
+            paths = model.storage.paths
+        observers = [*model.request.observers]
+        if self.runs is not None:
+            run = wandb_run.model_settings(self.runs, index=model.index, key=key)
+            observers.append(wandb_run.WandbObserver(run, wandb_run.inputs_of(model.experiment)))
+        model.request = replace(model.request, key=key, storage=paths, observers=observers)
+
+    def observers(self, model: Model) -> list[Observer]:
+        """Those of its gang that belong to the sweep."""
+        observers = [model.line, model.log]
+        if self.halving is not None:
+            before = model.kept.records if model.kept is not None else ()
+            observers.append(self.halving.judge(model.index, model.line.noted, before))
+        if self.suggestions is not None:
+            observers.append(self.suggestions.reporter(model.index))
+        return observers
+
+    def is_over(self, model: Model) -> bool:
+        """Whether nothing is left to do, since the attempt before has done it.
+
+        A model that was stopped early then is trained to its end once nobody is to be stopped.
+        """
+        kept = model.kept
+        are_stopped = self.halving is not None or self.suggestions is not None
+        return kept is not None and kept.has_ended and (kept.stopped is None or are_stopped)
+
+    def recall(self, model: Model) -> None:
+        """Have the others compared with a model that is over."""
+        if model.kept is None:
+            return
+        if self.halving is not None:
+            self.halving.remember(model.index, model.kept.records, model.kept.stopped)
+        if self.suggestions is not None:
+            self.suggestions.recall(model.kept)
+
+    def tell(self, model: Model, error: BaseException | None, result: Any = None) -> None:
+        """Have a study hear how a model has ended."""
+        try:
+            if self.suggestions is not None:
+                self.suggestions.tell(model.index, error, result, model.log.newest)
+        except Exception as failure:  # whatever the study's storage raises: the model has its result all the same
+            model.line.noted(f"the study could not be told how it ended ({type(failure).__name__}: {failure})")
+
+    def _about(self, model: Model) -> dict[str, Any]:
+        about = {"experiment": model.experiment, "records": list(model.log.records)}
+        return about if self.suggestions is None else {**about, "trial": self.suggestions.trial(model.index)}
+
+
+def _fit(settings: Gang, num_workers: int) -> Gang:
+    least = settings.min_workers
+    return settings if least is None or least <= num_workers else replace(settings, min_workers=num_workers)

@@ -1,0 +1,115 @@
+"""What is known of many models, a row for each: for `to_frame`, and as a table for notebooks. Runs in the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol
+
+from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
+from flytekitplugins.daskpytorch.report import table
+
+__all__ = ["as_html", "counted", "fields_of", "is_notebook", "rows_of", "show_live"]
+
+STATUSES = ("training", "failed", "finished", "stopped early", "cancelled", "waiting")
+"""In the order in which they are of interest."""
+MAX_ROWS = 100
+"""Models that a notebook shows."""
+MAX_CELL = 60
+"""Characters of a cell."""
+REFRESH = 0.5
+"""Seconds from one look at what has changed to the next."""
+
+
+class Model(Protocol):
+    """What a row is made of, as `ModelFuture` has it."""
+
+    index: int
+    experiment: Any
+
+    @property
+    def status(self) -> str:
+        """One of `STATUSES`."""
+
+    @property
+    def step(self) -> int | None:
+        """The newest that it has named."""
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest value of each metric."""
+
+
+def rows_of(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """For each model its index, status and step, its experiment's fields, and the newest value of each metric.
+
+    A field that is called like one of those before it has `experiment.` before its name, a metric `metric.`.
+    """
+    rows = []
+    for model in models:
+        row: dict[str, Any] = {"model": model.index, "status": model.status, "step": model.step}
+        for kind, values in (("experiment", fields_of(model.experiment)), ("metric", model.metrics)):
+            row |= {f"{kind}.{name}" if name in row else name: value for name, value in values.items()}
+        rows.append(row)
+    return rows
+
+
+def fields_of(experiment: Any) -> dict[str, Any]:
+    """A dictionary's items, the fields of a dataclass or a named tuple, or the experiment itself."""
+    if isinstance(experiment, Mapping):
+        return {str(name): value for name, value in experiment.items()}
+    if dataclasses.is_dataclass(experiment):
+        return {field.name: getattr(experiment, field.name) for field in dataclasses.fields(experiment)}
+    if isinstance(experiment, tuple) and hasattr(experiment, "_asdict"):
+        return dict(experiment._asdict())
+    return {"experiment": experiment}
+
+
+def counted(models: Sequence[Model]) -> str:
+    """How it stands with all, in a line such as `8 models: 2 training, 5 finished, 1 waiting`."""
+    counts = Counter(model.status for model in models)
+    each = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    return f"{len(models)} model{'' if len(models) == 1 else 's'}{each and ': '}{each}"
+
+
+def as_html(models: Sequence[Model]) -> str:
+    """A table of all models, or of the most interesting ones where they are many; without secrets."""
+    chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
+    rows = rows_of(sorted(chosen, key=lambda model: model.index))
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
+    rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
+    return f"<p>{counted(models)}</p>{table([one_line(name, MAX_CELL) for name in header], cells)}{rest}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), MAX_CELL)
+
+
+def is_notebook() -> bool:
+    """Whether this process is a notebook's kernel; imports nothing to find out."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+def show_live(futures: Sequence[Future[Any]], html: Callable[[], str]) -> None:
+    """Show a table where a notebook's cell has its output, and keep it up to date until all have ended."""
+    from IPython.display import HTML, display
+
+    shown = html()
+    handle = display(HTML(shown), display_id=True)
+
+    def follow(shown: str) -> None:
+        are_waiting = True
+        while are_waiting:
+            are_waiting = bool(wait(futures, REFRESH).not_done)
+            if (now := html()) != shown:
+                handle.update(HTML(shown := now))
+
+    threading.Thread(target=follow, args=(shown,), name="daskpytorch-table", daemon=True).start()

@@ -1,0 +1,250 @@
+"""The futures of many models, without gangs: what is made of their results and records, and what a notebook shows."""
+
+from __future__ import annotations
+
+import io
+import math
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from rich.console import Console
+from traitlets.config import Config
+
+from flytekitplugins.daskpytorch import StoppedEarlyError
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.sweep import table
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
+from flytekitplugins.daskpytorch.sweep.model import Log, ModelFuture
+from flytekitplugins.daskpytorch.sweep.models import ModelFutures
+from processes import until
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    step: int
+
+
+class Pair(NamedTuple):
+    lr: float
+    depth: int
+
+
+def model(index: int, experiment: Any, *records: dict[str, Any]) -> ModelFuture:
+    log = Log()
+    for step, metrics in enumerate(records):
+        log.logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics))
+    return ModelFuture(index, experiment, log, lambda: False)
+
+
+def models_of(*futures: ModelFuture) -> ModelFutures:
+    models = ModelFutures.__new__(ModelFutures)
+    models._futures = list(futures)
+    return models
+
+
+STOPPED = StoppedEarlyError("experiment 2 of 6 was stopped early", epoch=1, metric="loss", value=0.1)
+FAILED = LookupError("no good")
+
+
+@pytest.fixture
+def models() -> ModelFutures:
+    """Six, each with an end of its own; the first two have finished."""
+    futures = [
+        model(0, {"lr": 0.5}, {"epoch": 1, "loss": 3.0}, {"epoch": 2, "loss": 2.0}, {"accuracy": 0.5}),
+        model(1, {"lr": 0.1}, {"epoch": 1, "loss": 1.0}),
+        model(2, {"lr": 0.01}, {"epoch": 1, "loss": 0.1}),
+        model(3, {"lr": 0.2}, {"epoch": 1, "loss": 0.2}),
+        model(4, {"lr": 0.3}, {"epoch": 1, "loss": 0.3}),
+        model(5, {"lr": 0.4}),
+    ]
+    for future in futures[:5]:
+        future.set_running_or_notify_cancel()
+    for future in futures[:2]:
+        future.set_result(f"model {future.index}")
+    futures[2].set_exception(STOPPED)
+    futures[3].set_exception(FAILED)
+    return models_of(*futures)
+
+
+def end(models: ModelFutures) -> None:
+    """What has not ended is cancelled: one while it trains, one while it waits."""
+    models[4].set_exception(CancelledError("cancelled"))
+    super(ModelFuture, models[5]).cancel()
+    models[5].set_running_or_notify_cancel()
+
+
+def test_how_it_stands_with_each(models: ModelFutures) -> None:
+    statuses = ["finished", "finished", "stopped early", "failed"]
+    assert [future.status for future in models] == [*statuses, "training", "waiting"]
+    assert repr(models) == ("<ModelFutures: 6 models: 1 training, 1 failed, 2 finished, 1 stopped early, 1 waiting>")
+    end(models)
+    assert [future.status for future in models] == [*statuses, "cancelled", "cancelled"]
+    assert repr(models[3]) == "<ModelFuture 3: failed, {'lr': 0.2}>"
+    assert repr(model(0, {"api_key": "k1"})) == "<ModelFuture 0: waiting, {'api_key': '(hidden)'}>"
+    assert repr(models_of()) == "<ModelFutures: 0 models>"
+    assert repr(models_of(model(0, 1))) == "<ModelFutures: 1 model: 1 waiting>"
+
+
+def test_one_bad_model_does_not_withhold_the_others_results(models: ModelFutures) -> None:
+    with pytest.raises(TimeoutError):
+        models.result(0.01, return_exceptions=True)
+    end(models)
+    found = models.result(return_exceptions=True)
+    assert found[:4] == ["model 0", "model 1", STOPPED, FAILED]
+    assert all(isinstance(error, CancelledError) for error in found[4:])
+    with pytest.raises(LookupError, match="no good"):
+        models.result()
+
+
+def test_a_result_that_is_an_exception_is_a_result() -> None:
+    future = model(0, 1)
+    future.set_result(FAILED)
+    assert models_of(future).result() == models_of(future).result(return_exceptions=True) == [FAILED]
+
+
+def test_the_best_is_a_finished_one_by_its_newest_value(models: ModelFutures) -> None:
+    with pytest.raises(TimeoutError):
+        models.best("loss", timeout=0.01)
+    end(models)
+    assert models.best("loss") is models[1]
+    assert models.best("loss", "max") is models[0]
+    assert models.best("accuracy", "max") is models[0]
+
+
+def test_nothing_is_best(models: ModelFutures) -> None:
+    end(models)
+    with pytest.raises(ValueError, match=r"best\(metric='losss'\): no finished .*: accuracy, epoch, loss$"):
+        models.best("losss")
+    with pytest.raises(ValueError, match=r"best\(mode='low'\): must be one of min, max"):
+        models.best("loss", "low")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="There are 0 models; the finished ones have logged: nothing"):
+        models_of().best("loss")
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_no_number_is_never_the_best(mode: Any) -> None:
+    futures = [model(index, index, {"loss": value}) for index, value in enumerate((math.nan, "low", 10**400, 5.0))]
+    for future in futures:
+        future.set_running_or_notify_cancel()
+        future.set_result(None)
+    assert models_of(*futures).best("loss", mode) is futures[3]
+
+
+def test_after_a_restart_the_newest_values_are_those_of_the_records_that_stay() -> None:
+    future = model(0, 1, {"loss": 3.0, "lr": 1.0}, {"loss": 2.0}, {"loss": 1.0, "late": 1.0})
+    assert (future.metrics, future.step) == ({"loss": 1.0, "lr": 1.0, "late": 1.0}, 2)
+    future._log.restarting("a rank was lost", 1)
+    assert (future.metrics, future.step) == ({"loss": 2.0, "lr": 1.0}, 1)
+    future._log.restarting("a rank was lost", None)
+    assert (future.metrics, future.step) == ({}, None)
+
+
+def test_a_frame_has_a_row_for_each_model(models: ModelFutures) -> None:
+    frame = models.to_frame()
+    assert list(frame.columns) == ["status", "step", "lr", "epoch", "loss", "accuracy"]
+    assert frame.index.name == "model"
+    assert list(frame.index) == list(range(6))
+    assert frame.sort_values("loss").lr.to_list()[:2] == [0.01, 0.2]
+    assert frame.loc[0, "step"] == 2
+    assert frame.loc[5].isna().sum() == 4
+    assert models_of().to_frame().empty
+
+
+def test_columns_of_one_name_are_told_apart() -> None:
+    shape = model(0, Shape(width=4, step=7), {"step": 70, "width": 40, "loss": 1.0})
+    pair, number = model(1, Pair(0.1, 3)), model(2, 17)
+    assert models_of(shape, pair, number).to_frame().columns.to_list() == [
+        "status",
+        "step",
+        "width",
+        "experiment.step",
+        "metric.step",
+        "metric.width",
+        "loss",
+        "lr",
+        "depth",
+        "experiment",
+    ]
+
+
+def test_without_pandas_it_is_said_what_to_install(models: ModelFutures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(ImportError, match=r'pip install "flytekitplugins-daskpytorch\[sweep\]"'):
+        models.to_frame()
+
+
+# ---- Notebooks
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDisplayPublisher:
+    """IPython as in a kernel, and what it publishes."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
+    shell.kernel = object()
+    monkeypatch.setattr(InteractiveShell, "_instance", shell)
+    monkeypatch.setattr(InteractiveShell, "initialized", classmethod(lambda _: True))
+    shell.display_pub = CapturingDisplayPublisher()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    return shell.display_pub
+
+
+def test_a_notebook_has_one_table_which_is_kept_up_to_date(
+    models: ModelFutures, notebook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "REFRESH", 0.01)
+    assert table.is_notebook()
+    table.show_live(models, models._repr_html_)
+    models[4]._log.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.125}))
+    until(lambda: "0.125" in notebook.outputs[-1]["data"]["text/html"], "the newest value")
+    end(models)
+    until(lambda: "2 cancelled" in notebook.outputs[-1]["data"]["text/html"], "the last state")
+    first, *others = notebook.outputs
+    assert not first["update"]
+    assert all(other["update"] for other in others)
+    assert {output["transient"]["display_id"] for output in notebook.outputs} == {first["transient"]["display_id"]}
+
+
+def test_beside_the_table_only_its_news_are_written(notebook: Any) -> None:
+    text = io.StringIO()
+    board = SweepDisplay(3, Console(file=text, force_jupyter=True, width=160, highlight=False), is_quiet=True)
+    for index, error in enumerate((None, STOPPED, FAILED)):
+        line = board.line(index, {"lr": index})
+        line.formed(0.1)
+        line.logged(LogRecord(rank=0, step=1, num_steps=2, time=0.0, metrics={"epoch": 1, "loss": 1.0}))
+        line.wrote(0, ["hello"])
+        line.noted("it goes on")
+        line.ended(error)
+    lines = [line for index in range(3) for line in (f"[model {index}, rank 0] hello", f"model {index}, it goes on")]
+    assert text.getvalue().splitlines() == [*lines, "model 2 {'lr': 2} failed: LookupError: no good"]
+    assert notebook.outputs == []
+
+
+def test_a_table_shows_what_is_of_interest_and_no_secrets(models: ModelFutures) -> None:
+    html = models._repr_html_()
+    assert html.startswith("<p>6 models: 1 training,")
+    assert "<td style='padding-right:1.5em'>stopped early</td>" in html
+    many = [model(index, {"password": "hush", "<b>": "<i>"}) for index in range(150)]
+    many[149].set_running_or_notify_cancel()
+    html = models_of(*many)._repr_html_()
+    assert html.count("<tr>") == 1 + table.MAX_ROWS
+    assert ">149<" in html
+    assert ">120<" not in html
+    assert "and 50 more" in html
+    assert "hush" not in html
+    assert "&lt;i&gt;" in html
+
+
+def test_where_there_is_no_kernel_there_is_no_notebook() -> None:
+    assert not table.is_notebook()
+
+
+def test_a_frame_is_pandas(models: ModelFutures) -> None:
+    assert isinstance(models.to_frame(), pd.DataFrame)

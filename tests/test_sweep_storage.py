@@ -1,0 +1,279 @@
+"""What a sweep leaves in storage, what is found there again, and what differs."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import fsspec
+import numpy as np
+import pytest
+import torch
+from distributed import Client
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
+
+from flytekitplugins.daskpytorch import StoppedEarlyError, dispatch
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StorageUpload
+from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.host import Execution
+from flytekitplugins.daskpytorch.sweep import storage as module
+from flytekitplugins.daskpytorch.sweep.storage import ModelStorage, SweepStorage
+
+RECORDS = [LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": 1.0 / step}) for step in (1, 2)]
+STOPPED = StoppedEarlyError("experiment 1 of 2 was stopped early", epoch=1, metric="loss", value=0.5)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    lr: float
+    tags: frozenset[str] = frozenset()
+
+
+class Opaque:
+    """Equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def train(experiment: object, data: object = None, hp: object = None) -> None:
+    """Is never called."""
+
+
+def other(experiment: object) -> None:
+    """Nor is this one."""
+
+
+@pytest.fixture(params=["folder", "memory"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
+
+
+def model_of(storage: SweepStorage, index: int, experiment: object) -> ModelStorage:
+    return storage.model(index, lambda: {"experiment": experiment, "records": RECORDS})
+
+
+def leave(storage: SweepStorage, experiments: list[Any], function: Callable[..., Any] = train) -> None:
+    """One model for each, which has ended."""
+    storage.open(function, experiments)
+    for index, experiment in enumerate(experiments):
+        model_of(storage, index, experiment).note_end(f"result {index}", None, pytest.fail)
+
+
+def test_what_was_kept_is_there_again(uri: str) -> None:
+    storage = SweepStorage(uri, "grid")
+    assert storage.open(train, [1, 2, 3]) == {}
+    for index, stopped in ((0, None), (1, STOPPED)):
+        model_of(storage, index, index + 1).note_begin()
+        model_of(storage, index, index + 1).note_end([index], stopped, pytest.fail)
+    model_of(storage, 2, 3).note_begin()
+
+    kept = SweepStorage(uri, "grid").open(train, [1, 2, 3, 4])
+    assert sorted(kept) == [0, 1, 2]
+    assert [(kept[index].has_ended, kept[index].result) for index in range(3)] == [
+        (True, [0]),
+        (True, [1]),
+        (False, None),
+    ]
+    assert kept[0].records == kept[2].records == RECORDS
+    assert [str(kept[index].stopped) for index in range(3)] == ["None", str(STOPPED), "None"]
+    assert SweepStorage(uri, "another").open(train, [5]) == {}
+
+
+def test_who_was_stopped_and_then_trained_on_for_a_while_has_the_later_records(tmp_path: Path) -> None:
+    storage = SweepStorage(str(tmp_path), "grid")
+    storage.model(0, lambda: {"experiment": 1, "records": RECORDS[:1]}).note_end(None, STOPPED, pytest.fail)
+    model_of(storage, 0, 1).note_begin()
+    kept = storage.open(train, [1])[0]
+    assert kept.stopped is not None
+    assert kept.records == RECORDS
+
+
+def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path: Path) -> None:
+    model = model_of(SweepStorage(uri, "grid"), 7, 1)
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"a state")
+    file = CheckpointFile(attempt=1, step=5, size=7, digest=digest_of(path))
+    upload = StorageUpload(model.paths)
+    upload.offer(file, path)
+    assert upload.flush(60)
+    upload.close()
+    fs, folder = fsspec.url_to_fs(f"{uri}/grid/7")
+    assert sorted(name.rpartition("/")[2] for name in fs.find(folder)) == sorted(["begun.pkl", MANIFEST, file.name])
+    assert SweepStorage(uri, "grid").open(train, None)[7].records == RECORDS
+    (tmp_path / "disk").mkdir()
+    found = StorageUpload(model.paths).restore(tmp_path / "disk")
+    assert found is not None
+    assert (found.step, (tmp_path / "disk" / found.name).read_bytes()) == (5, b"a state")
+
+
+@pytest.mark.parametrize("host", [Execution, lambda: FlyteExecution(FlyteContextManager.current_context())])
+def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Callable[[], Execution]
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    config = DataConfig.auto()
+    access = FileAccessProvider(str(tmp_path), f"s3://{s3['bucket']}/raw", data_config=config)
+    ctx = FlyteContextManager.current_context()
+    with FlyteContextManager.with_context(ctx.with_file_access(access)):
+        monkeypatch.setattr(module, "current_execution", host)
+        uri = f"s3://{s3['bucket']}/{uuid.uuid4().hex}"
+        test_what_was_kept_is_there_again(uri)
+        test_checkpoints_lie_beside_it_and_come_after_the_records(f"{uri}/more", tmp_path)
+
+
+@pytest.mark.parametrize("file", ["outcome.pkl", "begun.pkl", "call.pkl"])
+def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = SweepStorage(str(tmp_path), "grid")
+    leave(storage, [1])
+    model_of(storage, 0, 1).note_begin()
+    torn = next((tmp_path / "grid").rglob(file))
+    torn.write_bytes(torn.read_bytes()[:-9])
+    kept = SweepStorage(str(tmp_path), "grid").open(train, [1])
+    assert kept[0].has_ended == (file != "outcome.pkl")
+    assert f"{torn} is not whole" in capsys.readouterr().err
+
+
+def test_a_file_that_was_begun_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = SweepStorage(str(tmp_path), "grid")
+    leave(storage, [1])
+    before = sorted((tmp_path / "grid").rglob("*"))
+
+    def die(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", die)
+    with pytest.raises(KeyboardInterrupt):
+        model_of(storage, 0, 1).note_end("another", None, pytest.fail)
+    monkeypatch.undo()
+    assert sorted((tmp_path / "grid").rglob("*")) == before
+    assert storage.open(train, [1])[0].result == "result 0"
+
+
+def test_storage_that_fails_is_tried_again_and_harms_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_AFTER", (0.0, 0.0))
+    storage, said = SweepStorage(str(tmp_path), "grid"), []
+    failures = [OSError("full"), OSError("full")]
+    write = storage.files.write
+    monkeypatch.setattr(storage.files, "write", lambda *args: _raise(failures.pop()) if failures else write(*args))
+    model_of(storage, 0, 1).note_end("a result", None, said.append)
+    assert len(said) == 2
+    assert storage.open(train, [1])[0].result == "a result"
+    monkeypatch.setattr(storage.files, "write", lambda *_: _raise(OSError("full")))
+    model_of(storage, 1, 1).note_end("a result", None, said.append)
+    assert said[-1].endswith("(OSError: full); the same call would train the model again")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+# ---- Is it the same call?
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [
+        ({"lr": 0.1, "n": 1}, {"n": 1, "lr": 0.1}),
+        (Experiment(0.1, frozenset("abc")), Experiment(0.1, frozenset("cba"))),
+        ({"x": float("nan")}, {"x": float("nan")}),
+        ({"x": np.arange(3)}, {"x": np.arange(3)}),
+        (torch.arange(3), torch.arange(3)),
+        ({"layers": [torch.ones(2)]}, {"layers": [torch.ones(2)]}),
+        (Opaque("ab"), Opaque("ab")),
+        (Opaque({"k": [1, 2]}), Opaque({"k": [1, 2]})),
+        (len, len),
+    ],
+)
+def test_equal_experiments_are_equal_however_they_compare(tmp_path: Path, kept: Any, given: Any) -> None:
+    leave(SweepStorage(str(tmp_path), "grid"), [kept])
+    assert list(SweepStorage(str(tmp_path), "grid").open(train, [given])) == [0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "given", "said"),
+    [
+        ({"lr": 0.1, "n": 1}, {"lr": 0.2, "n": 1}, r"experiment 0: lr was 0\.1, and is 0\.2\. Models"),
+        ({"lr": 0.1}, {"lr": 0.1, "n": 2}, r"experiment 0: n was not there, and is 2"),
+        (Experiment(0.1), Experiment(0.3), r"experiment 0: lr was 0\.1, and is 0\.3"),
+        (Experiment(0.1), {"lr": 0.1, "tags": frozenset()}, r"experiment 0 is another"),
+        ({"x": np.arange(3)}, {"x": np.arange(4)}, r"experiment 0: x was array\(\[0, 1, 2\]\), and is array"),
+        (Opaque("ab"), Opaque("ac"), r"experiment 0: experiment was <"),
+        ({"api_key": "one"}, {"api_key": "two"}, r"api_key was '\(hidden\)', and is '\(hidden\)'"),
+    ],
+)
+def test_other_experiments_are_refused_and_told(tmp_path: Path, kept: Any, given: Any, said: str) -> None:
+    leave(SweepStorage(str(tmp_path), "grid"), [kept])
+    with pytest.raises(ValueError, match=said):
+        SweepStorage(str(tmp_path), "grid").open(train, [given])
+
+
+def test_of_many_differences_some_are_told(tmp_path: Path) -> None:
+    leave(SweepStorage(str(tmp_path), "grid"), list(range(6)))
+    with pytest.raises(ValueError, match=r"experiment 2: experiment was 2, and is 12; and 3 more\. Models that have"):
+        SweepStorage(str(tmp_path), "grid").open(train, [number + 10 for number in range(6)])
+
+
+def test_only_what_has_begun_must_be_the_same(tmp_path: Path) -> None:
+    leave(SweepStorage(str(tmp_path), "grid"), [1, 2])
+    assert sorted(SweepStorage(str(tmp_path), "grid").open(train, [1, 2, 30, 40])) == [0, 1]
+    assert sorted(SweepStorage(str(tmp_path), "grid").open(train, [1])) == [0, 1]
+
+
+def test_another_function_is_refused_and_told(tmp_path: Path) -> None:
+    leave(SweepStorage(str(tmp_path), "grid"), [1])
+    with pytest.raises(ValueError, match=f"{tmp_path}/grid is of another call: the function was train, and is other"):
+        SweepStorage(str(tmp_path), "grid").open(other, [1])
+
+
+def test_arguments_that_are_bound_to_the_function_belong_to_it(tmp_path: Path) -> None:
+    many = list(range(100_000))
+    leave(SweepStorage(str(tmp_path), "grid"), [1], functools.partial(train, hp={"epochs": 3}, data=many))
+    same = functools.partial(functools.partial(train, data=many), hp={"epochs": 3})
+    assert 0 in SweepStorage(str(tmp_path), "grid").open(same, [1])
+    assert (tmp_path / "grid" / "call.pkl").stat().st_size < 1_000
+    with pytest.raises(ValueError, match=r"argument hp was \{'epochs': 3\}, and is \{'epochs': 5\}"):
+        SweepStorage(str(tmp_path), "grid").open(functools.partial(train, hp={"epochs": 5}), [1])
+
+
+def test_what_needs_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(SweepStorage(str(tmp_path), "grid"), [Opaque(1)])
+    monkeypatch.delattr(f"{__name__}.Opaque")
+    with pytest.raises(ValueError, match=r"grid/0/outcome\.pkl cannot be read \(AttributeError: .*is a class that it"):
+        SweepStorage(str(tmp_path), "grid").open(train, [1])
+
+
+def test_classes_go_by_reference_where_that_is_possible() -> None:
+    assert module._pickled(Experiment(0.1)) == pickle.dumps(Experiment(0.1))
+    function = lambda: 17  # noqa: E731
+    assert cloudpickle.loads(module._pickled(function))() == 17
+
+
+# ---- What `map` refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"storage": 5}, r"storage=5\): must be None, a folder or a URL"),
+        ({"storage": ""}, r"storage=''\): must be"),
+        ({"storage": "kept", "name": "a/b"}, r"name='a/b'\): must be None, or with storage up to 100"),
+        ({"name": "grid"}, r"name='grid'\): must be None, or with storage"),
+    ],
+)
+def test_a_place_that_is_none(arguments: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dispatch.map(Client.__new__(Client), train, [1], **arguments)

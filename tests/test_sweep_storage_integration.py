@@ -1,0 +1,146 @@
+"""Sweeps that are interrupted, and go on from what storage has of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from conftest import REPOSITORY
+from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
+from flytekitplugins.daskpytorch.sweep.storage import _Files
+from processes import Cluster, dask_cluster, end, nothing_left_behind, until
+
+VICTIM = REPOSITORY / "tests" / "sweep_victim.py"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers, which all tests leave alive."""
+    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 2) as running:
+        yield running
+
+
+def allow(folder: Path, limit: int) -> None:
+    """Models below this index may end."""
+    (folder / "new").write_text(str(limit))
+    (folder / "new").replace(folder / "limit")
+
+
+@pytest.mark.parametrize(("num_models", "limits"), [(6, [2]), pytest.param(30, [7, 15, 24], marks=pytest.mark.slow)])
+def test_a_sweep_that_is_killed_goes_on_and_trains_no_model_twice_to_its_end(
+    cluster: Cluster, tmp_path: Path, num_models: int, limits: list[int]
+) -> None:
+    command = [sys.executable, str(VICTIM), cluster.address, str(tmp_path), str(num_models)]
+    kept = tmp_path / "kept" / "grid"
+    allow(tmp_path, 0)
+    for limit in limits:
+        driver = subprocess.Popen(command)
+        try:
+            allow(tmp_path, limit)
+            ended = [kept / f"{index}/outcome.pkl" for index in range(limit)]
+            begun = [kept / f"{index}/manifest.json" for index in (limit, limit + 1)]
+            until(lambda: all(path.exists() for path in ended + begun), "some to end, and the next two to begin")  # noqa: B023
+            until(lambda: all(b'"step": 3' in path.read_bytes() for path in begun), "their last checkpoints")  # noqa: B023
+        finally:
+            end(driver)
+
+    allow(tmp_path, num_models)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results, steps = json.loads(done.stdout)
+    assert results == [index * index for index in range(num_models)]
+    assert steps == [[1, 2, 3]] * num_models
+    traces = [(tmp_path / f"trace-{index}").read_text().split() for index in range(num_models)]
+    assert traces == [["1", "2", "3", "end"]] * num_models  # what was begun was taken up after its last epoch
+    assert f"{limits[-1]} of {num_models} models have ended before, as {kept} has it" in done.stderr
+
+
+def follow(experiment: dict[str, object]) -> float:
+    """Epochs with a checkpoint after each, and a line in a file; the number that it is to fail in, once."""
+    rank, trace = current_rank(), Path(str(experiment["trace"]))
+    first = (rank.checkpoint.load() or 0) + 1
+    for epoch in range(first, 5):
+        with trace.open("a") as file:
+            file.write(f"{epoch}\n")
+        rank.checkpoint.save(epoch, epoch)
+        rank.checkpoint.flush()
+        rank.log({"epoch": epoch, "loss": experiment["loss"]}, step=epoch)
+        if epoch == experiment.get("fails_in") and not trace.with_suffix(".failed").exists():
+            trace.with_suffix(".failed").touch()
+            raise LookupError("no good")
+        while epoch == 2 and "waits_for" in experiment and not Path(str(experiment["waits_for"])).exists():
+            time.sleep(0.01)
+    return float(str(experiment["loss"]))
+
+
+def traced(folder: Path, number: int) -> list[int]:
+    return [int(line) for line in (folder / f"{number}").read_text().split()]
+
+
+def numbered(records: list[LogRecord]) -> list[int]:
+    return [record.step for record in records]
+
+
+def test_a_stopped_model_keeps_its_last_value_and_checkpoint(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is stopped after its first epoch that counts, since the first has been there with a better loss."""
+    put = _Files.put
+
+    def put_slowly(*args: Any) -> None:
+        time.sleep(1.0)  # a checkpoint is on its way when its model is stopped
+        put(*args)
+
+    monkeypatch.setattr(_Files, "put", put_slowly)
+    never = tmp_path / "never"
+    grid = [
+        {"trace": str(tmp_path / "0"), "loss": 1.0},
+        {"trace": str(tmp_path / "1"), "loss": 2.0, "waits_for": str(never)},
+    ]
+    halve = EarlyStopping(metric="loss", reduction_factor=2, grace_period=2)
+    best = dispatch.map(client, follow, grid[:1], stop_early=halve, storage=str(tmp_path / "kept"))
+    assert best.result() == [1.0]
+    models = dispatch.map(client, follow, grid, stop_early=halve, storage=str(tmp_path / "kept"))
+    assert models.result() == [1.0, None]  # the first is compared with, though it is not trained
+    assert (traced(tmp_path, 0), traced(tmp_path, 1)) == ([1, 2, 3, 4], [1, 2])
+
+    again = dispatch.map(client, follow, grid, stop_early=halve, storage=str(tmp_path / "kept"))
+    assert again.done()
+    error = again[1].exception()
+    assert isinstance(error, StoppedEarlyError)
+    assert (error.epoch, error.metric, error.value) == (2, "loss", 2.0)
+    assert again[1].metrics == {"epoch": 2, "loss": 2.0}
+    assert [future.status for future in again] == ["finished", "stopped early"]
+    assert [numbered(future.records) for future in again] == [[1, 2, 3, 4], [1, 2]]
+
+    never.touch()
+    on = dispatch.map(client, follow, grid, storage=str(tmp_path / "kept"))
+    assert on.result() == [1.0, 2.0]
+    assert (traced(tmp_path, 0), traced(tmp_path, 1)) == ([1, 2, 3, 4], [1, 2, 3, 4])
+    assert numbered(on[1].records) == [1, 2, 3, 4]
+
+
+def test_a_failed_model_is_trained_on_and_others_are_appended(client: Client, tmp_path: Path) -> None:
+    grid = [
+        {"trace": str(tmp_path / "0"), "loss": 1.0, "fails_in": 3},
+        {"trace": str(tmp_path / "1"), "loss": 2.0},
+        {"trace": str(tmp_path / "2"), "loss": 3.0},
+    ]
+    once = Gang(max_restarts=0)
+    models = dispatch.map(client, follow, grid[:2], gang=once, storage=str(tmp_path / "kept"), name="grid")
+    assert isinstance(models[0].exception(), LookupError)
+    assert models[1].result() == 2.0
+    models = dispatch.map(client, follow, grid, gang=once, storage=str(tmp_path / "kept"), name="grid")
+    assert models.result() == [1.0, 2.0, 3.0]
+    assert [traced(tmp_path, number) for number in range(3)] == [[1, 2, 3, 4]] * 3
+    assert [numbered(model.records) for model in models] == [[1, 2, 3, 4]] * 3
+    with pytest.raises(ValueError, match=r"experiment 1: loss was 2\.0, and is 5\.0"):
+        dispatch.map(client, follow, [grid[0], {**grid[1], "loss": 5.0}], storage=str(tmp_path / "kept"), name="grid")
