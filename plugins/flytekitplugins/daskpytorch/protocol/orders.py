@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 STOPPED = 143
@@ -53,8 +55,8 @@ class RankOrder:
 
     place: Place
     job: Job
-    code: str
-    """Where the project's sources lie, unpacked."""
+    sources: Sources
+    program: Program
     scratch: str
     """The agent's folder: checkpoints come and go through it."""
     directory: str

@@ -23,13 +23,13 @@ import cloudpickle
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
-from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
+from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
-from flytekitplugins.daskpytorch.rank import hints
+from flytekitplugins.daskpytorch.rank import hints, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ def main(channel: Connection) -> int:
             else:
                 link.send(reports.Returned(_payload(order, returned, host, link)))
     except BaseException as error:
+        sources.explain(error, order.sources)
         position = (progress.step, progress.num_moves_since)
         is_final = has_returned and not _is_of_storage(error)
-        link.send(Failure.of(error, time.time(), order.code, position, is_final=is_final))
+        link.send(Failure.of(error, time.time(), position, is_final=is_final))
         _wind_up(observers, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
@@ -231,8 +232,8 @@ def _settle_in(order: RankOrder) -> None:
     loaders.shield()
 
     os.chdir(order.directory)
-    sys.path.insert(0, order.code)
-    sys.argv[1:] = []
+    sources.enter(order.sources)
+    program.enter(order.program, order.sources.script)
     faulthandler.enable()  # a rank that crashes in C code says where, in its log
     global _stacks_file
     _stacks_file = stacks_path(Path(order.scratch), order.place).open("a+")
