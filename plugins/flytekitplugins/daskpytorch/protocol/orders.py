@@ -138,7 +138,8 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
         "MASTER_PORT": str(port),
         # With it env:// joins the driver's store; without, rank 0 opens one.
         "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
-        "OMP_NUM_THREADS": str(place.num_threads),
+        # Not the worker's own: Dask gives all of them 1.
+        "OMP_NUM_THREADS": job.environment.get("OMP_NUM_THREADS", str(place.num_threads)),
         "CUDA_VISIBLE_DEVICES": place.gpu or "",
     }
     if interface is not None:

@@ -239,7 +239,8 @@ def _settle_in(order: RankOrder) -> None:
     _stacks_file = stacks_path(Path(order.scratch), order.place).open("a+")
     # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
     faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
-    torch.set_num_threads(order.place.num_threads)
+    threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have one for each level
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
 
 
 def _join_gang(order: RankOrder) -> None:
