@@ -15,8 +15,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, assert_never
 
 import cloudpickle
@@ -29,7 +31,8 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
-from flytekitplugins.daskpytorch.rank import hints, sources
+from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
+from flytekitplugins.daskpytorch.rank import hints, imports, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -53,6 +56,8 @@ def main(channel: Connection) -> int:
                 observers.open(order.job.observers)
             rank = _context(order, link, observers, progress, host)
             link.obey(rank, observers)
+            if order.data is not None:
+                imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             call = unpack_call(order.job.call)
             _join_gang(order)
             context.enter(rank)
@@ -241,6 +246,10 @@ def _settle_in(order: RankOrder) -> None:
     faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
     threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have one for each level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
+
+
+def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
+    import_module(way.guide).enter(distributed, way)
 
 
 def _join_gang(order: RankOrder) -> None:
