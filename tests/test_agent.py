@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -70,11 +73,11 @@ class Driver:
         assert self.connection is not None
         self.connection.send(message)
 
-    def start(self, function: Callable[[], object] = meet) -> None:
+    def start(self, function: Callable[[], object] = meet, sources: code.Code | None = None) -> None:
         """Have the only rank started."""
         assert self.node is not None
         [[place]] = place_ranks([self.node], 1)
-        self.send(messages.Start(job(function), code.pack_code(), [place]))
+        self.send(messages.Start(job(function), sources or code.pack_code(), [place]))
 
 
 def job(function: Callable[[], object]) -> Job:
@@ -128,6 +131,30 @@ def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
         driver.hear(messages.Heartbeat)
     driver.start()
     assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
+
+
+def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> tuple[str, str]:
+        import changes_later  # type: ignore[import-not-found]
+
+        return changes_later.TEXT, changes_later.__file__
+
+    file = tmp_path / "changes_later.py"
+    file.write_text("TEXT = 'before'")
+    module = ModuleType("changes_later")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "changes_later", module)
+    packed = code.pack_code()
+    driver.start(look, packed)
+    assert cloudpickle.loads(driver.hear(Returned).value) == ("before", str(file))
+    driver.send(messages.Tell(Leave()))
+    driver.hear(messages.Exited)
+    file.write_text("TEXT = 'after'")
+    driver.start(look, replace(packed, archive=b""))
+    text, path = cloudpickle.loads(driver.hear(Returned).value)
+    assert (text, path == str(file)) == ("before", False)
 
 
 def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

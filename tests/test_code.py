@@ -63,7 +63,8 @@ PROJECT = {
     "ship_project/data/words.txt": "a few words",
     "ship_project/__pycache__/junk.cpython-311.pyc": "junk",
     "ship_project/.hidden/secret.py": "junk",
-    "notes.txt": "beside a top-level module only code travels",
+    "notes.txt": "beside a module without a package",
+    ".env": "SECRET=1",
     "unrelated_package/__init__.py": "",
 }
 
@@ -95,6 +96,12 @@ def names_in(code: code_module.Code) -> set[str]:
         return set(archive.getnames())
 
 
+def unpacked_elsewhere(code: code_module.Code, folder: Path) -> Path:
+    """Where another machine has the copies."""
+    [path] = code_module.place_code(replace(code, machine="another"), folder).folders
+    return Path(path)
+
+
 # ---- The project's sources ------------------------------------------------------------------------------------------
 
 
@@ -120,6 +127,61 @@ def test_small_resources_of_packages_travel_and_large_ones_do_not(project: Path)
     assert "ship_project/data/weights.bin" not in names
 
 
+def test_small_files_beside_a_module_travel_up_to_a_limit_for_all(project: Path) -> None:
+    for index in range(4):
+        (project / f"{index}.bin").write_bytes(b"x" * (code_module.MAX_RESOURCE_BYTES - index))
+    (project / "5.bin").write_bytes(b"x" * (code_module.MAX_RESOURCE_BYTES + 1))
+    code = code_module.pack_code()
+    assert {"notes.txt", "1.bin", "2.bin", "3.bin"} <= names_in(code)
+    assert {"0.bin", "5.bin"}.isdisjoint(names_in(code))  # the smallest first; the two kilobytes are of notes and these
+    assert set(code.left) == {"0.bin", "5.bin", "ship_project/data/weights.bin"}
+
+
+def test_files_that_cannot_be_read_stay(project: Path) -> None:
+    (project / "gone.txt").symlink_to(project / "nowhere")
+    os.mkfifo(project / "pipe")
+    assert {"gone.txt", "pipe"}.isdisjoint(names_in(code_module.pack_code()))
+
+
+def own_files(project: Path) -> code_module.Code:
+    """Without what other tests have imported from elsewhere."""
+    code = code_module.pack_code()
+    originals = {name: it for name, it in code.originals.items() if it[0].startswith(str(project))}
+    return replace(code, folders=[str(project)], originals=originals)
+
+
+def test_the_drivers_own_files_serve_on_its_machine(project: Path, tmp_path: Path) -> None:
+    sources = code_module.place_code(own_files(project), tmp_path)
+    assert (sources.folders, sources.originals) == ([str(project)], {})
+
+
+def test_a_file_that_was_changed_since_is_not_used(project: Path, tmp_path: Path) -> None:
+    code = own_files(project)
+    (project / "ship_project/later.py").write_text("def double(x): return 22 * x")
+    [folder] = code_module.place_code(code, tmp_path).folders
+    assert "2 * x" in Path(folder, "ship_project/later.py").read_text()
+    assert "22 * x" not in Path(folder, "ship_project/later.py").read_text()
+
+
+def test_a_log_beside_the_script_that_grows_does_not_matter(project: Path, tmp_path: Path) -> None:
+    code = own_files(project)
+    (project / "notes.txt").write_text("one more line")
+    assert code_module.place_code(code, tmp_path).folders == [str(project)]
+
+
+def test_copies_serve_where_one_folder_would_hide_a_file_of_another(project: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "same.py").touch()
+    files = {"same.py": other / "same.py"}
+    assert code_module._Project(files=files, roots={one, other}).folders() == ()
+    assert code_module._Project(files={"same.py": one / "same.py"}, roots={one, other}).folders() == [
+        str(one),
+        str(other),
+    ]
+
+
 def test_large_code_travels(project: Path) -> None:
     (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_RESOURCE_BYTES + 1))
     assert "ship_project/tables.py" in names_in(code_module.pack_code())
@@ -127,8 +189,7 @@ def test_large_code_travels(project: Path) -> None:
 
 def test_caches_hidden_folders_and_what_is_no_part_of_the_project_stay(project: Path) -> None:
     names = names_in(code_module.pack_code())
-    assert not [name for name in names if "__pycache__" in name or ".hidden" in name]
-    assert "notes.txt" not in names
+    assert not [name for name in names if "__pycache__" in name or ".hidden" in name or ".env" in name]
     assert "unrelated_package/__init__.py" not in names
 
 
@@ -152,7 +213,7 @@ def test_digest_differs_when_the_sources_do(project: Path) -> None:
 def test_linked_file_travels_as_a_file(project: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text("WHERE = 'elsewhere'")
     (project / "ship_project/linked.py").symlink_to(tmp_path / "elsewhere.py")
-    unpacked = code_module.unpack_code(code_module.pack_code(), tmp_path)
+    unpacked = unpacked_elsewhere(code_module.pack_code(), tmp_path)
     assert not (unpacked / "ship_project/linked.py").is_symlink()
     assert (unpacked / "ship_project/linked.py").read_text() == "WHERE = 'elsewhere'"
 
@@ -178,16 +239,16 @@ def test_packing_survives_whatever_stands_in_sys_modules(project: Path, monkeypa
 
 def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
     code = code_module.pack_code()
-    first = code_module.unpack_code(code, tmp_path)
+    first = unpacked_elsewhere(code, tmp_path)
     (first / "mark").touch()
-    assert code_module.unpack_code(replace(code, archive=b""), tmp_path) == first
+    assert unpacked_elsewhere(replace(code, archive=b""), tmp_path) == first
     assert (first / "mark").exists()
 
 
 def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path, tmp_path: Path) -> None:
     call = tmp_path / "call"
     call.write_bytes(code_module.pack_call(training().train, (21,), {"scale": 10}))
-    sources = code_module.unpack_code(code_module.pack_code(), tmp_path)
+    sources = unpacked_elsewhere(code_module.pack_code(), tmp_path)
     project.rename(tmp_path / "moved away")
     script = """
         import sys

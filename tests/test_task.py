@@ -6,18 +6,21 @@ import logging
 import shutil
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import pytest
 from distributed.worker_memory import parse_memory_limit
+from flyteidl.core import literals_pb2
 from flytekit import PodTemplate, Resources, Secret, dynamic, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
-from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.system import FlyteSystemException
+from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.extras.accelerators import A100
 from flytekit.models.literals import LiteralMap
 from flytekit.models.task import TaskTemplate
@@ -25,7 +28,9 @@ from flytekit.tools.translator import get_serializable
 from flytekitplugins.dask import Dask
 from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.errors import WorkerLostError
+from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
 
 SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(
@@ -244,6 +249,75 @@ def test_scheduler_that_does_not_answer_is_a_system_error(monkeypatch: pytest.Mo
     lonely = make(DaskCluster(start_timeout=0.2))
     with pytest.raises(FlyteSystemException, match=r"no Dask scheduler answered at tcp://127.0.0.1:9"):
         lonely.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
+
+
+class Named(NamedTuple):
+    loss: float
+
+
+def nothing() -> None:
+    pass
+
+
+def one() -> float:
+    return 0.5
+
+
+def two() -> tuple[float, str]:
+    return 0.5, "x"
+
+
+def named() -> Named:
+    return Named(0.5)
+
+
+@pytest.mark.parametrize("function", [nothing, one, two, named])
+def test_who_calls_execute_gets_values(function: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(task_config=SpawnDDP())(function)
+
+    def literals_of_rank_0(*_: object) -> LiteralMap:
+        host = FlyteRank.of_current_task("train", made.python_interface, LiteralMap({}), results="")
+        return LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(host.outputs(function()).literal_map))
+
+    monkeypatch.setattr(made, "_train", literals_of_rank_0)
+    assert made.execute() == function()
+
+
+def test_a_task_that_another_one_calls_has_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    @task(task_config=SpawnDDP())
+    def inner(epochs: int) -> None:
+        pass
+
+    seen: list[LiteralMap] = []
+    monkeypatch.setattr(inner, "_train", lambda _, literals: seen.append(literals) or LiteralMap({}))
+
+    @task(task_config=SpawnDDP())
+    def outer(other: str) -> None:
+        pass
+
+    monkeypatch.setattr(outer, "_train", lambda *_: inner.execute(epochs=3) or LiteralMap({}))
+    ctx = FlyteContextManager.current_context()
+    outer.dispatch_execute(ctx, TypeEngine.dict_to_literal_map(ctx, {"other": "x"}, {"other": str}))
+    [literals] = seen
+    assert literals.literals["epochs"].scalar.primitive.integer == 3
+
+
+def test_a_lost_worker_of_a_mapped_gang_is_retried_on_a_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(task_config=SpawnDDP())(one)
+
+    def lose_a_worker(*_: object) -> LiteralMap:
+        raise WorkerLostError("gone")
+
+    monkeypatch.setattr(made, "_train", lose_a_worker)
+    with pytest.raises(WorkerLostError):
+        made.execute()
+    ctx = FlyteContextManager.current_context()
+    state = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with (
+        FlyteContextManager.with_context(ctx.with_execution_state(state)),
+        pytest.raises(FlyteRecoverableException, match="gone"),
+    ):
+        made.execute()
 
 
 # ---- The commands that the backend starts ---------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Dask as the host: the cluster, agents on its workers, what workers hold for ranks.
 
-Runs in the driver and beside Dask workers. Called by `dispatch`, `flyte` and `sweep`. May import `driver` and all
-below.
+Runs in the driver and beside Dask workers; `in_rank` in ranks whose function imports Dask. Called by `dispatch`,
+`flyte` and `sweep`. May import `driver` and all below.
 """

@@ -18,18 +18,32 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData, _Coming, _Get, _Missing, _Refused, _Sizes
+from flytekitplugins.daskpytorch.protocol.worker_data import (
+    Contact,
+    Key,
+    WorkerData,
+    _Coming,
+    _Find,
+    _Get,
+    _Missing,
+    _Refused,
+    _Sizes,
+)
 
 if TYPE_CHECKING:
     from distributed import Worker
 
 __all__ = ["served"]
 
+GUIDE = "flytekitplugins.daskpytorch.dask.in_rank"
+
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
     """Answer ranks until the end of this context; gives what they need to ask."""
-    way = WorkerData(address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32))
+    way = WorkerData(
+        address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=GUIDE
+    )
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(way.address)
         server.listen(128)
@@ -39,6 +53,10 @@ def served(worker: Worker) -> Iterator[WorkerData]:
             yield way
         finally:
             server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
+
+
+_finding = threading.Lock()
+"""Two ranks may ask at the same time."""
 
 
 def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
@@ -59,6 +77,10 @@ def _answer(connection: Connection, worker: Worker, token: bytes) -> None:
         match connection.recv():
             case _Sizes(keys):
                 connection.send(_on_loop(worker, _sizes(worker, keys)))
+            case _Find():
+                with _finding:
+                    contact = _on_loop(worker, _contact(worker))
+                connection.send(contact)
             case _Get(key):
                 _send(connection, _on_loop(worker, _find(worker, key)))
 
@@ -84,6 +106,28 @@ def _on_loop(worker: Worker, coroutine: Any) -> Any:
 
 async def _sizes(worker: Worker, keys: Sequence[Key]) -> dict[Key, int]:
     return {key: worker.state.tasks[key].nbytes or 0 for key in keys if key in worker.data}
+
+
+async def _contact(worker: Worker) -> Contact:
+    address = worker.scheduler.address
+    is_local = address.startswith("inproc:")
+    return Contact(
+        name=worker.name,
+        address=worker.address,
+        scheduler=await _address_for_others(address) if is_local else address,
+        reaches_workers=not is_local,
+        security=worker.security,
+    )
+
+
+async def _address_for_others(address: str) -> str:
+    """Where other processes of this machine find a scheduler of this process; it listens there once somebody asks."""
+    from distributed import Scheduler
+
+    [scheduler] = [each for each in Scheduler._instances if each.address == address]  # noqa: SLF001
+    if len(scheduler.listeners) == 1:
+        await scheduler.listen("tcp://127.0.0.1:0", **scheduler.security.get_listen_args("scheduler"))
+    return str(scheduler.listeners[-1].contact_address)
 
 
 async def _find(worker: Worker, key: Key) -> list[Any] | _Missing | _Refused:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from flyteidl.core import literals_pb2
 from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
-from flytekit.core.context_manager import FlyteContext, FlyteContextManager
+from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
-from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
@@ -59,8 +59,10 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
 }
 """Task environment that reaches all pods of the cluster; what the user sets wins."""
 
-_input_literals: ContextVar[LiteralMap] = ContextVar("flytekitplugins.daskpytorch.input_literals")
-"""The inputs of the task that is being executed, as Flyte has them."""
+INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError, FlyteUploadDataException)
+
+_dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
+"""The task that Flyte executes here, and its inputs as Flyte has them."""
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
@@ -68,17 +70,17 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
-        token = _input_literals.set(input_literal_map)
+        token = _dispatched.set((self, input_literal_map))
         try:
             with _heeding_sigterm():
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
-            if isinstance(error.value, (WorkerLostError, GangStartError, FlyteUploadDataException)):
+            if isinstance(error.value, INFRASTRUCTURE_ERRORS):
                 failed_at = getattr(error.value, "time", None)
                 raise FlyteSystemException(str(error.value), timestamp=failed_at) from error.value
             raise _timed(error) from error.value
         finally:
-            _input_literals.reset(token)
+            _dispatched.reset(token)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
@@ -115,6 +117,21 @@ class _InRanks(_Resumable):
             raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
 
     def execute(self, **kwargs: Any) -> Any:
+        """Train, and return rank 0's outputs: to Flyte as it has them, to `map_task` and to the user as values."""
+        task, literals = _dispatched.get() or (None, None)
+        if task is self:
+            return self._train(kwargs, literals)
+        ctx = FlyteContextManager.current_context()
+        literals = TypeEngine.dict_to_literal_map(ctx, kwargs, self.python_interface.inputs)
+        with _heeding_sigterm(), _retried_by_the_mapped():
+            made = self._train(kwargs, literals)
+        by_name = TypeEngine.literal_map_to_kwargs(ctx, made, self.python_interface.outputs)
+        values = [by_name[name] for name in self.python_interface.outputs]
+        if len(values) > 1 or self.python_interface.output_tuple_name:
+            return self.python_interface.output_tuple(*values)
+        return next(iter(values), None)
+
+    def _train(self, kwargs: dict[str, Any], literals: LiteralMap) -> LiteralMap:
         """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs."""
         refuse_unknown(kwargs)
         with contextlib.ExitStack() as stack:
@@ -126,7 +143,7 @@ class _InRanks(_Resumable):
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
             recorder, results = Recorder(), TaskResults(self.task_config.gang.grace_period)
-            request = self._request(kwargs, results.folder)
+            request = self._request(kwargs, literals, results.folder)
             try:
                 with results.received() as received, self._launcher() as launcher:
                     outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], received).run()
@@ -151,7 +168,7 @@ class _InRanks(_Resumable):
             config |= wandb_run.console_link(self.task_config.wandb)
         return config
 
-    def _request(self, inputs: dict[str, Any], results: str) -> Request:
+    def _request(self, inputs: dict[str, Any], literals: LiteralMap, results: str) -> Request:
         from flytekitplugins.daskpytorch.driver.request import Request
         from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
         from flytekitplugins.daskpytorch.protocol import code
@@ -162,14 +179,15 @@ class _InRanks(_Resumable):
         if config.wandb is not None:
             run = wandb_run.settings(config.wandb, task=self.name, execution=execution.name)
             observers.append(wandb_run.WandbObserver(run, inputs))
-        rank = FlyteRank.of_current_task(self.name, self.python_interface, _input_literals.get(), results)
+        rank = FlyteRank.of_current_task(self.name, self.python_interface, literals, results)
         return Request(
             name=self.name,
             call=code.pack_call(self.task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
             settings=config.gang,
             host=pickle.dumps(rank),
-            environment=context.rank_environment(),
+            # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
+            environment=context.rank_environment() | self.environment,
             observers=observers,
             storage=execution.checkpoint_paths("gang"),
         )
@@ -276,6 +294,21 @@ def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:
     containers = template.pod_spec.containers if template is not None and template.pod_spec is not None else []
     return any(mount.mount_path == "/dev/shm" for c in containers for mount in c.volume_mounts or [])  # noqa: S108
+
+
+@contextlib.contextmanager
+def _retried_by_the_mapped() -> Iterator[None]:
+    """On a backend, have what the infrastructure did retried where `map_task` calls: from the task's `retries`.
+
+    It makes user errors of all exceptions, so that Flyte's budget for system errors cannot be had.
+    """
+    try:
+        yield
+    except INFRASTRUCTURE_ERRORS as error:
+        state = FlyteContextManager.current_context().execution_state
+        if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION:
+            raise
+        raise FlyteRecoverableException(str(error), timestamp=getattr(error, "time", None)) from error
 
 
 @contextlib.contextmanager

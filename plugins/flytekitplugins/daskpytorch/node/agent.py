@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_o
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
-from flytekitplugins.daskpytorch.protocol.code import unpack_code
+from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
@@ -154,6 +154,8 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._start_method = start_method
+        self._archive = b""
+        """The sources' copies, for when the user's own files cannot be used any more."""
         self._server = fork_client.connect(start_method)
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
@@ -222,7 +224,8 @@ class _Agent:
 
     def _start(self, order: messages.Start) -> None:
         self._num_kills_for_memory = num_kills_for_memory()
-        code = unpack_code(order.code, self._scratch)
+        self._archive = order.code.archive or self._archive
+        sources = place_code(replace(order.code, archive=self._archive), self._scratch)
         if not self._ranks:
             self._change_server()
         for place in order.places:
@@ -231,7 +234,8 @@ class _Agent:
             asked = RankOrder(
                 place=place,
                 job=order.job,
-                code=str(code),
+                sources=sources,
+                program=order.code.program,
                 scratch=str(self._scratch),
                 directory=str(Path.cwd()),
                 environment=orders.environment(os.environ, place, order.job, self._interface),

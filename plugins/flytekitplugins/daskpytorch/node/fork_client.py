@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import spawn
 from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
@@ -172,6 +173,7 @@ def _inherit() -> socket.socket | None:
 
 
 def _start() -> _Owned:
+    spawn._check_not_importing_main()  # type: ignore[attr-defined] # noqa: SLF001 - a script without a guard would train in training
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _open_hand_over() as hand_over:
         # Modules are found where this process finds them; the user's own come with each gang, before all these.

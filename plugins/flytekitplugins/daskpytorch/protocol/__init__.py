@@ -15,6 +15,10 @@ Everything is a frozen dataclass, pickled, and whoever receives it matches all t
 driver listens, agents dial. On every way things arrive in the order in which they were sent. Nobody waits for an
 answer: one that does not come is the end of a connection, or the silence of an agent that no longer beats.
 
+The user's objects are bytes (`pickling`) to all but the ranks. `Start` brings each agent the project's sources
+(`code`), in place of which it uses the driver's own files where these are; and of the driver's program what ranks are
+to have of it (`program`).
+
     driver                                    agent, one per node                       rank
       │ ◀─────────── dials, handshake ───────────│ ─── has it forked ───────────────────▶ │ waits
       │ ◀─────────── Hello(node) ────────────────│                                        │

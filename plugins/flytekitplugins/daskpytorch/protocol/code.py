@@ -4,29 +4,35 @@ Neither the scheduler nor a Dask worker ever unpickles a user's module by name; 
 one. What travels is an archive of the project's sources and a pickled call, which only the ranks open.
 """
 
+import contextlib
 import fnmatch
+import functools
 import hashlib
 import io
 import os
-import pickle
 import site
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
-import cloudpickle
+from flytekitplugins.daskpytorch.protocol import pickling, program
+from flytekitplugins.daskpytorch.protocol.program import Program
 
-__all__ = ["Call", "Code", "name_of", "pack_call", "pack_code", "unpack_call", "unpack_code"]
+__all__ = ["Call", "Code", "Sources", "name_of", "pack_call", "pack_code", "place_code", "unpack_call"]
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Files of a package that are not code travel up to this size; data belongs in storage."""
+"""Files of a package that are not code travel up to this size, and those beside a script; data belongs in storage."""
+MAX_BESIDE_BYTES = 4 << 20
+"""All files together that are not code and lie beside a script, or another module without a package."""
+MAX_LEFT = 1000
+"""How many of the files that do not travel are known by name where they are missing."""
 CODE_PATTERNS = ("*.py", "*.pyi", "*.so")
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
@@ -34,12 +40,38 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The project's sources."""
+    """The project's sources, and the program that they are run by."""
 
     archive: bytes
-    """A tar file of modules, laid out as their names say; empty for who has unpacked it."""
+    """A tar file of modules, laid out as their names say; empty for who has had it."""
     digest: str
     """SHA-256 of the archive, in hexadecimal digits."""
+    script: str | None = None
+    """The file of `__main__` in the archive; None: it has none, or is no program of the user's."""
+    folders: Sequence[str] = ()
+    """Those that the sources come from, on the driver's machine, in the order of its `sys.path`; empty where they would
+    not find the same files as the archive has."""
+    originals: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
+    """A module's file in the archive -> the file itself, and what it is known by; see `_identity`."""
+    machine: str = ""
+    """Where that is: the kernel's name for itself since it has started."""
+    left: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """Files that are too large to travel -> bytes."""
+    program: Program = field(default_factory=Program, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where a node has them."""
+
+    folders: Sequence[str]
+    """For `sys.path`."""
+    script: Path | None
+    """The file of `__main__`."""
+    originals: Mapping[str, str] = field(default_factory=dict)
+    """A copied module's file -> what the driver calls it; empty where these are the driver's own files."""
+    left: Mapping[str, int] = field(default_factory=dict)
+    """Files that have not come -> bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +108,7 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """
     by_name = _by_name(function)
     try:
-        return _pickled((by_name or function, tuple(args), dict(kwargs)))
+        return pickling.dumps((by_name or function, tuple(args), dict(kwargs)))
     except Exception as error:
         parts = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
         parts["the function itself"] = by_name or function
@@ -88,37 +120,39 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def pack_code() -> Code:
-    """Archive the project: every loaded module that no installation holds, with its whole package or its neighbours.
+    """Archive the project: script and loaded modules that no installation holds, with their packages or neighbours.
 
     Whole packages, because modules may be imported later than now.
     """
+    project = _Project.loaded()
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", dereference=True) as archive:  # links may point to where only we are
-        for name, path in sorted(_project_files().items()):
-            archive.add(path, arcname=name, recursive=False, filter=_anonymous)
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, path in sorted(project.files.items()):
+            _add(archive, name, path)
     data = buffer.getvalue()
-    return Code(archive=data, digest=hashlib.sha256(data).hexdigest())
+    return Code(
+        archive=data,
+        digest=hashlib.sha256(data).hexdigest(),
+        script=project.script,
+        folders=project.folders(),
+        originals={
+            name: (str(path), _identity(path))
+            for name, path in project.files.items()
+            if _is_code(path) or name == project.script
+        },
+        machine=_machine(),
+        left=dict(sorted(project.left.items())[:MAX_LEFT]),
+        program=program.taken(is_users=project.script is not None or not hasattr(sys.modules["__main__"], "__file__")),
+    )
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Also pickles modules that are objects of a class of their own.
-
-    Cloudpickle takes `torch.classes`, which is one, along with every function that has `torch` and says `x.classes`.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        """How such a module travels: by the name that it is imported by."""
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
-            for name, module in list(sys.modules.items()):
-                if module is obj:
-                    return import_module, (name,)
-        return super().reducer_override(obj)
-
-
-def _pickled(value: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
+def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
+    """The same sources give the same bytes, whoever packs them and when; links may point to where only we are."""
+    with contextlib.suppress(OSError):  # it has gone, or is not ours to read
+        data = path.read_bytes()
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = len(data), path.stat().st_mode & 0o777
+        archive.addfile(info, io.BytesIO(data))
 
 
 def _by_name(function: Callable[..., Any]) -> _ByName | None:
@@ -132,28 +166,62 @@ def _by_name(function: Callable[..., Any]) -> _ByName | None:
         return None
 
 
-def _project_files() -> dict[str, Path]:
-    installed = _installation_folders()
-    files: dict[str, Path] = {}
-    companions: set[tuple[Path, str | None]] = set()
-    for module in list(sys.modules.values()):
-        if place := _place_in_project(module, installed):
-            root, relative = place
-            files[str(relative)] = root / relative
-            companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
-    for root, package in companions:
-        for path in root.glob("*.py") if package is None else _package_files(root / package):
-            files.setdefault(str(path.relative_to(root)), path)
-    return files
+@dataclass
+class _Project:
+    """What is to travel, as it lies here."""
+
+    files: dict[str, Path] = field(default_factory=dict)
+    """Name in the archive -> file."""
+    roots: set[Path] = field(default_factory=set)
+    """The folders that modules are imported from."""
+    left: dict[str, int] = field(default_factory=dict)
+    script: str | None = None
+
+    @classmethod
+    def loaded(cls) -> Self:
+        """That of this process."""
+        installed, project = _installation_folders(), cls()
+        companions: set[tuple[Path, str | None]] = set()
+        for module in list(sys.modules.values()):
+            if place := _place_in_project(module, installed):
+                root, relative = place
+                project.files[str(relative)] = root / relative
+                if module is sys.modules["__main__"]:
+                    project.script = str(relative)
+                companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
+        for root, package in sorted(companions, key=str):
+            project.roots.add(root)
+            project._add(root, _files_beside(root) if package is None else _package_files(root / package))
+        return project
+
+    def _add(self, root: Path, paths: Iterable[Path]) -> None:
+        total = 0
+        for path in paths:
+            name, size = str(path.relative_to(root)), _size_of(path)
+            total += size if path.parent == root and not _is_code(path) else 0
+            if _is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
+                self.files.setdefault(name, path)
+            else:
+                self.left[name] = size
+
+    def folders(self) -> Sequence[str]:
+        """See `Code`: with several, a file of one may hide another's."""
+        order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
+        roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
+        if len(roots) > 1:
+            for name, path in self.files.items():
+                if path != next((root / name for root in roots if (root / name).exists()), None):
+                    return ()
+        return [str(root) for root in roots]
 
 
 def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[Path, Path] | None:
     """The folder that the module is imported from and its path below, or None for what is installed."""
     attributes = _attributes(module)
-    name, file = attributes.get("__name__"), attributes.get("__file__")
-    if not isinstance(name, str) or not isinstance(file, str) or name.startswith(("__m", "flytekitplugins.")):
-        return None  # built in; the script itself, which is pickled by value; or this package and its siblings
-    absolute = os.path.abspath(file)
+    name, file = _imported_as(attributes), attributes.get("__file__")
+    if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
+        return None  # built in; or this package and its siblings
+    absolute = file if file.startswith(installed) else os.path.abspath(file)
     # Of whatever environment: layered ones (PYTHONPATH, .pth files) have folders that this one does not know.
     if absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS):
         return None
@@ -162,6 +230,14 @@ def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[P
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
     root = Path(str(path).removesuffix(str(relative)))
     return (root, relative) if root / relative == path and path.is_file() else None
+
+
+def _imported_as(attributes: Mapping[str, Any]) -> object:
+    """The module's name; for the script, the one by which others would import it."""
+    name, file = attributes.get("__name__"), attributes.get("__file__")
+    if name in ("__main__", "__mp_main__") and isinstance(file, str):
+        return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
+    return name
 
 
 def _attributes(module: ModuleType) -> dict[str, Any]:
@@ -174,7 +250,7 @@ def _attributes(module: ModuleType) -> dict[str, Any]:
 
 
 def _installation_folders() -> tuple[str, ...]:
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     folders.update(site.getsitepackages(), [site.getusersitepackages()])
     return tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
 
@@ -182,22 +258,46 @@ def _installation_folders() -> tuple[str, ...]:
 def _package_files(package: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(package):
         subfolders[:] = sorted(s for s in subfolders if s not in SKIPPED_FOLDERS and not s.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            is_code = any(fnmatch.fnmatch(name, pattern) for pattern in CODE_PATTERNS)
-            if path.is_file() and (is_code or path.stat().st_size <= MAX_RESOURCE_BYTES):
-                yield path
+        yield from (path for name in sorted(names) if (path := Path(folder, name)).is_file())
 
 
-def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """The same sources give the same bytes, whoever packs them and when."""
-    info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
-    return info
+def _files_beside(root: Path) -> list[Path]:
+    """All modules, and other files, the smallest first; not hidden ones."""
+    found = [path for path in root.glob("[!.]*") if path.is_file()]
+    return sorted(found, key=lambda path: (not _is_code(path), _size_of(path), path))
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # it has just gone
+        return 0
+
+
+def _is_code(path: Path) -> bool:
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in CODE_PATTERNS)
+
+
+def _identity(path: Path) -> Sequence[int]:
+    """Tells a file from others of its machine, and from what it has been before; empty: it cannot be read."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) if os.access(path, os.R_OK) else ()
+
+
+@functools.cache
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _can_pickle(value: object) -> bool:
     try:
-        _pickled(value)
+        pickling.dumps(value)
     except Exception:
         return False
     return True
@@ -213,8 +313,28 @@ def name_of(function: Callable[..., Any]) -> str:
 # ---- Unpacking, beside the ranks and in them ------------------------------------------------------------------------
 
 
-def unpack_code(code: Code, folder: Path) -> Path:
-    """Unpack the sources once below `folder`, which is the caller's alone; the path to put on `sys.path`."""
+def place_code(code: Code, folder: Path) -> Sources:
+    """The driver's own files where they are here and as they were, else copies, unpacked once below `folder`."""
+    if _are_here(code):
+        script = code.originals[code.script][0] if code.script else None
+        return Sources(folders=code.folders, script=Path(script) if script else None)
+    target = _unpacked(code, folder)
+    return Sources(
+        folders=[str(target)],
+        script=target / code.script if code.script else None,
+        originals={str(target / name): original for name, (original, _) in code.originals.items()},
+        left={str(target / name): size for name, size in code.left.items()},
+    )
+
+
+def _are_here(code: Code) -> bool:
+    if not code.machine or code.machine != _machine() or not code.folders:
+        return False
+    return all(identity and identity == _identity(Path(path)) for path, identity in code.originals.values())
+
+
+def _unpacked(code: Code, folder: Path) -> Path:
+    """Copies, once below `folder`, which is the caller's alone."""
     target = folder / code.digest[:16]
     if not target.exists():
         target.mkdir()
@@ -225,5 +345,5 @@ def unpack_code(code: Code, folder: Path) -> Path:
 
 def unpack_call(data: bytes) -> Call:
     """The call that `pack_call` made, with its function found; the sources must be on `sys.path`."""
-    function, args, kwargs = pickle.loads(data)  # noqa: S301 - from our own driver, by our agent's pipe
+    function, args, kwargs = pickling.loads(data)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

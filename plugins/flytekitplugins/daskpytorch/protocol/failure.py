@@ -56,12 +56,11 @@ class Failure:
         cls,
         error: BaseException,
         time: float,
-        sources: str = "",
         position: tuple[int | None, int | None] = (None, None),
         *,
         is_final: bool = False,
     ) -> Failure:
-        """Record an exception, in the rank that raised it; paths below `sources` are shown relative to it."""
+        """Record an exception, in the rank that raised it."""
         name = type(error).__name__
         text = _shortened(_text_of(error))
         # The first frame is the rank's own call of the function.
@@ -70,8 +69,8 @@ class Failure:
         return cls(
             type_name=name,
             message=text,
-            traceback=_shortened(shown.replace(f"{sources}/", "") if sources else shown),
-            place=_place_of(error, sources),
+            traceback=_shortened(shown),
+            place=_place_of(error),
             pickled=_pickled(error),
             time=time,
             is_consequence=isinstance(error, ConnectionError)
@@ -155,9 +154,9 @@ def _shortened(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
 
 
-def _place_of(error: BaseException, sources: str) -> str:
+def _place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename.removeprefix(f'{sources}/')}:{frames[-1].lineno}" if frames else ""
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _text_of(error: BaseException) -> str:

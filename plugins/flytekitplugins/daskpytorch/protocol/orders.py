@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 STOPPED = 143
@@ -53,8 +55,8 @@ class RankOrder:
 
     place: Place
     job: Job
-    code: str
-    """Where the project's sources lie, unpacked."""
+    sources: Sources
+    program: Program
     scratch: str
     """The agent's folder: checkpoints come and go through it."""
     directory: str
@@ -136,7 +138,8 @@ def environment(base: Mapping[str, str], place: Place, job: Job, interface: str 
         "MASTER_PORT": str(port),
         # With it env:// joins the driver's store; without, rank 0 opens one.
         "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
-        "OMP_NUM_THREADS": str(place.num_threads),
+        # Not the worker's own: Dask gives all of them 1.
+        "OMP_NUM_THREADS": job.environment.get("OMP_NUM_THREADS", str(place.num_threads)),
         "CUDA_VISIBLE_DEVICES": place.gpu or "",
     }
     if interface is not None:

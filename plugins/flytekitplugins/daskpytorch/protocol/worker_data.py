@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "NOTICE_TIME", "Key", "WorkerData", "logger"]
+__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "NOTICE_TIME", "Contact", "Key", "WorkerData", "logger"]
 
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
@@ -35,6 +35,27 @@ class _Get:
     """Please send this one, from wherever it is."""
 
     key: Key
+
+
+@dataclass(frozen=True)
+class _Find:
+    """Where are you, and your scheduler?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """How a rank reaches Dask."""
+
+    name: Any
+    """The worker's."""
+    address: str
+    """The same."""
+    scheduler: str
+    """Its address; not that within the driver's process, where it has another one there."""
+    reaches_workers: bool
+    """Their addresses are not within one process."""
+    security: Any = field(repr=False)
+    """Dask's `Security`, as the worker has it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,13 @@ class WorkerData:
     """Of a Unix socket without a file."""
     token: bytes = field(repr=False)
     """Proves to the worker that it is a rank of its own; the first bytes on a connection."""
+    guide: str
+    """Our module whose `enter` shows Dask's own functions the way, in ranks that import Dask."""
+
+    def contact(self) -> Contact:
+        """Where the worker and its scheduler are."""
+        contact: Contact = self._ask(_Find())
+        return contact
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
         """Which of these the worker itself holds, and their bytes."""
@@ -93,7 +121,7 @@ class WorkerData:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _ask(self, request: _Sizes | _Get) -> Any:
+    def _ask(self, request: _Sizes | _Get | _Find) -> Any:
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(self.address)

@@ -15,21 +15,24 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, assert_never
 
 import cloudpickle
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
-from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
+from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
-from flytekitplugins.daskpytorch.rank import hints
+from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
+from flytekitplugins.daskpytorch.rank import hints, imports, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -53,6 +56,8 @@ def main(channel: Connection) -> int:
                 observers.open(order.job.observers)
             rank = _context(order, link, observers, progress, host)
             link.obey(rank, observers)
+            if order.data is not None:
+                imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             call = unpack_call(order.job.call)
             _join_gang(order)
             context.enter(rank)
@@ -71,9 +76,10 @@ def main(channel: Connection) -> int:
             else:
                 link.send(reports.Returned(_payload(order, returned, host, link)))
     except BaseException as error:
+        sources.explain(error, order.sources)
         position = (progress.step, progress.num_moves_since)
         is_final = has_returned and not _is_of_storage(error)
-        link.send(Failure.of(error, time.time(), order.code, position, is_final=is_final))
+        link.send(Failure.of(error, time.time(), position, is_final=is_final))
         _wind_up(observers, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
@@ -231,14 +237,19 @@ def _settle_in(order: RankOrder) -> None:
     loaders.shield()
 
     os.chdir(order.directory)
-    sys.path.insert(0, order.code)
-    sys.argv[1:] = []
+    sources.enter(order.sources)
+    program.enter(order.program, order.sources.script)
     faulthandler.enable()  # a rank that crashes in C code says where, in its log
     global _stacks_file
     _stacks_file = stacks_path(Path(order.scratch), order.place).open("a+")
     # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
     faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
-    torch.set_num_threads(order.place.num_threads)
+    threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have one for each level
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
+
+
+def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
+    import_module(way.guide).enter(distributed, way)
 
 
 def _join_gang(order: RankOrder) -> None:

@@ -1,0 +1,136 @@
+"""The user's objects as bytes. What `__main__` defines travels by value, and becomes the `__main__` of the rank.
+
+A class that is unpickled by value is in no module, so that plain `pickle` could not name it: in `all_gather_object`,
+`torch.save`, or what goes to a worker of a DataLoader. So functions come with the namespace of the rank's `__main__`
+as their globals, and whatever the bytes reach of the driver's is put there under its own name.
+"""
+
+import io
+import pickle
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["definitions", "dumps", "loads", "spare_parts"]
+
+
+def dumps(value: object, max_size: int | None = None) -> bytes:
+    """Pickle a value together with all that it reaches in `__main__`.
+
+    Raises:
+        OverflowError: It takes more than `max_size` bytes, or something in it does.
+    """
+    file = io.BytesIO() if max_size is None else _Bounded(max_size)
+    pickler = _Pickler(file, max_size)
+    pickler.dump(value)
+    pickler.dump_definitions()
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """The value; definitions that came with it are in `__main__` from now on."""
+    namespace = vars(sys.modules["__main__"])
+    present = dict(namespace)  # stays: functions that ask for `__file__` bring the driver's
+    file = io.BytesIO(data)
+    unpickler = pickle.Unpickler(file)  # noqa: S301 - from our own driver, by our agent's pipe
+    value = unpickler.load()
+    while file.tell() < len(data):
+        namespace.update(unpickler.load())
+    namespace.update(present)
+    return value
+
+
+def definitions() -> dict[str, Any]:
+    """The classes and functions that `__main__` itself defines, by their names."""
+    namespace = vars(sys.modules["__main__"])
+    return {name: value for name, value in list(namespace.items()) if _name_in_main(value) == name}
+
+
+def spare_parts(max_size: int) -> Mapping[str, bytes]:
+    """The classes of `__main__`, each by itself, for who finds their names in a file; those that are small and can be.
+
+    What the function reaches comes with its call, and this is not looked at.
+    """
+    parts = {}
+    for name, value in definitions().items():
+        if isinstance(value, type):
+            try:
+                parts[name] = dumps(value, max_size)
+            except Exception:  # noqa: S112 - whatever a user's own object may raise; it was not asked for
+                continue
+    return parts
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, max_size: int | None) -> None:
+        super().__init__(file)
+        self._max_size = max_size
+        self._namespace = vars(sys.modules["__main__"])
+        self._reached: set[str] = set()
+        self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
+
+    def dump_definitions(self) -> None:
+        """Pickle what has been reached of `__main__`, by its names, with what that reaches."""
+        done: set[str] = set()
+        while new := self._reached - done:
+            self.dump({name: self._namespace[name] for name in sorted(new)})
+            done |= new
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take note of `__main__`, and of modules that are objects of a class of their own: these go by name.
+
+        Cloudpickle takes `torch.classes`, which is one, along with every function that has `torch` and says
+        `x.classes`.
+        """
+        if (name := _name_in_main(obj)) is not None:
+            self._reached.add(name)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            for module_name, module in list(sys.modules.items()):
+                if module is obj:
+                    return import_module, (module_name,)
+        if self._max_size is not None and not isinstance(obj, type):
+            size = getattr(obj, "nbytes", 0)
+            if isinstance(size, int) and size > self._max_size:  # before it is copied
+                raise OverflowError
+        reduced = super().reducer_override(obj)
+        if name is not None and isinstance(obj, type) and isinstance(reduced, tuple):
+            _, _, (attributes, _), *_ = reduced
+            attributes["__qualname__"] = obj.__qualname__  # cloudpickle forgets of which class it is a part
+        return reduced
+
+
+class _MainNamespace(dict[str, Any]):
+    """Unpickled it is the namespace of `__main__` there."""
+
+    def __reduce__(self) -> Any:
+        return _main_namespace, ()
+
+
+def _main_namespace() -> dict[str, Any]:
+    return vars(sys.modules["__main__"])
+
+
+def _name_in_main(obj: object) -> str | None:
+    """By which name `__main__` has this class or function, or the class around it; None: it is not of there."""
+    if not isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
+        return None
+    found: Any = sys.modules["__main__"]
+    outer, *inner = obj.__qualname__.split(".")
+    for name in (outer, *inner):
+        found = vars(found).get(name) if isinstance(found, (type, ModuleType)) else None
+    return outer if getattr(found, "__func__", found) is obj else None
+
+
+class _Bounded(io.BytesIO):
+    def __init__(self, max_size: int) -> None:
+        super().__init__()
+        self._max_size = max_size
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._max_size:
+            raise OverflowError
+        return super().write(data)

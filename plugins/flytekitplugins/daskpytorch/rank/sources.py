@@ -1,0 +1,73 @@
+"""The project's sources in a rank: where they are imported from, and what they are called."""
+
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
+from pathlib import Path
+from typing import Any, Never
+
+from flytekitplugins.daskpytorch.protocol.code import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES, Sources
+
+__all__ = ["enter", "explain"]
+
+
+def enter(sources: Sources) -> None:
+    """Have modules imported from there before all others.
+
+    Where they are copies, warnings, stacks and tracebacks name the files that the user has; `__file__` is the copy's,
+    so that what lies beside it is found.
+    """
+    sys.path[:0] = sources.folders
+    if not sources.originals:
+        return
+
+    def find_in(path: str) -> FileFinder:
+        if not Path(path).is_relative_to(sources.folders[0]):
+            raise ImportError
+        copied: Any = functools.partial(_Copied, sources.originals)
+        return FileFinder(path, (ExtensionFileLoader, EXTENSION_SUFFIXES), (copied, SOURCE_SUFFIXES))
+
+    sys.path_hooks.insert(0, find_in)
+    if sources.script is not None and (original := sources.originals.get(str(sources.script))):
+        _remember(original, sources.script.read_bytes())
+
+
+def explain(error: BaseException, sources: Sources) -> None:
+    """Say so where a file is missing because the sources here are copies."""
+    if not sources.originals or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
+        return
+    folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))
+    if path.is_relative_to(folder):
+        size = sources.left.get(str(path))
+        here = f"{path.relative_to(folder)} has {size:,} bytes there" if size else "other folders do not travel"
+        error.add_note(
+            "The sources on this rank's host are copies of those on the driver's. What lies in packages and beside a "
+            f"script travels up to {MAX_RESOURCE_BYTES >> 20} MiB a file, beside a script up to "
+            f"{MAX_BESIDE_BYTES >> 20} MiB together; {here}. Pass it as an argument, by storage, or in the image."
+        )
+
+
+class _Copied(SourceFileLoader):
+    def __init__(self, originals: Mapping[str, str], fullname: str, path: str) -> None:
+        super().__init__(fullname, path)
+        self._originals = originals
+
+    def path_stats(self, path: Any) -> Never:
+        """There is no bytecode, which would be renamed to where it is found."""
+        raise OSError
+
+    def source_to_code(  # type: ignore[override] # what `SourceLoader.get_code` calls is no static method
+        self, data: Any, path: Any, *, _optimize: int = -1
+    ) -> Any:
+        original = self._originals.get(os.fspath(path), path)
+        _remember(original, data)
+        return super().source_to_code(data, original, _optimize=_optimize)
+
+
+def _remember(path: str, data: bytes) -> None:
+    """Have Python show these lines for the path, whatever is there on this host."""
+    text = data.decode(errors="replace")
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)

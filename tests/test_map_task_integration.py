@@ -1,0 +1,100 @@
+"""Gangs that are elements of a `map_task`, or called by hand: in this process, and by the container's command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from flyteidl.core import literals_pb2
+from flytekit import FlyteContextManager
+from flytekit.core import utils
+from flytekit.core.type_engine import TypeEngine
+
+from processes import SCRIPTS, nothing_left_behind
+
+FLOWS = """
+import functools
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from flytekit import task, workflow
+from flytekit.configuration import SerializationSettings
+from flytekit.core.array_node_map_task import map_task
+
+from flytekitplugins.daskpytorch import DaskDDP, SpawnDDP, WorkerGroup, current_rank
+
+
+def reduced(number):
+    total = torch.tensor(float(number * 10 ** current_rank().rank))
+    dist.all_reduce(total)
+    return total.item()
+
+
+@task(task_config=SpawnDDP(nproc=2), environment={"OMP_NUM_THREADS": "3"})
+def train(number: int, scale: float) -> list[float]:
+    return [reduced(number) * scale, float(torch.get_num_threads()), float(os.environ["OMP_NUM_THREADS"])]
+
+
+@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)))
+def on_dask(number: int) -> tuple[float, str]:
+    return reduced(number), "from rank 0"
+
+
+mapped = map_task(functools.partial(train, scale=2.0), concurrency=2)
+
+
+@workflow
+def sweep(numbers: list[int]) -> list[list[float]]:
+    return mapped(number=numbers)
+
+
+if __name__ == "__main__":
+    print(json.dumps([sweep(numbers=[1, 2]), on_dask.execute(number=1)]))
+"""
+
+
+def test_elements_of_a_map_are_gangs_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "flows.py").write_text(FLOWS)
+    with nothing_left_behind():
+        done = subprocess.run([sys.executable, "flows.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    elements, by_hand = json.loads(done.stdout.splitlines()[-1])
+    assert elements == [[22.0, 3.0, 3.0], [44.0, 3.0, 3.0]]
+    assert by_hand == [11.0, "from rank 0"]
+
+
+def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
+    (tmp_path / "flows.py").write_text(FLOWS)
+    settings = "flows.SerializationSettings(image_config=None)"
+    asked = f"import json, flows; print(json.dumps(flows.mapped.get_command({settings})))"
+    found = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
+    ctx = FlyteContextManager.current_context()
+    inputs = TypeEngine.dict_to_literal_map(
+        ctx, {"number": [5, 7], "scale": 2.0}, {"number": list[int], "scale": float}
+    )
+    utils.write_proto_to_file(inputs.to_flyte_idl(), str(tmp_path / "inputs.pb"))
+    places = {
+        "{{.input}}": "inputs.pb",
+        "{{.outputPrefix}}": "out",
+        "{{.rawOutputDataPrefix}}": "raw",
+        "{{.checkpointOutputPrefix}}": "checkpoint",
+        "{{.prevCheckpointPrefix}}": '""',
+    }
+    command, *arguments = json.loads(found.stdout.splitlines()[-1])
+    with nothing_left_behind():
+        done = subprocess.run(
+            [str(SCRIPTS / command), *(places.get(argument, argument) for argument in arguments)],
+            cwd=tmp_path,
+            env={**os.environ, "BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (tmp_path / "out/outputs.pb").exists(), done.stdout + done.stderr
+    outputs = literals_pb2.LiteralMap.FromString((tmp_path / "out/outputs.pb").read_bytes()).literals
+    assert outputs["o0"].collection.literals[0].scalar.primitive.float_value == 154.0

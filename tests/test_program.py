@@ -1,0 +1,355 @@
+"""A user's script in a rank: its `__main__`, command line, files and logging, on its machine and on another.
+
+The rank is an interpreter that does what one does before it joins its gang; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch.protocol.code import pack_code
+
+SCRIPT = """
+import inspect
+import logging
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.protocol import code
+
+WIDTH = 4
+LARGE = bytes(1 << 20)
+
+
+@dataclass
+class Settings:
+    width: int
+
+
+class Outer:
+    class Inner:
+        def __eq__(self, other):
+            return isinstance(other, Outer.Inner)
+
+
+@dataclass
+class Unnamed:
+    text: str = "by name only"
+
+
+class Heavy:
+    def weigh(self):
+        return len(LARGE)
+
+
+class Tensor:
+    nbytes = 1 << 30
+
+    def __reduce__(self):
+        return bytes, (b"as if it had been copied",)
+
+
+TENSOR = Tensor()
+
+
+class HoldsTensor:
+    def get(self):
+        return TENSOR
+
+
+def plain_pickle():
+    return pickle.loads(pickle.dumps(Settings(WIDTH))) == Settings(4)
+
+
+def class_of_an_argument(value):
+    return pickle.loads(pickle.dumps(value)) == value
+
+
+def class_in_a_file(data):
+    return pickle.loads(data).text
+
+
+def double(settings):
+    return Settings(2 * settings.width)
+
+
+def other_processes():
+    found = []
+    for method in ("spawn", "forkserver"):
+        with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
+            found += pool.map(double, [Settings(4)])
+    return found == [Settings(8), Settings(8)]
+
+
+def sources():
+    return [inspect.getsource(each).partition(":")[0] for each in (double, Settings)]
+
+
+def namespace():
+    main = sys.modules["__main__"]
+    return main.double is double, hasattr(main, "destination"), __name__, Path(__file__).name
+
+
+def command_line():
+    import options
+
+    return options.rate, [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def file_beside():
+    return Path(__file__).with_name("conf.yaml").read_text()
+
+
+def missing_file():
+    return Path(__file__).with_name("weights.bin").read_bytes()
+
+
+def folder():
+    return str(Path(__file__).parent)
+
+
+def paths():
+    import options
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options.warn()
+    try:
+        options.fail()
+    except ValueError:
+        text = traceback.format_exc()
+    return caught[0].filename, text, inspect.getsource(options.fail)
+
+
+def record():
+    logging.getLogger("mine").info("an INFO record")
+    logging.getLogger("mine").debug("a DEBUG record")
+
+
+if __name__ == "__main__":
+    import options
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s of %(name)s: %(message)s")
+    calls = {
+        plain_pickle: (),
+        class_of_an_argument: (Outer.Inner(),),
+        class_in_a_file: (pickle.dumps(Unnamed()),),
+        other_processes: (),
+        sources: (),
+        namespace: (),
+        command_line: (),
+        file_beside: (),
+        missing_file: (),
+        folder: (),
+        paths: (),
+        record: (),
+    }
+    destination = Path(os.environ["DESTINATION"])
+    packed = {each.__name__: code.pack_call(each, args, {}) for each, args in calls.items()}
+    destination.write_bytes(pickle.dumps((code.pack_code(), packed)))
+"""
+OPTIONS = """
+import argparse
+import warnings
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=0.1)
+rate = parser.parse_args().rate
+
+
+def warn():
+    warnings.warn("odd", stacklevel=1)
+
+
+def fail():
+    raise ValueError("on purpose")
+"""
+RANK = """
+import multiprocessing
+import pickle
+import sys
+from pathlib import Path
+
+sys.modules.pop("flytekitplugins", None)  # as the fork server does
+from flytekitplugins.daskpytorch.protocol import code as code_module
+from flytekitplugins.daskpytorch.protocol import program
+from flytekitplugins.daskpytorch.rank import sources as rank_sources
+
+source, name, folder = sys.argv[1:]
+code, calls = pickle.loads(Path(source).read_bytes())
+sources = code_module.place_code(code, Path(folder))
+rank_sources.enter(sources)
+program.enter(code.program, sources.script)
+call = code_module.unpack_call(calls[name])
+try:
+    result = call.function(*call.args, **call.kwargs)
+except Exception as error:
+    rank_sources.explain(error, sources)
+    result = [type(error).__name__, *getattr(error, "__notes__", ())]
+Path(folder, "result").write_bytes(pickle.dumps(result))
+"""
+
+
+class Script:
+    """It has packed all its calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project, self.packed, self._folder = folder / "project", folder / "packed", folder
+        self.project.mkdir()
+        (self.project / "train.py").write_text(SCRIPT)
+        (self.project / "options.py").write_text(OPTIONS)
+        (self.project / "conf.yaml").write_text("width: 7")
+        (self.project / "weights.bin").write_bytes(bytes(3 << 20))
+        command = [sys.executable, "train.py", "--rate", "3"]
+        subprocess.run(command, cwd=self.project, env={"DESTINATION": str(self.packed)}, check=True)
+        self.code, _ = pickle.loads(self.packed.read_bytes())
+
+    def call(self, name: str, place: str) -> tuple[Any, str]:
+        """What a function of it returns in a rank on this machine or on another one, and what it writes."""
+        where = self._folder / f"{name}-{place}"
+        where.mkdir(exist_ok=True)
+        elsewhere = self.project.with_name("away")
+        if place == "elsewhere":
+            self.project.rename(elsewhere)
+        try:
+            return called(self.packed, name, where)
+        finally:
+            if place == "elsewhere":
+                elsewhere.rename(self.project)
+
+
+def called(packed: Path, name: str, folder: Path) -> tuple[Any, str]:
+    """What a function that was packed returns in a rank, and what it writes."""
+    command = [sys.executable, "-P", "-c", RANK, str(packed), name, str(folder)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return pickle.loads((folder / "result").read_bytes()), done.stderr
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Script:
+    return Script(tmp_path_factory.mktemp("script"))
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_plain_pickle_finds_what_main_defines(script: Script, place: str) -> None:
+    assert script.call("plain_pickle", place)[0] is True
+    assert script.call("class_of_an_argument", place)[0] is True
+
+
+def test_a_class_that_only_a_file_names_is_found(script: Script, place: str) -> None:
+    assert script.call("class_in_a_file", place)[0] == "by name only"
+
+
+def test_what_nothing_names_does_not_travel_with_large_values(script: Script) -> None:
+    assert {"Settings", "Unnamed"} <= set(script.code.program.spare_parts)
+    assert {"Heavy", "HoldsTensor"}.isdisjoint(script.code.program.spare_parts)
+
+
+def test_processes_that_a_rank_starts_find_what_main_defines(script: Script, place: str) -> None:
+    assert script.call("other_processes", place)[0] is True
+
+
+def test_sources_of_what_main_defines_are_found(script: Script, place: str) -> None:
+    assert script.call("sources", place)[0] == ["def double(settings)", "@dataclass\nclass Settings"]
+
+
+def test_main_is_the_script_of_which_no_line_has_run(script: Script, place: str) -> None:
+    assert script.call("namespace", place)[0] == (True, False, "__main__", "train.py")
+
+
+def test_ranks_have_the_command_line(script: Script, place: str) -> None:
+    assert script.call("command_line", place)[0] == (3.0, ["train.py", "--rate", "3"])
+
+
+def test_files_beside_the_script_are_found(script: Script, place: str) -> None:
+    assert script.call("file_beside", place)[0] == "width: 7"
+
+
+def test_ranks_on_this_machine_use_the_users_own_folder(script: Script) -> None:
+    assert script.call("folder", "here")[0] == str(script.project)
+    assert script.call("missing_file", "here")[0] == bytes(3 << 20)
+
+
+def test_the_error_for_a_file_that_did_not_travel_says_so(script: Script) -> None:
+    name, note = script.call("missing_file", "elsewhere")[0]
+    assert name == "FileNotFoundError"
+    assert "are copies of those on the driver's" in note
+    assert "weights.bin has 3,145,728 bytes there" in note
+
+
+def test_warnings_and_tracebacks_name_the_users_own_files_and_lines(script: Script, place: str) -> None:
+    script.call("paths", place)
+    warned, text, source = script.call("paths", place)[0]  # the second rank there, which may find bytecode
+    original = str(script.project / "options.py")
+    assert warned == original
+    assert f'File "{original}", line' in text
+    assert 'raise ValueError("on purpose")' in text
+    assert f'File "{script.project / "train.py"}", line' in text
+    assert source.startswith("def fail():")
+
+
+def test_records_come_out_as_the_drivers_logging_is_set_up(script: Script, place: str) -> None:
+    assert script.call("record", place)[1] == "INFO of mine: an INFO record\n"
+
+
+CELL = """
+import inspect
+import pickle
+from dataclasses import dataclass
+
+
+@dataclass
+class Settings:
+    width: int
+
+
+def train():
+    return pickle.loads(pickle.dumps(Settings(4))).width, inspect.getsource(train).splitlines()[0]
+"""
+NOTEBOOK = """
+import linecache
+import pickle
+import sys
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.protocol import code
+
+destination, cell = sys.argv[1:]
+linecache.cache["<cell 1>"] = len(cell), None, cell.splitlines(keepends=True), "<cell 1>"
+exec(compile(cell, "<cell 1>", "exec"))
+Path(destination).write_bytes(pickle.dumps((code.pack_code(), {"train": code.pack_call(train, (), {})})))
+"""
+
+
+def test_a_notebook_which_has_no_file_is_main_too(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", NOTEBOOK, str(tmp_path / "packed"), CELL], cwd=tmp_path, check=True)
+    assert called(tmp_path / "packed", "train", tmp_path)[0] == (4, "def train():")
+
+
+def test_commands_of_installed_programs_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest_itself = ModuleType("__main__")
+    pytest_itself.__file__ = str(Path(sys.executable).with_name("pytest"))
+    monkeypatch.setitem(sys.modules, "__main__", pytest_itself)
+    code = pack_code()
+    assert (code.script, code.program.arguments) == (None, None)
