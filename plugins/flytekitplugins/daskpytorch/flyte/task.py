@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
@@ -18,6 +19,7 @@ from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.deck.deck import DECK_FILE_NAME
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
@@ -30,6 +32,7 @@ from flytekitplugins.daskpytorch.errors import GangError, GangStartError, Preemp
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_local
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
+    from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
@@ -81,6 +85,12 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
             raise _timed(error) from error.value
         finally:
             _dispatched.reset(token)
+
+    def _write_local_deck(self, inputs: dict[str, Any]) -> None:
+        """Write the Deck of a task that has failed, which flytekit does on a backend alone."""
+        ctx = FlyteContextManager.current_context()
+        if self.enable_deck and _is_local(ctx):
+            self._write_decks(inputs, {}, ctx, ctx.user_space_params)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
@@ -142,15 +152,35 @@ class _InRanks(_Resumable):
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
-            recorder, results = Recorder(), TaskResults(self.task_config.gang.grace_period)
+            display, recorder = ProgressDisplay(name=self.name), Recorder()
+            results = TaskResults(self.task_config.gang.grace_period)
             request = self._request(kwargs, literals, results.folder)
+            how = "failed"
             try:
-                with results.received() as received, self._launcher() as launcher:
-                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], received).run()
+                try:
+                    with results.received() as received, self._launcher() as launcher:
+                        outputs = Supervisor(request, launcher, [display, recorder], received).run()
+                finally:
+                    if self.enable_deck:
+                        Deck("Training", recorder.html())
+                delivered, how = self._deliver(kwargs, outputs[0]), "done"
+            except BaseException as error:
+                how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                self._write_local_deck(kwargs)
+                raise
             finally:
-                if self.enable_deck:
-                    Deck("Training", recorder.html())
-            return self._deliver(kwargs, outputs[0])
+                display.conclude(how, self._places(request, results))
+            return delivered
+
+    def _places(self, request: Request, results: TaskResults) -> dict[str, str]:
+        """What a run leaves, and where."""
+        runs = [observer.where for observer in request.observers if isinstance(observer, wandb_run.WandbObserver)]
+        places = {
+            "Deck": _deck_file() if self.enable_deck else None,
+            "results": results.folder if results.has_files else None,
+            "Weights & Biases": next(iter(runs), None),
+        }
+        return {what: where for what, where in places.items() if where is not None}
 
     def _get_ready(self, stack: contextlib.ExitStack) -> None:
         raise NotImplementedError
@@ -274,7 +304,27 @@ class DaskClusterTask(_Resumable, _OnDask):
             context.known_to_threads(),
             cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True),
         ):
-            return super().execute(**kwargs)
+            try:
+                return super().execute(**kwargs)
+            except BaseException:
+                self._write_local_deck(kwargs)
+                raise
+
+    def _write_decks(self, *args: Any) -> None:
+        super()._write_decks(*args)
+        if self.enable_deck and (file := _deck_file()) is not None:
+            print(f"{self.name.rpartition('.')[2]}: Deck: {file}", file=Screen())
+
+
+def _is_local(ctx: FlyteContext) -> bool:
+    return ctx.execution_state is not None and bool(ctx.execution_state.is_local_execution())
+
+
+def _deck_file() -> str | None:
+    """The newest Deck of this process, whose place flytekit only logs; on a backend the console shows it."""
+    ctx = FlyteContextManager.current_context()
+    files = Path(ctx.file_access.local_sandbox_dir).glob(f"*/{DECK_FILE_NAME}") if _is_local(ctx) else ()
+    return str(max(files, key=lambda file: file.stat().st_mtime, default=None) or "") or None
 
 
 def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
