@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import logging
 import re
 import shutil
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, distribution
+from importlib.metadata import EntryPoint, distribution, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +37,7 @@ from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import WorkerLostError
+from flytekitplugins.daskpytorch.flyte import task as flyte_task
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -398,6 +402,9 @@ class _Trained:
     def __init__(self, request: Any, _: object, observers: list[Observer], __: object) -> None:
         self._observers = [*observers, *request.observers]
 
+    def cancel(self) -> None:
+        """Nobody calls it."""
+
     def run(self) -> list[TaskOutput]:
         for observer in self._observers:
             observer.logged(LogRecord(rank=0, step=7, num_steps=8, time=0.0, metrics={"loss": 0.25}))
@@ -434,9 +441,13 @@ def with_deck(steps: int = 8) -> None:
 
 @pytest.mark.parametrize("error", [None, ValueError("spoilt"), KeyboardInterrupt()])
 def test_the_last_lines_say_how_it_ended_and_where_the_deck_is(
-    error: BaseException | None, without_processes: type[_Trained], capfd: pytest.CaptureFixture[str]
+    error: BaseException | None,
+    without_processes: type[_Trained],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     without_processes.ends_by = error
+    monkeypatch.setattr(subprocess, "Popen", None)  # pip takes seconds to say what is installed
     with contextlib.suppress(ValueError, KeyboardInterrupt):
         with_deck(steps=8)
     _, line, deck = capfd.readouterr().err.splitlines()
@@ -445,6 +456,7 @@ def test_the_last_lines_say_how_it_ended_and_where_the_deck_is(
     html = Path(deck.removeprefix("  Deck: ")).read_text()
     assert "<svg" in html
     assert "with_deck" in html
+    assert re.search(rf">flytekit</td><td[^>]*>{re.escape(version('flytekit'))}</td>", html)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("spoilt")])
@@ -463,3 +475,14 @@ def test_a_local_dask_cluster_task_says_where_its_deck_is(
         orchestrate()
     [line] = capfd.readouterr().err.splitlines()
     assert "<p>so far</p>" in Path(line.removeprefix("orchestrate: Deck: ")).read_text()
+
+
+def test_a_process_that_ran_a_task_looks_for_no_garbage_at_its_end(
+    without_processes: type[_Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    flyte_task._exit_quickly.cache_clear()
+    for _ in range(2):
+        with_deck(steps=8)
+    assert at_exit == [gc.freeze]

@@ -62,11 +62,6 @@ class ProgressDisplay(Observer):
         """With the newest value of each metric."""
         self._newest_names: set[str] = set()
 
-    @property
-    def step(self) -> int | None:
-        """The newest step that rank 0 has named."""
-        return None if self._newest is None else self._newest.step
-
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
         self._name = _short(shape.name)
@@ -120,10 +115,11 @@ class ProgressDisplay(Observer):
         if self._bar is not None and self._console.is_terminal:  # elsewhere it writes an empty line
             self._bar.stop()
 
-    def conclude(self, how: str, places: Mapping[str, str]) -> None:
-        """Say how it has ended, when, with which values, and where things are; the last that is said."""
+    def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
+        """Say how it has ended, when, with which values, what to do, and where things are; the last that is said."""
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
-        self._print(f"{self._name}: {how} after {_duration(time.monotonic() - self._began_at)}{values}")
+        text = f"{self._name}: {how} after {_duration(time.monotonic() - self._began_at)}{values}"
+        self._print(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
             self._print(f"  {what}: {where}")
 
