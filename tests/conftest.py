@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from processes import Cluster
     from seaweed import Weed
 
+os.environ["DASKPYTORCH_CHECKPOINTS"] = ""  # local runs keep none in the developer's own folder
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

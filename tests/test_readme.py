@@ -164,7 +164,7 @@ def test_the_task_that_sends_files_returns_them(tmp_path: Path) -> None:
     command = re.match(r"# record\.py: (.*)", example)
     assert command
     done = run(shlex.split(command[1]), tmp_path)
-    said = re.search(r"what the ranks have submitted is in (\S+)$", done.stderr, re.MULTILINE)
+    said = re.search(r"^  results: (\S+)$", done.stderr, re.MULTILINE)
     assert said, done.stdout + done.stderr
     assert said[1] in done.stdout  # as the task's output
     assert json.loads(Path(said[1], "rank-1", "epoch-1.json").read_text()) == {"epoch": 1}

@@ -433,5 +433,5 @@ def test_a_task_on_its_own_node_gathers_what_two_attempts_submit(
         }
         said = capfd.readouterr().err
         assert said.count(f"rank 1 submitted for the path '../escaped' was not written below {folder}: ") == 1
-        assert said.count(f"what the ranks have submitted is in {folder}\n") == 1
+        assert said.count(f"  results: {folder}\n") == 1
         assert not (folder.parent / "escaped").exists()

@@ -68,7 +68,8 @@ def driven(how: str, folder: Path, until_when: str, *acts: Callable[[subprocess.
 @pytest.mark.parametrize(("how", "times"), [("threads", 2), ("processes", 1), ("processes", 2), ("task", 2)])
 def test_at_ctrl_c_nobody_but_the_script_has_a_traceback(how: str, times: int, tmp_path: Path) -> None:
     code, said = driven(how, tmp_path, "stopped", *[interrupt] * times)
-    assert code == (1 if how == "task" else -signal.SIGINT), said  # flytekit has a handler of its own
+    # Flytekit has a handler of its own; of two that come at once a process may see one.
+    assert code in ((1, 130) if how == "task" else (-signal.SIGINT,)), said
     said = re.sub(r"tornado\.application - ERROR.*\nTraceback", "", said)  # what its client's end logs at the second
     assert len(re.findall(r"Traceback", said)) == len(re.findall(r"driving.py.*, in main\n", said)), said
     assert "Exception in thread" not in said

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import logging
+import re
 import shutil
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, distribution
+from importlib.metadata import EntryPoint, distribution, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +20,10 @@ import click
 import pytest
 from distributed.worker_memory import parse_memory_limit
 from flyteidl.core import literals_pb2
-from flytekit import PodTemplate, Resources, Secret, dynamic, task
-from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit import Deck, PodTemplate, Resources, Secret, dynamic, task
+from flytekit.configuration import DataConfig, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -29,8 +35,12 @@ from flytekitplugins.dask import Dask
 from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import WorkerLostError
-from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
+from flytekitplugins.daskpytorch.flyte import task as flyte_task
+from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
+from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(
@@ -379,3 +389,100 @@ def test_a_generator_function_is_no_training() -> None:
         @task(task_config=DaskDDP())
         def train_slowly(hp: int) -> Iterator[int]:
             yield hp
+
+
+# ---- The end of a local run ------------------------------------------------------------------------------------------
+
+
+class _Trained:
+    """In place of a `Supervisor`: a gang that logs a value and ends as the test says."""
+
+    ends_by: BaseException | None = None
+
+    def __init__(self, request: Any, _: object, observers: list[Observer], __: object) -> None:
+        self._observers = [*observers, *request.observers]
+
+    def cancel(self) -> None:
+        """Nobody calls it."""
+
+    def run(self) -> list[TaskOutput]:
+        for observer in self._observers:
+            observer.logged(LogRecord(rank=0, step=7, num_steps=8, time=0.0, metrics={"loss": 0.25}))
+        if self.ends_by is not None:
+            raise self.ends_by
+        return [TaskOutput(literal_map=LiteralMap({}).to_flyte_idl().SerializeToString(), decks=[])]
+
+
+@pytest.fixture
+def files_below(tmp_path: Path) -> Iterator[None]:
+    """Flytekit's files lie below the test's folder."""
+    ctx = FlyteContextManager.current_context()
+    access = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"), DataConfig.auto())
+    with FlyteContextManager.with_context(ctx.with_file_access(access)):
+        yield
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch, files_below: None) -> type[_Trained]:
+    """No ranks are started."""
+
+    class Trained(_Trained):
+        pass
+
+    monkeypatch.setattr("flytekitplugins.daskpytorch.driver.supervisor.Supervisor", Trained)
+    monkeypatch.setattr(SpawnDDPTask, "_get_ready", lambda *_: None)
+    return Trained
+
+
+@task(task_config=SpawnDDP(nproc=1), enable_deck=True)
+def with_deck(steps: int = 8) -> None:
+    """Its function is never called."""
+
+
+@pytest.mark.parametrize("error", [None, ValueError("spoilt"), KeyboardInterrupt()])
+def test_the_last_lines_say_how_it_ended_and_where_the_deck_is(
+    error: BaseException | None,
+    without_processes: type[_Trained],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    without_processes.ends_by = error
+    monkeypatch.setattr(subprocess, "Popen", None)  # pip takes seconds to say what is installed
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        with_deck(steps=8)
+    _, line, deck = capfd.readouterr().err.splitlines()
+    how = {type(None): "done", ValueError: "failed", KeyboardInterrupt: "interrupted"}[type(error)]
+    assert re.fullmatch(rf"with_deck: {how} after \S+ s, step 7/8  loss 0.25", line)
+    html = Path(deck.removeprefix("  Deck: ")).read_text()
+    assert "<svg" in html
+    assert "with_deck" in html
+    assert re.search(rf">flytekit</td><td[^>]*>{re.escape(version('flytekit'))}</td>", html)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("spoilt")])
+def test_a_local_dask_cluster_task_says_where_its_deck_is(
+    error: Exception | None, files_below: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flytekitplugins.daskpytorch.dask.cluster.opened", lambda **_: contextlib.nullcontext())
+
+    @task(task_config=DaskCluster(), enable_deck=True)
+    def orchestrate() -> None:
+        Deck("Mine", "<p>so far</p>")
+        if error is not None:
+            raise error
+
+    with contextlib.suppress(ValueError):
+        orchestrate()
+    [line] = capfd.readouterr().err.splitlines()
+    assert "<p>so far</p>" in Path(line.removeprefix("orchestrate: Deck: ")).read_text()
+
+
+def test_a_process_that_ran_a_task_looks_for_no_garbage_at_its_end(
+    without_processes: type[_Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    flyte_task._exit_quickly.cache_clear()
+    for _ in range(2):
+        with_deck(steps=8)
+    assert at_exit == [gc.freeze]

@@ -205,7 +205,7 @@ def files_in(folder: str, **storage: str) -> dict[str, bytes]:
 
 def submitted(said: str, **storage: str) -> dict[str, bytes]:
     """What the ranks have submitted, in the folder that the task has named."""
-    [folder] = re.findall(r"what the ranks have submitted is in (\S+)$", said, re.MULTILINE)
+    [folder] = re.findall(r"^  results: (\S+)$", said, re.MULTILINE)
     return files_in(folder, **storage)
 
 

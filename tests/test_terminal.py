@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import example, given, settings
@@ -67,13 +67,90 @@ def test_plain_lines_show_every_epoch_but_not_every_step() -> None:
 
 def test_plain_lines_come_now_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_display, "PLAIN_INTERVAL", 0.0)
-    assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step") == 4
+    assert shown(*[record(step, loss=1.0) for step in range(4)]).count("step ") == 4
 
 
 def test_a_terminal_has_a_live_line_with_epoch_step_loss_and_rate() -> None:
     text = shown(record(3, epoch=1, loss=0.25, samples_per_second=1000.0), terminal=True)
     assert "epoch 1  step 3/8  loss 0.25  1,000 samples/s" in text
     assert "━" in text
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The display's time, of which a test says how it goes on."""
+    now = [1000.0]
+    monkeypatch.setattr(terminal_display.time, "monotonic", lambda: now[0])
+    return now
+
+
+def console_of(text: io.StringIO, clock: list[float], **options: Any) -> Console:
+    return Console(file=text, get_time=lambda: clock[0], color_system=None, **options)
+
+
+def training(console: Console, clock: list[float], num_steps: int = 8) -> ProgressDisplay:
+    """A display after four steps of two seconds each."""
+    display = ProgressDisplay(console)
+    display.placed(SHAPE)
+    display.formed(0.5)
+    for step in range(4):
+        display.logged(record(step, num_steps=num_steps, epoch=2, loss=0.25, samples_per_second=1000.0))
+        clock[0] += 2.0
+    return display
+
+
+def test_a_log_that_is_no_terminal_says_how_fast_it_goes_and_how_long_it_will_take(clock: list[float]) -> None:
+    text = io.StringIO()
+    display = training(console_of(text, clock, width=200), clock)
+    clock[0] += 10.0
+    display.logged(record(4, loss=0.5))
+    assert "train: step 4/8  loss 0.5  0.22 steps/s  14 s left" in text.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1:06:32"), (200_000, "4.6 days")])
+def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[float], num_steps: int, left: str) -> None:
+    console = console_of(io.StringIO(), clock, force_terminal=True, width=60)
+    display = training(console, clock, num_steps)
+    assert display._bar is not None
+    live = display._bar.get_renderable()
+    display.ended(None)
+    with console.capture() as capture:
+        console.print(live)
+    [line] = capture.get().splitlines()
+    assert line.split("  ")[:3] == [f"train step 3/{num_steps}", "loss 0.25", "0.5 steps/s"]
+    assert line.endswith(f"  {left} left")
+    assert len(line) <= 60
+
+
+def test_the_last_line_says_how_long_it_took_the_last_metrics_and_where_things_are(clock: list[float]) -> None:
+    text = io.StringIO()
+    display = training(console_of(text, clock, width=60), clock)
+    display.logged(record(7, epoch=2, held_out_loss=0.75))
+    display.logged(record(7, rank=1, loss=99.0))
+    display.ended(None)
+    display.conclude("done", {"Deck": "/tmp/deck.html", "results": "s3://bucket/results"})
+    assert text.getvalue().splitlines()[-3:] == [
+        "train: done after 8 s, epoch 2  step 7/8  loss 0.25  held_out_loss 0.75  1,000 samples/s",
+        "  Deck: /tmp/deck.html",
+        "  results: s3://bucket/results",
+    ]
+
+
+def test_a_run_that_failed_before_it_was_placed_ends_with_a_line_of_its_name() -> None:
+    text = io.StringIO()
+    ProgressDisplay(Console(file=text, width=60), name="flows.train").conclude("failed", {})
+    assert text.getvalue().startswith("train: failed after ")
+
+
+def test_what_was_logged_before_a_restart_is_no_last_metric() -> None:
+    text = io.StringIO()
+    display = ProgressDisplay(Console(file=text, width=200))
+    display.placed(SHAPE)
+    display.formed(0.5)
+    display.logged(record(3, loss=0.25))
+    display.restarting("lost", 2)
+    display.conclude("failed", {})
+    assert "loss" not in text.getvalue().splitlines()[-1]
 
 
 def test_other_ranks_are_not_shown() -> None:

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display import wandb_run
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver, run_config
-from flytekitplugins.daskpytorch.display.wandb_run import RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
@@ -346,6 +346,19 @@ def test_offline_run_has_config_history_and_exit_code(tmp_path: Path, monkeypatc
         {"step": 7, "loss": 1.5, "epoch": 1},
     ]
     assert run["exit_code"] == 0
+
+
+def test_the_driver_hears_where_the_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)))
+    Tracker(run).close(0)
+    observer = WandbObserver(run, {})
+    observer.wrote(1, [f"{RUN_IS}another rank's"])
+    assert observer.where is None
+    observer.wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
+    assert observer.where is not None
+    command, folder = observer.where.rsplit(" ", 1)
+    assert command == "wandb sync"
+    assert Path(folder) == file_of(tmp_path).parent
 
 
 def test_run_of_a_failed_task_has_exit_code_1_and_only_the_first_end_counts(tmp_path: Path) -> None:

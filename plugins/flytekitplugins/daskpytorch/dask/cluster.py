@@ -73,7 +73,8 @@ def opened(
         else:
             client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
         scheduler = _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
-        if client.dashboard_link and "dashboard" in scheduler.get("services", {}):
+        has_dashboard = dashboard and find_spec("bokeh") is not None if is_local() else client.dashboard_link
+        if has_dashboard and "dashboard" in scheduler.get("services", {}):
             print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr)
         _clients.append(client)
         stack.callback(_clients.remove, client)
@@ -126,7 +127,8 @@ def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
             memory_limit=0,  # the workers are this process: each would count all its memory as its own, and pause
-            dashboard_address=":0" if dashboard and find_spec("bokeh") else None,
+            dashboard_address=":0",  # its HTTP server starts in any case, at a port that others may have
+            scheduler_kwargs={"dashboard": dashboard},
         )
     with local, Client(local) as client:
         yield client

@@ -1,11 +1,24 @@
 """What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from typing import IO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
@@ -23,23 +36,35 @@ MAX_LINE = 2_000
 """Characters that are shown of all that a record says."""
 LARGE = 1e15
 """From here on numbers are shown by their power of ten."""
+WIDE = 100
+"""Columns of a terminal that has room for a bar, for all that is leading, and for the time since the start."""
+LARGE_RATE = 10.0
+"""Steps per second from which on their fractions do not matter."""
+MINUTE = 60.0
+DAY = 86_400.0
+MAX_LEFT = 1e9
+"""Seconds that may be left; what comes to more is no estimate."""
 
 
 class ProgressDisplay(Observer):
     """Shows rank 0's metrics as they come, and every rank's output marked with its rank, on standard error."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, name: str = "") -> None:
         self._console = console or terminal()
+        self._name = _short(name)
+        self._began_at = time.monotonic()
         self._bar: Progress | None = None
+        """From the moment that all have met; in a terminal it is to be seen, elsewhere it only counts."""
         self._task: TaskID | None = None
-        self._name = ""
         self._shown_at = 0.0
         self._epoch = 0
+        self._newest: LogRecord | None = None
+        """With the newest value of each metric."""
         self._newest_names: set[str] = set()
 
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
-        self._name = shape.name.rpartition(".")[2]
+        self._name = _short(shape.name)
         num_hosts = len({node.host for node in shape.nodes})
         devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
         self._print(
@@ -50,10 +75,9 @@ class ProgressDisplay(Observer):
     def formed(self, seconds: float) -> None:
         """Say that training begins, and open the live display."""
         self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
+        self._bar = _live(self._console)
+        self._task = self._bar.add_task("", name=self._name, text="", total=None)
         if self._console.is_terminal:
-            name = TextColumn("{task.fields[name]}", style="bold", markup=False)
-            self._bar = bars(self._console, SpinnerColumn(), name)
-            self._task = self._bar.add_task("", name=self._name, text="", total=None)
             self._bar.start()
 
     def wrote(self, rank: int, lines: list[str]) -> None:
@@ -66,14 +90,16 @@ class ProgressDisplay(Observer):
         if record.rank != 0:
             return
         if self._bar is not None and self._task is not None:
-            show(self._bar, self._task, record)
+            show(self._bar, self._task, record if self._console.width >= WIDE else _only_loss(record))
+        earlier = self._newest.metrics if self._newest is not None else {}
         epoch = record.epoch or 0
         brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
-        is_due = self._bar is None and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        is_due = not self._console.is_terminal and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+        self._newest = replace(record, metrics={**earlier, **record.metrics})
         self._epoch, self._newest_names = epoch, set(record.metrics)
         if brings_news or is_due:
             self._shown_at = time.monotonic()
-            self._print(f"{self._name}: {describe_record(record)}")
+            self._print(f"{self._name}: {describe_record(record)}{self._pace()}")
 
     def noted(self, text: str) -> None:
         """Say it."""
@@ -82,12 +108,24 @@ class ProgressDisplay(Observer):
     def restarting(self, reason: str, step: int | None) -> None:
         """Take the live display away until the ranks have met again."""
         self.ended(None)
-        self._bar = None
+        self._bar = self._newest = None
 
     def ended(self, error: Exception | None) -> None:
         """Leave the terminal as it was."""
-        if self._bar is not None:
+        if self._bar is not None and self._console.is_terminal:  # elsewhere it writes an empty line
             self._bar.stop()
+
+    def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
+        """Say how it has ended, when, with which values, what to do, and where things are; the last that is said."""
+        values = f", {describe_record(self._newest)}" if self._newest is not None else ""
+        text = f"{self._name}: {how} after {_duration(time.monotonic() - self._began_at)}{values}"
+        self._print(text if advice is None else f"{text}; {advice}")
+        for what, where in places.items():
+            self._print(f"  {what}: {where}")
+
+    def _pace(self) -> str:
+        pace = _pace(self._bar.tasks[0]) if self._bar is not None else ""
+        return pace and f"  {pace}"
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -108,6 +146,33 @@ class Echo(Observer):
 def terminal() -> Console:
     """Standard error, as `rich` writes to it."""
     return Console(file=cast("IO[str]", Screen()), highlight=False)
+
+
+def _live(console: Console) -> Progress:
+    """One line that changes: in a narrow terminal the name, step, loss, steps per second and the time that is left."""
+    name = TextColumn("{task.fields[name]}", style="bold", markup=False)
+    text = TextColumn("{task.fields[text]}", markup=False)
+    columns = [name, text, _Pace()]
+    if console.width >= WIDE:
+        columns = [SpinnerColumn(), name, BarColumn(bar_width=24), text, _Pace(), TimeElapsedColumn()]
+    return Progress(*columns, console=console, transient=True)
+
+
+class _Pace(ProgressColumn):
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+
+    def render(self, task: Task) -> Text:
+        return Text(f" {_pace(task)}")
+
+
+def _pace(task: Task) -> str:
+    """Steps per second over the last half minute, and how long the rest will take at that."""
+    if task.finished or not (speed := task.speed):
+        return ""
+    rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
+    left = task.time_remaining
+    return rate if left is None or not 0 <= left <= MAX_LEFT else f"{rate}  {_duration(left)} left"
 
 
 def bars(console: Console, *first: ProgressColumn) -> Progress:
@@ -133,6 +198,20 @@ def describe_record(record: LogRecord, only: Collection[str] | None = None) -> s
     if RATE in numbers:
         parts.append(f"{_brief(numbers[RATE], is_whole=True)} samples/s")
     return one_line("  ".join(parts), MAX_LINE)
+
+
+def _only_loss(record: LogRecord) -> LogRecord:
+    return replace(record, metrics={name: value for name, value in record.metrics.items() if name == "loss"})
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < MINUTE:
+        return f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(seconds))) if seconds < DAY else f"{seconds / DAY:,.1f} days"
 
 
 def _count(number: int, what: str) -> str:

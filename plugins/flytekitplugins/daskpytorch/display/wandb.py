@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flytekitplugins.daskpytorch.display.wandb_run import RunSettings, Tracker
+from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.streams import Screen, without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
@@ -30,6 +30,14 @@ class WandbObserver(Observer):
     def __init__(self, run: RunSettings, inputs: Mapping[str, Any]) -> None:
         self._run = run
         self._inputs = inputs
+        self.where: str | None = None
+        """The run's page, or the command that sends it; None until rank 0 has opened it."""
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Note where the run is, when rank 0 says so."""
+        for line in lines:
+            if rank == 0 and line.startswith(RUN_IS):
+                self.where = line.removeprefix(RUN_IS)
 
     def placed(self, shape: Shape) -> None:
         """Add the inputs and the gang's shape to the run's configuration; the user's own and the first shape stay."""

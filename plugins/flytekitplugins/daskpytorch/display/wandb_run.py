@@ -20,7 +20,10 @@ from flytekitplugins.daskpytorch.settings import Wandb
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RunSettings", "Tracker"]
+__all__ = ["RUN_IS", "RunSettings", "Tracker"]
+
+RUN_IS = "Weights & Biases run: "
+"""Begins the line that rank 0 writes once its run is open, and that says where that is."""
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Seconds for the server to answer when the run is opened; after that the run is recorded offline."""
@@ -174,6 +177,9 @@ class Tracker(RankObserver):
             wandb.teardown(0)
             run = self._init("offline")
         run.define_metric("*", step_metric="step")
+        if self._settings.mode != "disabled":
+            where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
+            print(f"{RUN_IS}{where}", file=Screen(), flush=True)
         return run
 
     def _init(self, mode: Literal["online", "offline", "disabled"]) -> Any:

@@ -24,6 +24,8 @@ class Deadlines:
         """The same where no rank has ever called it."""
         self.storage = grace_period * 0.35
         """For the newest checkpoint to reach Flyte's storage."""
+        self.cancelled = min(1.0, grace_period / 20)
+        """The same for a gang that was cancelled, by Ctrl-C, say: somebody waits."""
         self.results = grace_period / 10
         """For what the ranks have submitted to reach it."""
         self.stop = min(0.5, grace_period / 40)

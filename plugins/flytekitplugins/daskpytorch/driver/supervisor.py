@@ -83,6 +83,7 @@ class Supervisor:
                 try:
                     return self._see_through(checkpoints)
                 except GangCancelledError:
+                    checkpoints.flush(self._deadlines.cancelled)  # for a run that goes on from here
                     raise
                 except Exception:
                     checkpoints.flush(self._deadlines.storage)  # for the next attempt, if Flyte makes one

@@ -8,9 +8,10 @@ from typing import Any
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.models.security import Secret
 
+from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, local_run
 from flytekitplugins.daskpytorch.protocol import host
 
-__all__ = ["FlyteExecution", "known_to_threads", "rank_environment"]
+__all__ = ["FlyteExecution", "current", "known_to_threads", "rank_environment"]
 
 CHECKPOINTS = "daskpytorch"
 """Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
@@ -19,14 +20,17 @@ CHECKPOINTS = "daskpytorch"
 class FlyteExecution(host.Execution):
     """What a context of flytekit says of the execution."""
 
-    def __init__(self, ctx: FlyteContext) -> None:
+    def __init__(self, ctx: FlyteContext, run: LocalRun | None) -> None:
         self._ctx = ctx
+        self._run = run
         self._params = params = ctx.user_space_params
         self.name = params.execution_id.name if params and params.execution_id else None
         self.task = ctx.execution_state if _is_in_task(ctx) else None
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Where they are in Flyte's storage; None in local runs, which have no attempts."""
+        """Where they are in Flyte's storage; of a local run, in a folder here."""
+        if self._run is not None:
+            return self._run.paths(key)
         state = self._ctx.execution_state
         if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION:
             return None
@@ -52,7 +56,7 @@ class FlyteExecution(host.Execution):
 @contextlib.contextmanager
 def known_to_threads() -> Iterator[None]:
     """Have threads that the task's function starts find the task, too: flytekit's context is not theirs."""
-    _contexts.append(FlyteContextManager.current_context())
+    _contexts.append((FlyteContextManager.current_context(), local_run.get()))
     try:
         yield
     finally:
@@ -76,9 +80,12 @@ def rank_environment() -> dict[str, str]:
     return inherited | {name: str(value) for name, value in names.items() if value}
 
 
-def _current() -> FlyteExecution:
+def current() -> FlyteExecution:
+    """What the task that is being executed here knows of itself."""
     here = FlyteContextManager.current_context()
-    return FlyteExecution(_contexts[-1] if _contexts and not _is_in_task(here) else here)
+    return (
+        FlyteExecution(*_contexts[-1]) if _contexts and not _is_in_task(here) else FlyteExecution(here, local_run.get())
+    )
 
 
 def _is_in_task(ctx: FlyteContext) -> bool:
@@ -86,7 +93,7 @@ def _is_in_task(ctx: FlyteContext) -> bool:
     return ctx.execution_state is not None and ctx.execution_state.mode in modes
 
 
-_contexts: list[FlyteContext] = []
+_contexts: list[tuple[FlyteContext, LocalRun | None]] = []
 """Those of the tasks that run here and have threads, the newest last."""
 
-host.provide(_current)
+host.provide(current)

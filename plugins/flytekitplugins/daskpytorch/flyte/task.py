@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
+import gc
 import os
 import pickle
 import signal
@@ -11,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
@@ -18,6 +23,7 @@ from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.deck.deck import DECK_FILE_NAME, DeckField
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
@@ -27,9 +33,11 @@ from flytekitplugins.dask.task import DaskTask
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.flyte import context, local_runs
 from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
+from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_local
 
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
+    from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
@@ -63,16 +72,34 @@ INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError, FlyteUploadDataExcepti
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
 """The task that Flyte executes here, and its inputs as Flyte has them."""
+_ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lists_packages = DeckField.DEPENDENCIES in self._deck_fields
+        if self._lists_packages:
+            self._deck_fields.remove(DeckField.DEPENDENCIES)
+
+    def _write_decks(self, *args: Any) -> None:
+        """Write them with a list of packages of our own: for flytekit's, pip runs twice, which takes seconds."""
+        if self._lists_packages:
+            from flytekitplugins.daskpytorch.report import table
+
+            installed = sorted({(each.name, each.version) for each in distributions()})
+            Deck(DeckField.DEPENDENCIES.value, table(("Name", "Version"), installed))
+        super()._write_decks(*args)
+
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
-        token = _dispatched.set((self, input_literal_map))
+        _exit_quickly()
+        ctrl_c = CtrlC()
+        tokens = _dispatched.set((self, input_literal_map)), _ctrl_c.set(ctrl_c)
         try:
-            with _heeding_sigterm():
+            with _heeding_sigterm(), ctrl_c.heeded(), self._begun(ctx, input_literal_map):
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, INFRASTRUCTURE_ERRORS):
@@ -80,7 +107,17 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
                 raise FlyteSystemException(str(error.value), timestamp=failed_at) from error.value
             raise _timed(error) from error.value
         finally:
-            _dispatched.reset(token)
+            _dispatched.reset(tokens[0])
+            _ctrl_c.reset(tokens[1])
+
+    def _begun(self, ctx: FlyteContext, inputs: LiteralMap) -> AbstractContextManager[None]:
+        return local_runs.begun(self.name, inputs, self.task_function) if _is_local(ctx) else contextlib.nullcontext()
+
+    def _write_local_deck(self, inputs: dict[str, Any]) -> None:
+        """Write the Deck of a task that has failed, which flytekit does on a backend alone."""
+        ctx = FlyteContextManager.current_context()
+        if self.enable_deck and _is_local(ctx):
+            self._write_decks(inputs, {}, ctx, ctx.user_space_params)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
@@ -142,15 +179,41 @@ class _InRanks(_Resumable):
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
-            recorder, results = Recorder(), TaskResults(self.task_config.gang.grace_period)
+            display, recorder = ProgressDisplay(name=self.name), Recorder()
+            results = TaskResults(self.task_config.gang.grace_period)
             request = self._request(kwargs, literals, results.folder)
+            how, ctrl_c = "failed", _ctrl_c.get(CtrlC())
             try:
-                with results.received() as received, self._launcher() as launcher:
-                    outputs = Supervisor(request, launcher, [ProgressDisplay(), recorder], received).run()
+                try:
+                    with results.received() as received, self._launcher() as launcher:
+                        supervisor = Supervisor(request, launcher, [display, recorder], received)
+                        with ctrl_c.ends(supervisor.cancel):
+                            outputs = supervisor.run()
+                finally:
+                    if self.enable_deck:
+                        Deck("Training", recorder.html())
+                delivered, how = self._deliver(kwargs, outputs[0]), "done"
+            except BaseException as error:
+                how = "interrupted" if ctrl_c.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
+                self._write_local_deck(kwargs)
+                raise
             finally:
-                if self.enable_deck:
-                    Deck("Training", recorder.html())
-            return self._deliver(kwargs, outputs[0])
+                run = local_runs.local_run.get()
+                advice = run.advice() if run is not None and how != "done" else None
+                display.conclude(how, self._places(request, results), advice)
+            return delivered
+
+    def _places(self, request: Request, results: TaskResults) -> dict[str, str]:
+        """What a run leaves, and where."""
+        runs = [observer.where for observer in request.observers if isinstance(observer, wandb_run.WandbObserver)]
+        run = local_runs.local_run.get()
+        places = {
+            "Deck": _deck_file() if self.enable_deck else None,
+            "results": results.folder if results.has_files else None,
+            "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
+            "Weights & Biases": next(iter(runs), None),
+        }
+        return {what: where for what, where in places.items() if where is not None}
 
     def _get_ready(self, stack: contextlib.ExitStack) -> None:
         raise NotImplementedError
@@ -174,7 +237,7 @@ class _InRanks(_Resumable):
         from flytekitplugins.daskpytorch.protocol import code
 
         config = self.task_config
-        execution = context.FlyteExecution(FlyteContextManager.current_context())
+        execution = context.current()
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
             run = wandb_run.settings(config.wandb, task=self.name, execution=execution.name)
@@ -274,7 +337,33 @@ class DaskClusterTask(_Resumable, _OnDask):
             context.known_to_threads(),
             cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True),
         ):
-            return super().execute(**kwargs)
+            try:
+                return super().execute(**kwargs)
+            except BaseException:
+                self._write_local_deck(kwargs)
+                raise
+
+    def _write_decks(self, *args: Any) -> None:
+        super()._write_decks(*args)
+        if self.enable_deck and (file := _deck_file()) is not None:
+            print(f"{self.name.rpartition('.')[2]}: Deck: {file}", file=Screen())
+
+
+def _is_local(ctx: FlyteContext) -> bool:
+    return ctx.execution_state is not None and bool(ctx.execution_state.is_local_execution())
+
+
+@functools.cache
+def _exit_quickly() -> None:
+    """Have this process end without a last search for garbage, which takes two seconds where torch is imported."""
+    atexit.register(gc.freeze)
+
+
+def _deck_file() -> str | None:
+    """The newest Deck of this process, whose place flytekit only logs; on a backend the console shows it."""
+    ctx = FlyteContextManager.current_context()
+    files = Path(ctx.file_access.local_sandbox_dir).glob(f"*/{DECK_FILE_NAME}") if _is_local(ctx) else ()
+    return str(max(files, key=lambda file: file.stat().st_mtime, default=None) or "") or None
 
 
 def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:

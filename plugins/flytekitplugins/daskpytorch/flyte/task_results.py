@@ -32,6 +32,8 @@ class TaskResults:
         self.folder: str = self._files.get_random_remote_directory()
         """Holds everything when the task ends. Not made where nobody submits, unless a rank has asked for it."""
         self._is_remote = self._files.is_remote(self.folder)
+        self.has_files = False
+        """Something has been submitted, and is in the folder."""
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
@@ -51,7 +53,8 @@ class TaskResults:
                     writer, self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
                 )
                 raise
-            if not self._deliver(writer) and writer.received.folder_is_wanted:
+            self._deliver(writer)
+            if not self.has_files and writer.received.folder_is_wanted:
                 self._make_empty_folder()
 
     def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
@@ -59,15 +62,13 @@ class TaskResults:
             return scratch_folder("daskpytorch-results-")
         return contextlib.nullcontext(Path(self._files.strip_file_header(self.folder)))
 
-    def _deliver(self, writer: _Writer) -> bool:
-        """Bring the files to the folder; whether there are any."""
+    def _deliver(self, writer: _Writer) -> None:
+        """Bring the files to the folder, if there are any."""
         writer.write()
-        has_files = any(path.is_file() for path in writer.folder.rglob("*"))
-        if has_files:
+        if any(path.is_file() for path in writer.folder.rglob("*")):
             if self._is_remote:
                 self._files.put_data(str(writer.folder), self.folder, is_multipart=True)
-            _say(f"what the ranks have submitted is in {self.folder}")
-        return has_files
+            self.has_files = True
 
     def _try_to_deliver(self, writer: _Writer, limit: float) -> None:
         """Do it within so many seconds, and only say what goes wrong."""

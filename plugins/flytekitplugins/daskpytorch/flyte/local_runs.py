@@ -1,0 +1,243 @@
+"""Checkpoints of local runs: kept in a folder of the user's, for a run that goes on from there. Runs in the driver.
+
+    ~/.cache/daskpytorch/checkpoints/flows.train/20261123-081245-1f0c9a/
+        daskpytorch.json    the task's name, and digests of its inputs and of its function's source
+        gang/               what an attempt has in Flyte's storage on a backend
+
+So one run is to the next what one attempt of a task is to the next there.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec  # type: ignore[import-untyped]
+from flytekit.models.literals import Literal, LiteralMap
+
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST
+from flytekitplugins.daskpytorch.process.streams import Screen
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+
+__all__ = ["LocalRun", "begun", "local_run"]
+
+FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
+"""Names another folder for all runs; empty: nothing is kept."""
+RESUME_VARIABLE = "DASKPYTORCH_RESUME"
+"""`1` or `last`: go on from the task's newest run; else the folder of a run."""
+RECORD = "daskpytorch.json"
+MAX_AGE = 14 * 86_400.0
+"""Seconds since its last checkpoint after which a run is removed."""
+MAX_BYTES = 10 << 30
+"""That all runs may take together; beyond, the oldest are removed."""
+
+
+class LocalRun:
+    """One run of a task on this machine. Its folder is made with the first checkpoint."""
+
+    def __init__(self, root: Path, task: str, inputs: dict[str, str], source: str) -> None:
+        self.task = task
+        self.inputs = inputs
+        self.source = source
+        self.folder = root / task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self.previous = _previous(root / task)
+        self._record: IO[str] | None = None
+
+    def paths(self, key: str) -> StoragePaths:
+        """Where the gang of this key keeps its checkpoints, and where it finds those to go on from."""
+        previous = str(self.previous / key) if self.previous is not None else None
+        return StoragePaths(file_access=_Files(self), previous=previous, own=str(self.folder / key))
+
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint that a next run would find."""
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            manifests = sorted(self.folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
+            return int(json.loads(manifests[-1].read_text())["checkpoints"][0]["step"])
+        return None
+
+    def advice(self) -> str:
+        """What there is to go on from, and how."""
+        if (step := self.newest_step()) is None:
+            return "no checkpoint was kept"
+        return f"the checkpoint of step {step} is kept, {RESUME_VARIABLE}=1 and the same command go on from it"
+
+    def differences(self) -> list[str]:
+        """In what this is not the run that it goes on from."""
+        earlier = json.loads((self.previous / RECORD).read_text()) if self.previous is not None else {}
+        then = earlier.get("inputs", {})
+        found = [f"input {name}" for name in sorted({*then, *self.inputs}) if then.get(name) != self.inputs.get(name)]
+        found += ["the task"] if earlier.get("task") != self.task else []
+        return [*found, "the function's source"] if earlier.get("source") != self.source else found
+
+    def make_folder(self) -> None:
+        """Make the folder, with a lock that says that the run goes on; and room for it."""
+        if self._record is not None:
+            return
+        self.folder.mkdir(parents=True, mode=0o700)
+        record = {"task": self.task, "inputs": self.inputs, "source": self.source}
+        self._record = (self.folder / RECORD).open("w")
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        json.dump(record, self._record)
+        self._record.flush()
+        clean(self.folder.parent.parent)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._record is not None:
+            self._record.close()
+
+
+class _Files:
+    """A run's folder as `StorageUpload` sees storage: files appear there whole, and survive a power cut."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self._run = run
+
+    def get_data(self, remote_path: str, local_path: str) -> object:
+        return shutil.copyfile(remote_path, local_path)
+
+    def put_data(self, local_path: str, remote_path: str) -> object:
+        self._run.make_folder()
+        target = Path(remote_path)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        unfinished = target.with_name(f"unfinished-{target.name}")
+        unfinished.unlink(missing_ok=True)
+        try:
+            os.link(local_path, unfinished)  # nobody writes into a checkpoint's file again
+        except OSError:  # another file system
+            shutil.copyfile(local_path, unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file)
+        return unfinished.replace(target)
+
+    def get_filesystem_for_path(self, path: str) -> Any:
+        return fsspec.filesystem("file")
+
+
+@contextlib.contextmanager
+def begun(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> Iterator[None]:
+    """Have what the gangs of this task save kept; says so where it goes on from an earlier run.
+
+    Raises:
+        ValueError: The variable that asks to go on names no run's folder.
+    """
+    run = _begin(task, inputs, function)
+    token = local_run.set(run)
+    try:
+        yield
+    finally:
+        local_run.reset(token)
+        if run is not None:
+            run.close()
+
+
+def clean(root: Path) -> None:
+    """Remove runs that are too old, and the oldest of too many; none that goes on."""
+    total = 0
+    for changed_at, folder in sorted(_runs(root), reverse=True):
+        with contextlib.suppress(OSError):  # another process cleans as well
+            total += sum(path.stat().st_size for path in folder.rglob("*"))
+            if (time.time() - changed_at > MAX_AGE or total > MAX_BYTES) and not _goes_on(folder):
+                shutil.rmtree(folder)
+
+
+def _begin(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> LocalRun | None:
+    if (root := _root()) is None:
+        return None
+    try:
+        (root / task).mkdir(parents=True, mode=0o700, exist_ok=True)
+    except OSError as error:
+        _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
+        return None
+    digests = {name: _digest(_identity(literal)) for name, literal in inputs.literals.items()}
+    run = LocalRun(root, task, digests, _digest(_source(function)))
+    if run.previous is not None:
+        differing = f"; what differs from then: {', '.join(found)}" if (found := run.differences()) else ""
+        _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {run.previous}{differing}")
+    elif _asked():
+        _say(task, f"{RESUME_VARIABLE} is set, but no run in {root / task} has left a checkpoint: starting afresh")
+    return run
+
+
+def _root() -> Path | None:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "daskpytorch" / "checkpoints"
+    return Path(folder).expanduser().absolute() if folder else None
+
+
+def _asked() -> str | None:
+    asked = os.environ.get(RESUME_VARIABLE, "")
+    return None if asked in ("", "0") else asked
+
+
+def _previous(runs_of_task: Path) -> Path | None:
+    """The folder of the run to go on from, if any."""
+    asked = _asked()
+    if asked is None:
+        return None
+    if asked in ("1", "last"):
+        found = sorted(_runs(runs_of_task.parent), reverse=True)
+        return next((run for _, run in found if run.parent == runs_of_task and not _goes_on(run)), None)
+    folder = Path(asked).expanduser().absolute()
+    if not (folder / RECORD).is_file():
+        raise ValueError(
+            f"{RESUME_VARIABLE}={asked}: must be 1 or last, for the task's newest run, or the folder of a run, which "
+            f"has a file {RECORD}. Those of this task are in {runs_of_task}."
+        )
+    return folder
+
+
+def _runs(root: Path) -> Iterator[tuple[float, Path]]:
+    """When each run has last written something, and its folder."""
+    for record in root.glob(f"*/*/{RECORD}"):
+        with contextlib.suppress(OSError):
+            yield max(path.stat().st_mtime for path in record.parent.rglob("*")), record.parent
+
+
+def _goes_on(run: Path) -> bool:
+    with (run / RECORD).open() as record:
+        try:
+            fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # some file systems have no locks
+            return False
+    return False
+
+
+def _identity(literal: Literal) -> bytes:
+    """What tells an input from another; of a file its name and size, since flytekit may copy it anew for each run."""
+    blob = literal.scalar.blob if literal.scalar is not None else None
+    if blob is None:
+        return bytes(literal.to_flyte_idl().SerializeToString(deterministic=True))
+    file = Path(str(blob.uri).removeprefix("file://"))
+    return f"{file.name} {file.stat().st_size if file.is_file() else 0}".encode()
+
+
+def _source(function: Callable[..., Any]) -> bytes:
+    with contextlib.suppress(OSError, TypeError):
+        return inspect.getsource(function).encode()
+    return b""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _say(task: str, text: str) -> None:
+    print(f"{task.rpartition('.')[2]}: {text}", file=Screen())
+
+
+local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)
+"""Of the task that is being executed; None on a backend, and where nothing is kept."""

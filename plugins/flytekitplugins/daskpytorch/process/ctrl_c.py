@@ -1,0 +1,87 @@
+"""Ctrl-C while a task runs here: the first ends its gang in good order, a second one the process at once.
+
+Runs in the driver.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["CtrlC"]
+
+EXIT_CODE = 128 + signal.SIGINT
+SHOW_CURSOR = "\x1b[?25h"
+"""To a terminal, which has hidden it for a live display."""
+
+
+class CtrlC:
+    """What becomes of Ctrl-C in one task; all the same whether anybody heeds it."""
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+        self._end_gang: Callable[[], object] | None = None
+        self._usual: Any = signal.default_int_handler
+
+    @contextlib.contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Handle it, unless that is left to others: signals are the main thread's, and some processes ignore this one.
+
+        After the first, a second one is handled to the very end of the process, which may take a moment.
+        """
+        usual = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(usual):
+            yield
+            return
+        self._usual = usual
+        signal.signal(signal.SIGINT, self._press)
+        try:
+            yield
+        finally:
+            if not self.was_pressed or _is_interactive():
+                signal.signal(signal.SIGINT, usual)
+
+    @contextlib.contextmanager
+    def ends(self, end_gang: Callable[[], object]) -> Iterator[None]:
+        """Have it call this, and raise what it usually raises only once the gang has ended.
+
+        Raised wherever the driver is, it could leave half a message on its way to an agent.
+        """
+        self._end_gang = end_gang
+        try:
+            yield
+        except BaseException:
+            if not self.was_pressed:
+                raise
+        finally:
+            self._end_gang = None
+        if self.was_pressed:
+            try:
+                self._usual(signal.SIGINT, None)
+            except BaseException as error:
+                raise error from None  # that the gang was cancelled explains nothing to whoever did it
+
+    def _press(self, *how: Any) -> None:
+        if self.was_pressed and not _is_interactive():
+            _end_process()
+        is_first, self.was_pressed = not self.was_pressed, True
+        if is_first and self._end_gang is not None:
+            self._end_gang()
+        else:
+            self._usual(*how)
+
+
+def _is_interactive() -> bool:
+    """Whether somebody goes on with this process: in a notebook, or at Python's prompt."""
+    return hasattr(sys, "ps1") or ("IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None)
+
+
+def _end_process() -> None:
+    """At once: ranks end with their driver, and a shell of its own removes its folders."""
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, f"{SHOW_CURSOR}\n".encode())
+    os._exit(EXIT_CODE)

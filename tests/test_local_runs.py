@@ -1,0 +1,267 @@
+"""Checkpoints of local runs: kept, found again, told apart, and cleared away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.literals import LiteralMap
+from flytekit.types.file import FlyteFile
+
+from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StorageUpload
+from flytekitplugins.daskpytorch.flyte import context, local_runs
+from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, begun, local_run
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs are kept, of which none is asked to go on."""
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
+    monkeypatch.delenv("DASKPYTORCH_RESUME", raising=False)
+    return tmp_path / "kept"
+
+
+def train() -> None:
+    """The function of most runs."""
+
+
+def other() -> None:
+    """Another."""
+
+
+def literals(**inputs: Any) -> LiteralMap:
+    ctx = FlyteContextManager.current_context()
+    made = {
+        name: TypeEngine.to_literal(ctx, value, type(value), TypeEngine.to_literal_type(type(value)))
+        for name, value in inputs.items()
+    }
+    return LiteralMap(made)
+
+
+@contextlib.contextmanager
+def run_of(function: Callable[..., Any] = train, task: str = "flows.train", **inputs: Any) -> Iterator[LocalRun]:
+    with begun(task, literals(**inputs), function):
+        run = local_run.get()
+        assert run is not None
+        yield run
+
+
+def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> CheckpointFile:
+    """As a gang's driver does; its own copy goes with it."""
+    paths = run.paths(key)
+    source = scratch / "checkpoint"
+    source.write_bytes(b"weights %d" % step)
+    file = CheckpointFile(attempt=0, step=step, size=source.stat().st_size, digest=digest_of(source))
+    with contextlib.closing(StorageUpload(paths)) as upload:
+        upload.offer(file, source.rename(scratch / file.name))
+        assert upload.flush(60)
+    (scratch / file.name).unlink()
+    return file
+
+
+def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
+    with contextlib.closing(StorageUpload(run.paths(key))) as upload:
+        found = upload.restore(scratch)
+    return (scratch / found.name).read_bytes() if found is not None else None
+
+
+@pytest.mark.parametrize("how", ["1", "last", "folder"])
+def test_a_run_goes_on_from_the_one_before_where_it_is_asked_to(
+    how: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_of(steps=3) as first:
+        save(first, 1, tmp_path)
+        save(first, 2, tmp_path)
+    with run_of(steps=3) as unasked:
+        assert restored(unasked, tmp_path) is None
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder) if how == "folder" else how)
+    with run_of(steps=3) as second:
+        assert restored(second, tmp_path) == b"weights 2"
+    assert capsys.readouterr().err == (f"train: DASKPYTORCH_RESUME is set: going on from the run in {first.folder}\n")
+
+
+def test_other_inputs_and_other_code_are_told(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, long = (tmp_path / name / "data.csv" for name in ("first", "the-second"))
+    for file in (short, long):
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    with run_of(steps=3, rate=0.1, data=FlyteFile(str(short)), name="a") as first:
+        save(first, 1, tmp_path)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with run_of(other, steps=3, rate=0.2, data=FlyteFile(str(long)), seed=1):
+        pass
+    said = capsys.readouterr().err
+    assert said.endswith(
+        "; what differs from then: input data, input name, input rate, input seed, the function's source\n"
+    )
+
+
+def test_a_file_that_flytekit_copies_anew_is_the_same_input(tmp_path: Path) -> None:
+    copies = [tmp_path / name / "data.csv" for name in ("first", "second")]
+    identities = set()
+    for copy in copies:
+        copy.parent.mkdir()
+        copy.write_text("a")
+        identities.add(local_runs._identity(literals(data=FlyteFile(str(copy))).literals["data"]))
+    assert len(identities) == 1
+
+
+def test_nothing_to_go_on_from_is_told(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_of(task="flows.another") as another:
+        save(another, 1, tmp_path)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with run_of() as run:
+        assert run.previous is None
+    assert f"no run in {root / 'flows.train'} has left a checkpoint: starting afresh" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_an_error_that_says_what_may_be_given(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_RESUME", str(tmp_path))
+    with pytest.raises(ValueError, match=f"DASKPYTORCH_RESUME={tmp_path}: must be 1 or last.*{root}"), run_of():
+        pass
+
+
+def test_a_run_without_checkpoints_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+    with run_of() as run:
+        assert run.advice() == "no checkpoint was kept"
+    assert list((root / "flows.train").iterdir()) == []
+
+
+def test_advice_names_the_newest_step(root: Path, tmp_path: Path) -> None:
+    with run_of() as run:
+        save(run, 10, tmp_path)
+        save(run, 20, tmp_path)
+        assert run.advice().startswith("the checkpoint of step 20 is kept, DASKPYTORCH_RESUME=1 ")
+
+
+def test_files_appear_whole(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_of() as run:
+        save(run, 1, tmp_path)
+        manifest = run.folder / "gang" / MANIFEST
+        before = manifest.read_text()
+        (tmp_path / "newer").write_text("{}")
+        monkeypatch.setattr(os, "fsync", _fail)
+        with pytest.raises(OSError, match="power"):
+            run.paths("gang").file_access.put_data(str(tmp_path / "newer"), str(manifest))
+        assert manifest.read_text() == before
+
+
+def _fail(*_: object) -> None:
+    raise OSError("power cut")
+
+
+def test_another_file_system_gets_a_copy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", _fail)
+    with run_of() as run:
+        file = save(run, 1, tmp_path)
+        assert (run.folder / "gang" / file.name).read_bytes() == b"weights 1"
+
+
+def test_a_run_that_is_training_is_not_the_last_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_of() as first:
+        save(first, 1, tmp_path)
+    with run_of() as training:
+        save(training, 1, tmp_path)
+        monkeypatch.setenv("DASKPYTORCH_RESUME", "last")
+        with run_of() as third:
+            assert third.previous == first.folder
+
+
+def make_runs(tmp_path: Path, *days: float) -> list[Path]:
+    """Runs whose newest files are so many days old."""
+    folders = []
+    for age in days:
+        with run_of() as run:
+            save(run, 1, tmp_path)
+        for path in run.folder.rglob("*"):
+            os.utime(path, (time.time() - age * 86_400,) * 2)
+        folders.append(run.folder)
+    return folders
+
+
+def test_old_runs_are_removed(root: Path, tmp_path: Path) -> None:
+    old, young = make_runs(tmp_path, 15, 13)
+    local_runs.clean(root)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_the_oldest_runs_are_removed_where_all_take_too_much(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest, middle, newest = make_runs(tmp_path, 3, 2, 1)
+    size = sum(path.stat().st_size for path in newest.rglob("*"))
+    monkeypatch.setattr(local_runs, "MAX_BYTES", int(2.5 * size))
+    local_runs.clean(root)
+    assert [run.exists() for run in (oldest, middle, newest)] == [False, True, True]
+
+
+def test_a_run_that_is_training_is_never_removed_nor_is_what_no_run_has_left(root: Path, tmp_path: Path) -> None:
+    mine = root / "flows.train" / "mine"
+    mine.mkdir(parents=True)
+    (mine / "notes").touch()
+    with run_of() as training:
+        save(training, 1, tmp_path)
+        for path in [*training.folder.rglob("*"), mine / "notes"]:
+            os.utime(path, (0, 0))
+        local_runs.clean(root)
+        assert training.folder.exists()
+    assert mine.exists()
+    local_runs.clean(root)
+    assert not training.folder.exists()
+
+
+def test_an_empty_variable_keeps_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", "")
+    with begun("flows.train", literals(), train):
+        assert local_run.get() is None
+    assert not root.exists()
+
+
+def test_a_folder_that_cannot_be_made_costs_a_line(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "file" / "below"))
+    with begun("flows.train", literals(), train):
+        assert local_run.get() is None
+    assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
+
+
+def test_the_usual_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DASKPYTORCH_CHECKPOINTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with run_of() as run:
+        assert run.folder.parent == tmp_path / "daskpytorch" / "checkpoints" / "flows.train"
+
+
+def test_gangs_of_a_run_find_their_own_checkpoints(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_of() as first:
+        save(first, 1, tmp_path, "train-1")
+        save(first, 2, tmp_path, "train-2")
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with run_of():
+        paths = context.current().checkpoint_paths("train-2")
+        assert paths is not None
+        assert paths.previous == str(first.folder / "train-2")
+        shutil.rmtree(first.folder / "train-1")
+        assert json.loads(Path(paths.previous, MANIFEST).read_text())["checkpoints"][0]["step"] == 2

@@ -1,0 +1,88 @@
+"""A local run that is ended by Ctrl-C, or by SIGKILL as in a power cut, and the one that goes on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import end, nothing_left_behind, until
+
+SCRIPT = """
+import sys
+import time
+from pathlib import Path
+
+from flytekit import task
+from flytekitplugins.daskpytorch import SpawnDDP, current_rank
+
+
+@task(task_config=SpawnDDP(nproc=2))
+def train(steps: int) -> int:
+    rank = current_rank()
+    state = rank.checkpoint.load()
+    first = 0 if state is None else state["step"] + 1
+    for step in range(first, steps):
+        rank.log({"loss": 1.0}, step=step, num_steps=steps)
+        rank.checkpoint.save({"step": step}, step)
+        time.sleep(0.05)
+    return first
+
+
+if __name__ == "__main__":
+    print("began at", train(steps=int(sys.argv[1])))
+"""
+
+
+def command(folder: Path, steps: int) -> list[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    return [sys.executable, "script.py", str(steps)]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
+def test_13_14_a_run_goes_on_from_the_one_that_was_ended(signum: signal.Signals, code: int, tmp_path: Path) -> None:
+    env = os.environ | {"DASKPYTORCH_CHECKPOINTS": str(tmp_path / "kept")}
+    with nothing_left_behind(), (tmp_path / "said").open("w") as output:
+        process = subprocess.Popen(
+            command(tmp_path, 100_000), cwd=tmp_path, env=env, stderr=output, start_new_session=True
+        )
+        try:
+            until(lambda: [*tmp_path.glob("kept/*/*/gang/manifest.json")], "a checkpoint that is kept")
+            process.send_signal(signum)
+            assert process.wait() == code
+        finally:
+            end(process)
+    said = (tmp_path / "said").read_text()
+    if signum == signal.SIGINT:
+        assert "Traceback" not in said
+        kept = re.search(
+            r"^train: interrupted after \S+ s, step (\d+)/100000  loss 1; the checkpoint of step (\d+) is kept, "
+            r"DASKPYTORCH_RESUME=1 and the same command go on from it$",
+            said,
+            re.MULTILINE,
+        )
+        assert kept, said
+        assert 0 <= int(kept[2]) <= int(kept[1]) + 1
+
+    [run] = tmp_path.glob("kept/*/*")
+    newest = max(int(path.name.split("-")[1]) for path in run.glob("gang/step-*"))
+    with nothing_left_behind():
+        done = subprocess.run(
+            command(tmp_path, newest + 3),
+            cwd=tmp_path,
+            env=env | {"DASKPYTORCH_RESUME": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert f"going on from the run in {run}; what differs from then: input steps" in done.stderr
+    began_at = re.search(r"^began at (\d+)$", done.stdout, re.MULTILINE)
+    assert began_at, done.stdout + done.stderr
+    assert newest <= int(began_at[1]) <= newest + 1  # of a file that was killed before it was named in the manifest
+    assert re.search(r"^  checkpoints: \S+$", done.stderr, re.MULTILINE), done.stderr
