@@ -360,6 +360,19 @@ def test_save_returns_before_the_file_is_announced_and_the_next_one_waits_for_it
     assert [file.step for file in rank.announced] == [1, 2]
 
 
+def test_flush_may_come_just_as_a_save_begins(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, start = rank.checkpoint(), threading.Thread.start
+
+    def flush_first(thread: threading.Thread) -> None:
+        checkpoint.flush()  # as the thread that obeys orders does, whenever it likes
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", flush_first)
+    checkpoint.save({"w": torch.zeros(10)}, 1)
+    checkpoint.flush()
+    assert [file.step for file in rank.announced] == [1]
+
+
 def test_flush_waits_no_longer_than_it_is_told(rank: Rank) -> None:
     go_on = threading.Event()
     checkpoint = rank.checkpoint(announce=lambda file: rank.announced.append(file) if go_on.wait() else None)

@@ -122,8 +122,8 @@ def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(where: Client | int, lau
     assert (caught.value.rank, caught.value.step) == (1, 5)
     told = str(caught.value)
     of_rank_0, of_rank_1 = (
-        told[told.index("\n\nrank 0:") : told.index("\n\nrank 1:")],
-        told[told.index("\n\nrank 1:") :],
+        told[told.index("\n\nrank 0, in ") : told.index("\n\nrank 1, in:")],
+        told[told.index("\n\nrank 1, in:") :],
     )
     assert "in all_reduce" in of_rank_0
     assert "fault_training.py" in of_rank_1

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 from flytekit.models.literals import Literal, LiteralMap
 
 from flytekitplugins.daskpytorch.driver.upload import MANIFEST

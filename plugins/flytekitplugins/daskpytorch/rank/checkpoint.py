@@ -65,10 +65,11 @@ class RankCheckpoint(Checkpoint):
             _refuse_sharded(state)
             return
         self.flush()
-        self._writing = threading.Thread(
+        writing = threading.Thread(
             target=self._write, args=(_copy(state), step), name="daskpytorch-checkpoint", daemon=True
         )
-        self._writing.start()
+        writing.start()  # before the thread that obeys orders can see it, and wait for it
+        self._writing = writing
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds."""
