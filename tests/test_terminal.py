@@ -20,7 +20,8 @@ from rich.console import Console
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
 from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay, describe_record
+from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, describe_record
+from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -306,3 +307,12 @@ def test_a_record_is_one_line_without_control_characters(entry: LogRecord) -> No
 def test_an_epoch_that_is_no_number_is_no_news_each_time() -> None:
     lines = shown(*[record(step, epoch=math.nan, loss=1.0) for step in range(50)]).splitlines()
     assert len([line for line in lines if "step" in line]) == 1
+
+
+def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    gang_error = GangError("rank 1 of 2 failed on w (host h): ValueError: empty\n\nTraceback of rank 1:\n...")
+    own = ValueError("empty")
+    own.__cause__ = gang_error
+    for error in (gang_error, own, None, KeyError("something else")):
+        Echo().ended(error)
+    assert capsys.readouterr().err == "rank 1 of 2 failed on w (host h): ValueError: empty\n" * 2

@@ -21,6 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
@@ -141,6 +142,12 @@ class Echo(Observer):
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Pass it on."""
         Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+    def ended(self, error: Exception | None) -> None:
+        """Say in a line who failed, and how: perhaps nobody asks the futures."""
+        told = error if isinstance(error, GangError) else error and error.__cause__
+        if isinstance(told, GangError):
+            Screen().write(one_line(str(told).partition("\n")[0], MAX_LINE) + "\n")
 
 
 def terminal() -> Console:
