@@ -32,10 +32,8 @@ def look_around() -> tuple[Any, str, bool]:
 
 def test_a_rank_knows_its_worker_and_has_one_client(client: Client) -> None:
     found = dispatch.run(client, look_around).result()
-    workers = client.scheduler_info()["workers"]
-    assert {(name, address) for name, address, _ in found} == {
-        (info["name"], address) for address, info in workers.items()
-    }
+    names = client.run(lambda dask_worker: dask_worker.name)
+    assert {(name, address) for name, address, _ in found} == {(name, address) for address, name in names.items()}
     assert all(is_same for *_, is_same in found)
 
 

@@ -57,7 +57,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
 
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
-    example = next(block for block in blocks("python") if "checkpoint.load()" in block)
+    example = next(block for block in blocks("python") if block.startswith("# resume.py:"))
     (tmp_path / "resume.py").write_text(example)
     command = re.match(r"# resume\.py: (.*)", example)
     assert command
@@ -68,7 +68,7 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
-    (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if "checkpoint.load()" in block))
+    (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if block.startswith("# resume.py:")))
     model = torch.nn.Linear(4, 1)
     model.load_state_dict({"weight": torch.zeros(1, 4), "bias": torch.full((1,), 3.0)})  # what it is to learn
     weights = {f"module.{name}": value for name, value in model.state_dict().items()}

@@ -117,12 +117,13 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     assert (found.step, (tmp_path / "disk" / found.name).read_bytes()) == (5, b"a state")
 
 
-@pytest.mark.parametrize("host", [Execution, lambda: FlyteExecution(FlyteContextManager.current_context())])
+@pytest.mark.parametrize("host", [Execution, lambda: FlyteExecution(FlyteContextManager.current_context(), None)])
 def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
     s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Callable[[], Execution]
 ) -> None:
     for name, value in s3.items():
         monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of other tests, which have other servers
     config = DataConfig.auto()
     access = FileAccessProvider(str(tmp_path), f"s3://{s3['bucket']}/raw", data_config=config)
     ctx = FlyteContextManager.current_context()
@@ -131,6 +132,7 @@ def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
         uri = f"s3://{s3['bucket']}/{uuid.uuid4().hex}"
         test_what_was_kept_is_there_again(uri)
         test_checkpoints_lie_beside_it_and_come_after_the_records(f"{uri}/more", tmp_path)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @pytest.mark.parametrize("file", ["outcome.pkl", "begun.pkl", "call.pkl"])

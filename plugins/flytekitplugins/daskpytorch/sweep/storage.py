@@ -110,7 +110,7 @@ class SweepStorage:
         """One file's object; None where it is torn, as stores leave it that cannot write files whole."""
         data = self.files.read(f"{self.folder}/{name}")
         try:
-            return pickle.loads(data)  # noqa: S301 - the storage is the user's own
+            return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
         except (EOFError, pickle.UnpicklingError):
             print(f"{self.folder}/{name} is not whole, and is passed over", file=sys.stderr)
         except Exception as error:  # whatever is raised where classes are made anew
