@@ -221,7 +221,8 @@ class _Farewell(WorkerPlugin):  # type: ignore[misc]
             if self._done.is_set():
                 return
             os.write(self._writable, b".")
-        await asyncio.to_thread(self._done.wait)
+        with contextlib.suppress(asyncio.CancelledError):  # by a second Ctrl-C: Dask would log it as an error of ours
+            await asyncio.to_thread(self._done.wait)
 
     def close(self) -> None:
         with self._lock:
