@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from multiprocessing import Pipe
 
 import pytest
 from torch.utils.data import DistributedSampler
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.protocol.reports import Hint
+from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, watch_samplers
+from flytekitplugins.daskpytorch.rank.main import _Link
 
 
 def record(**metrics: object) -> LogRecord:
@@ -63,3 +65,17 @@ def test_sampler_that_is_used_as_it_should_be_is_not(told: list[Hint]) -> None:
         assert len(list(used)) == len(list(plain)) == 5
     assert list(sampler()) == list(sampler())  # others, of the same epoch
     assert told == []
+
+
+def test_each_kind_is_reported_once_however_often_it_is_seen() -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        link = _Link(ours, 0)
+        for step in range(20):  # a loss stays no number
+            link.hint(of_loss(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan})))
+            link.hint(of_exchange(0, 2))
+            link.hint(None)
+        said = []
+        while theirs.poll():
+            said += [report.kind for report in unpack(theirs.recv_bytes()) if isinstance(report, Hint)]
+    assert said == ["loss", "exchange"]

@@ -64,10 +64,10 @@ def main(channel: Connection) -> int:
             link.send(reports.Ready())
             _watch_progress(order, link, progress)
             if order.job.hints:
-                hints.watch_samplers(link.send)
+                hints.watch_samplers(link.hint)
             returned = call.function(*call.args, **_keywords(order, call, host))
-            if order.job.hints and (hint := hints.of_exchange(_num_exchanges(), order.place.world_size)):
-                link.send(hint)
+            if order.job.hints:
+                link.hint(hints.of_exchange(_num_exchanges(), order.place.world_size))
             rank.checkpoint.flush()
             has_returned = True
             if rank.stop_signal.has_fired:
@@ -101,6 +101,7 @@ class _Link:
         self.provided: Future[orders.Provided | orders.NotProvided] = Future()
         """Whether the checkpoint to start from is here, once that is known."""
         self._has_delivered = False
+        self._hinted: set[str] = set()
 
     def send(self, report: reports.ShortReport) -> None:
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
@@ -108,6 +109,12 @@ class _Link:
         self._has_delivered |= isinstance(report, reports.Returned)
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
+
+    def hint(self, hint: reports.Hint | None) -> None:
+        """Report what looks forgotten; each kind once, since a loss that is NaN is so at every step from there on."""
+        if hint is not None and hint.kind not in self._hinted:
+            self._hinted.add(hint.kind)
+            self.send(hint)
 
     def submit(self, key: str, path: str, data: bytes) -> None:
         """Send a result; its pieces go one after the other, with other reports between them.
@@ -282,8 +289,8 @@ def _context(
     order: RankOrder, link: _Link, observers: Observers, progress: Progress, host: RankHost | None
 ) -> RankContext:
     def sink(record: LogRecord) -> None:
-        if order.job.hints and (hint := hints.of_loss(record)):
-            link.send(hint)
+        if order.job.hints:
+            link.hint(hints.of_loss(record))
         observers.tell("logged", record)
         plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
         link.send(LogRecord(**{**vars(record), "metrics": plain}))
