@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,23 +52,23 @@ class Driver:
         self.listener = Listener("127.0.0.1", self.token, self.events, refuse, ReceivedResults().keep)
         self.connection: Connection | None = None
         self.node: Node | None = None
+        self.unheard: deque[Any] = deque()
 
     def hear(self, wanted: type[Wanted]) -> Wanted:
         """The next message or report of a kind."""
         while True:
-            said: list[Any] = []
+            while self.unheard:
+                if isinstance(each := self.unheard.popleft(), wanted):
+                    return each
             match self.events.get(timeout=60):
                 case Said(connection, message):
-                    said = [message]
+                    self.unheard.append(message)
                     if isinstance(message, messages.Hello):
                         self.connection, self.node = connection, message.node
-                case RankSaid(_, _, reports):
-                    said = [*reports]
+                case RankSaid(_, _, reports):  # those that came together
+                    self.unheard.extend(reports)
                 case Gone(connection) if connection is self.connection:
                     raise EOFError("the agent has gone")
-            for each in said:
-                if isinstance(each, wanted):
-                    return each
 
     def send(self, message: messages.ToAgent) -> None:
         assert self.connection is not None
