@@ -6,6 +6,7 @@
 
 It runs the other benchmarks one after the other, each with a rank per GPU and nccl, also where there is one GPU:
 
+devices     what ranks see of the GPUs, each its own or all, and whether what the tests make up is so on real ones
 launch      how long until the first all-reduce: warm and cold gangs, `torchrun`, `torch.multiprocessing.spawn`
 efficiency  the throughput of 1, 2, 4, ... ranks, and their time to a loss, beside `torchrun`
 overhead    what supervision, checkpoints and logging cost per step
@@ -36,6 +37,7 @@ from launch import gpus, machine
 
 BENCHMARKS = Path(__file__).resolve().parent
 PARTS: tuple[tuple[str, ...], ...] = (
+    ("devices.py",),
     ("launch.py", "--rounds", "3", "--skip", "ray", "--backend"),
     ("efficiency.py", "--starts", "2"),
     ("overhead.py", "--starts", "1", "--rounds", "10"),

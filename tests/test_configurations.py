@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +96,7 @@ def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 
 GANG = some(
     backend=st.sampled_from(["auto", "gloo", "nccl"]),
+    devices=st.sampled_from(["own", "all"]),
     ranks_per_worker=COUNTS | st.just("auto"),
     min_workers=COUNTS | st.none(),
     max_restarts=st.integers(0, 5),
@@ -157,7 +159,7 @@ def test_gangs(values: dict[str, Any]) -> None:
     assert all(re.fullmatch(r"[\w.-]+", key, re.ASCII) for key in taken)
     ranks = 1 if gang.ranks_per_worker == "auto" else min(gang.ranks_per_worker, 8)
     nodes = [_node(f"tcp://10.0.0.{index}:1", ranks) for index in range(2)]
-    places = place_ranks(nodes, ranks)
+    places = place_ranks(nodes, ranks, gang.devices)
     backend = choose_backend(gang.backend, nodes, places)
     job = Job(
         gang="gang",
@@ -167,11 +169,15 @@ def test_gangs(values: dict[str, Any]) -> None:
         backend=backend,
         store=("127.0.0.1", 1),
         timeout=gang.start_timeout,
+        devices=gang.devices,
+        max_restarts=gang.max_restarts,
         checkpoint=None,
         pulse=None,
     )
-    variables = environment({}, places[1][0], job, "lo")
+    variables = environment({}, places[1][0], job, "lo", Path("/scratch"))
     assert variables["WORLD_SIZE"] == str(2 * ranks)
+    visible = variables["CUDA_VISIBLE_DEVICES"].split(",")
+    assert int(variables["LOCAL_RANK"]) < len(visible)  # it names a device
     assert all(isinstance(value, str) for value in variables.values())
 
 

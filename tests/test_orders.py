@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 
 NODE = Node(worker="w", host="h", num_cores=8, gpus=(), gpu_names=(), interface="lo", versions={})
+WITH_GPUS = replace(NODE, gpus=("4", "5", "6"))
 
 
-def variables(base: dict[str, str], **given: Any) -> dict[str, str]:
+def variables(
+    base: dict[str, str], node: Node = NODE, local_rank: int = 0, interface: str | None = None, **given: Any
+) -> dict[str, str]:
     job = Job(
         gang="g",
         attempt=0,
@@ -23,8 +30,8 @@ def variables(base: dict[str, str], **given: Any) -> dict[str, str]:
         pulse=None,
         **given,
     )
-    [[place, _]] = place_ranks([NODE], 2)
-    return environment(base, place, job, None)
+    [here] = place_ranks([node], 2, job.devices)
+    return environment(base, here[local_rank], job, interface, Path("/scratch"))
 
 
 def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers() -> None:
@@ -34,3 +41,28 @@ def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers() -> 
 def test_threads_that_the_task_asks_for_win() -> None:
     found = variables({"OMP_NUM_THREADS": "1"}, environment={"OMP_NUM_THREADS": "3", "RANK": "9"})
     assert (found["OMP_NUM_THREADS"], found["RANK"]) == ("3", "0")
+
+
+@pytest.mark.parametrize(
+    ("node", "devices", "local_rank", "seen"),
+    [
+        (NODE, "own", 1, ("", "1")),
+        (NODE, "all", 1, ("", "1")),
+        (WITH_GPUS, "own", 0, ("4", "0")),
+        (WITH_GPUS, "own", 1, ("5", "0")),
+        (WITH_GPUS, "all", 0, ("4,5,6", "0")),
+        (WITH_GPUS, "all", 1, ("4,5,6", "1")),
+    ],
+)
+def test_local_rank_is_the_number_of_the_ranks_gpu(
+    node: Node, devices: str, local_rank: int, seen: tuple[str, str]
+) -> None:
+    found = variables({"CUDA_VISIBLE_DEVICES": "4,5,6"}, node, local_rank, devices=devices)
+    assert (found["CUDA_VISIBLE_DEVICES"], found["LOCAL_RANK"]) == seen
+    assert (found["NODE_LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == (str(local_rank), "2")
+
+
+def test_both_libraries_take_the_interface_that_reaches_the_driver_unless_the_user_knows_better() -> None:
+    found = variables({"NCCL_SOCKET_IFNAME": "ib0"}, interface="eth0")
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("eth0", "ib0")
+    assert variables({}, interface="eth0")["NCCL_SOCKET_IFNAME"] == "eth0"

@@ -99,6 +99,36 @@ def test_gpus_are_named_as_the_worker_names_them() -> None:
     assert [place.gpu for place in flat(places)] == ["GPU-8f2c", "MIG-77aa"]
 
 
+def seen(nodes: list[Node], ranks_per_worker: int) -> list[tuple[str, int | None]]:
+    """What each rank sees where it sees all, and which of them is its own."""
+    places = flat(place_ranks(nodes, ranks_per_worker, "all"))
+    return [("".join(place.visible_gpus), place.device_index) for place in places]
+
+
+def test_a_rank_sees_its_own_gpu_or_all_of_its_workers() -> None:
+    alone = node("a", gpus=("0", "1", "2", "3"))
+    assert [place.visible_gpus for place in flat(place_ranks([alone], 2))] == [("0",), ("1",)]
+    assert [place.device_index for place in flat(place_ranks([alone], 2))] == [0, 0]
+    assert seen([alone], 2) == [("0123", 0), ("0123", 1)]
+    assert seen([alone], 1) == [("0123", 0)]
+    assert seen([node("a")], 2) == [("", None)] * 2
+
+
+def test_of_all_gpus_a_rank_sees_none_of_another_workers() -> None:
+    workers = [node(name, host="h", gpus=("0", "1", "2", "3", "4")) for name in "ab"]
+    assert seen(workers, 2) == [("014", 0), ("014", 1), ("234", 0), ("234", 1)]
+    assert seen([node("a", host="h", gpus=("0", "1")), node("b", host="h", gpus=("2", "3"))], 1) == [
+        ("01", 0),
+        ("23", 0),
+    ]
+    rotated = [node("a", host="h", gpus=("0", "1")), node("b", host="h", gpus=("1", "0"))]
+    assert seen(rotated, 1) == [("0", 0), ("1", 0)]
+
+
+def test_ranks_that_share_a_gpu_see_it_at_the_same_place() -> None:
+    assert seen([node("a", gpus=("0", "1"))], 3) == [("01", 0), ("01", 1), ("01", 0)]
+
+
 def test_cores_are_shared_by_all_ranks_of_a_host() -> None:
     workers = [node("a", host="h", cores=8), node("b", host="h", cores=8), node("c", cores=8)]
     assert [place.num_threads for place in flat(place_ranks(workers, 2))] == [2, 2, 2, 2, 4, 4]

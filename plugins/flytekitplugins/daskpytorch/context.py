@@ -148,6 +148,8 @@ class RankContext:
     """The number of ranks in the gang."""
     local_world_size: int = 1
     """The number of ranks on this worker."""
+    device_index: int = field(default=0, repr=False)
+    """Behind `device`: the rank's own GPU, where there is one."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
     """Saves and loads the training's state."""
     sink: Callable[[LogRecord], None] | None = field(default=None, repr=False)
@@ -173,10 +175,10 @@ class RankContext:
 
     @property
     def device(self) -> torch.device:
-        """The rank's device: `cuda:0`, since a rank sees only its own GPU, or `cpu`."""
+        """The rank's own GPU, which is `cuda:0` unless `Gang(devices="all")` shows it others too; or `cpu`."""
         import torch  # late, so that a driver that only asks for its rank stays light
 
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", self.device_index) if torch.cuda.is_available() else torch.device("cpu")
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None, *, num_steps: int | None = None) -> None:
         """Report metrics, without waiting for anyone.
@@ -245,6 +247,7 @@ def current_rank() -> RankContext:
         local_rank=context.local_rank,
         world_size=context.world_size,
         local_world_size=context.local_world_size,
+        device_index=context.device_index,
     )
 
 

@@ -19,6 +19,7 @@ SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
 
 BACKENDS = ("auto", "gloo", "nccl")
+DEVICES = ("own", "all")
 WANDB_MODES = ("online", "offline", "disabled")
 MODES = ("min", "max")
 
@@ -49,6 +50,10 @@ class Gang:
     ranks_per_worker: int | Literal["auto"] = "auto"
     """Ranks on each Dask worker; `auto` is the number of GPUs in the limits of a `DaskDDP` task's workers, or of those
     that the workers of `dispatch.run` and `dispatch.map` see (workers of one host share them), else 1."""
+    devices: Literal["own", "all"] = "own"
+    """Which GPUs a rank sees. `own`: its own alone, as device 0, with `LOCAL_RANK=0`. `all`: those of its worker, its
+    own is the current one, and `LOCAL_RANK` its number, for code that says `cuda:{local_rank}`, or that uses several
+    GPUs in each rank. `current_rank().device` is the rank's own either way."""
     min_workers: int | None = None
     """Start, and go on after losses, with at least this many workers; None waits for all of them."""
     max_restarts: int = 3
@@ -87,6 +92,7 @@ class Gang:
             "ranks_per_worker",
             f"'auto' or {COUNT}",
         )
+        problems.unless(is_among(self.devices, DEVICES), "devices", f"one of {', '.join(DEVICES)}")
         problems.unless(self.min_workers is None or is_count(self.min_workers), "min_workers", f"None or {COUNT}")
         problems.unless(
             is_whole(self.max_restarts, 0, MAX_COUNT), "max_restarts", f"a whole number from 0 to {MAX_COUNT}"

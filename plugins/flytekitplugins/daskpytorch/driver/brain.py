@@ -386,7 +386,7 @@ class Brain:
         self._agents.dismiss_leaving()
         nodes = self._agents.nodes()[: self._num_wanted]
         _check_versions(nodes)
-        places = placement.place_ranks(nodes, self._request.ranks_per_worker)
+        places = placement.place_ranks(nodes, self._request.ranks_per_worker, self._settings.devices)
         backend = placement.choose_backend(self._settings.backend, nodes, places)
         shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
         self._observe("placed", shape)
@@ -400,6 +400,8 @@ class Brain:
             backend=backend,
             store=self._rendezvous.address() if shape.world_size > 1 or backend == "nccl" else None,
             timeout=self._settings.start_timeout,
+            devices=self._settings.devices,
+            max_restarts=self._settings.max_restarts,
             checkpoint=self._checkpoint,
             hints=self._settings.hints,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,

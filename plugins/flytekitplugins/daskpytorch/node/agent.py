@@ -238,7 +238,7 @@ class _Agent:
                 program=order.code.program,
                 scratch=str(self._scratch),
                 directory=str(Path.cwd()),
-                environment=orders.environment(os.environ, place, order.job, self._interface),
+                environment=orders.environment(os.environ, place, order.job, self._interface, self._scratch),
                 data=self._data,
             )
             with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn

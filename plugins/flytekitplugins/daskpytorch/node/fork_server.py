@@ -320,7 +320,9 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     import torch.distributed  # noqa: F401
 
     import flytekitplugins.daskpytorch.rank.main  # noqa: F401
+    from flytekitplugins.daskpytorch.rank import process_group
 
+    process_group.install()
     for name in others:
         import_module(name)
     # With each process group torch asks twice for plugins, and reads the metadata of all that is installed. Kept in

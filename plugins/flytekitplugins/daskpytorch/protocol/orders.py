@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
@@ -35,6 +36,10 @@ class Job:
     """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
     timeout: float
     """Seconds for all ranks to meet."""
+    devices: Literal["own", "all"] = "own"
+    """Which of its worker's GPUs a rank sees."""
+    max_restarts: int = 0
+    """How often a gang may start again, for code that asks."""
     checkpoint: CheckpointFile | None
     """What the attempt starts from."""
     pulse: float | None
@@ -123,28 +128,51 @@ OrderToAll = Hold | Release | Locate | Leave
 Order = OrderToAll | Provided | NotProvided | Quit
 
 
-def environment(base: Mapping[str, str], place: Place, job: Job, interface: str | None) -> dict[str, str]:
-    """A rank's environment: the worker's own, the execution's names, and the variables that PyTorch code expects."""
+def environment(
+    base: Mapping[str, str], place: Place, job: Job, interface: str | None, scratch: Path
+) -> dict[str, str]:
+    """A rank's environment: the worker's own, the execution's names, and the variables that `torchrun` sets.
+
+    Args:
+        base: The agent's own.
+        place: The rank's.
+        job: The gang's.
+        interface: The network interface that reaches the driver, where that is known.
+        scratch: The agent's folder.
+    """
     host, port = job.store or _own_store()
     env = {**base, **job.environment}
     env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `node.fork_client`
     env |= {
         "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
+        # What most code passes to set_device; so does `torchrun --virtual-local-rank` where a rank sees one GPU.
+        "LOCAL_RANK": "0" if job.devices == "own" and place.gpu is not None else str(place.local_rank),
+        "NODE_LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.world_size // place.local_world_size),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         # With it env:// joins the driver's store; without, rank 0 opens one.
         "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
+        "TORCHELASTIC_RUN_ID": job.gang,
+        "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        # Where torch's `record` writes an exception down.
+        "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
         # Not the worker's own: Dask gives all of them 1.
         "OMP_NUM_THREADS": job.environment.get("OMP_NUM_THREADS", str(place.num_threads)),
-        "CUDA_VISIBLE_DEVICES": place.gpu or "",
+        "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
     }
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if interface is not None:
         # gloo listens where the host's name resolves to, which on many machines is a loopback address.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", interface)
     return env
 
 

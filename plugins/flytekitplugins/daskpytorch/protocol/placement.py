@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["Node", "Place", "choose_backend", "one_per_gpu", "place_ranks", "worker_order"]
 
@@ -38,9 +39,16 @@ class Place:
     group_rank: int
     """The index of the rank's worker in the gang."""
     gpu: str | None
-    """What the rank's `CUDA_VISIBLE_DEVICES` says; None hides every GPU."""
+    """The rank's own, as the worker's `CUDA_VISIBLE_DEVICES` names it."""
+    visible_gpus: tuple[str, ...]
+    """What the rank's `CUDA_VISIBLE_DEVICES` says."""
     num_threads: int
     """Threads for the rank's own computing: its share of the host's cores."""
+
+    @property
+    def device_index(self) -> int | None:
+        """The number of the rank's own GPU among those that it sees; None without any."""
+        return None if self.gpu is None else self.visible_gpus.index(self.gpu)
 
 
 def worker_order(address: str) -> list[tuple[int, str]]:
@@ -77,11 +85,19 @@ def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
     return next(iter(counts), 1)
 
 
-def place_ranks(nodes: Sequence[Node], ranks_per_worker: int) -> list[list[Place]]:
+def place_ranks(
+    nodes: Sequence[Node], ranks_per_worker: int, devices: Literal["own", "all"] = "own"
+) -> list[list[Place]]:
     """Give every worker its ranks: consecutive, in the order of `nodes`.
 
     Each rank gets a GPU of its own while its host has one left; after that GPUs are shared in turn. Cores are divided
     among all the ranks of a host.
+
+    Args:
+        nodes: What the workers have.
+        ranks_per_worker: How many ranks each of them gets.
+        devices: Which GPUs a rank sees; of "all" those come first that the worker's ranks have, in their order, and
+            those of other workers on the host are left out.
 
     Returns:
         For each node, its places.
@@ -90,28 +106,42 @@ def place_ranks(nodes: Sequence[Node], ranks_per_worker: int) -> list[list[Place
     for node in nodes:
         ranks_on_host[node.host] += ranks_per_worker
 
-    gpus_in_use: dict[str, list[str]] = defaultdict(list)
+    own = _own_gpus(nodes, ranks_per_worker)
     places = []
     for group_rank, node in enumerate(nodes):
-        used = gpus_in_use[node.host]
-        here = []
-        for local_rank in range(ranks_per_worker):
-            gpu = min(node.gpus, key=used.count) if node.gpus else None  # the first of the least used
-            if gpu is not None:
-                used.append(gpu)
-            here.append(
+        others = {gpu for other, here in zip(nodes, own, strict=True) if other.host == node.host for gpu in here}
+        here = own[group_rank]
+        together = tuple(dict.fromkeys(here + [gpu for gpu in node.gpus if gpu not in others]))
+        places.append(
+            [
                 Place(
                     rank=group_rank * ranks_per_worker + local_rank,
                     local_rank=local_rank,
                     world_size=len(nodes) * ranks_per_worker,
                     local_world_size=ranks_per_worker,
                     group_rank=group_rank,
-                    gpu=gpu,
+                    gpu=here[local_rank] if here else None,
+                    visible_gpus=together if devices == "all" else tuple(here[local_rank : local_rank + 1]),
                     num_threads=max(1, node.num_cores // ranks_on_host[node.host]),
                 )
-            )
-        places.append(here)
+                for local_rank in range(ranks_per_worker)
+            ]
+        )
     return places
+
+
+def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> list[list[str]]:
+    """For each node, the GPUs of its ranks; none where it has none."""
+    gpus_in_use: dict[str, list[str]] = defaultdict(list)
+    own = []
+    for node in nodes:
+        used = gpus_in_use[node.host]
+        here = []
+        for _ in range(ranks_per_worker if node.gpus else 0):
+            here.append(min(node.gpus, key=used.count))  # the first of the least used
+            used.append(here[-1])
+        own.append(here)
+    return own
 
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,11 +31,11 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-from flytekitplugins.daskpytorch.rank import hints, imports, sources
+from flytekitplugins.daskpytorch.rank import hints, imports, numa, process_group, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    import torch
 
 
 __all__ = ["main"]
@@ -59,7 +58,7 @@ def main(channel: Connection) -> int:
             if order.data is not None:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             call = unpack_call(order.job.call)
-            _join_gang(order)
+            process_group.join(order.place, order.job, _take_device(order))
             context.enter(rank)
             link.send(reports.Ready())
             _watch_progress(order, link, progress)
@@ -67,7 +66,7 @@ def main(channel: Connection) -> int:
                 hints.watch_samplers(link.hint)
             returned = call.function(*call.args, **_keywords(order, call, host))
             if order.job.hints:
-                link.hint(hints.of_exchange(_num_exchanges(), order.place.world_size))
+                link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
             rank.checkpoint.flush()
             has_returned = True
             if rank.stop_signal.has_fired:
@@ -168,8 +167,8 @@ class _Link:
                 rank.stop_signal.release(last_call)
             case orders.Locate():
                 stacks = _stacks()
-                num_moves = rank.progress.num_moves
-                self.send(reports.Located(stacks=stacks, num_collectives=_num_collectives(), num_moves=num_moves))
+                num_moves, num_collectives = rank.progress.num_moves, process_group.num_collectives()
+                self.send(reports.Located(stacks=stacks, num_collectives=num_collectives, num_moves=num_moves))
                 _show(stacks)
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
@@ -191,28 +190,6 @@ def _show(text: str) -> None:
     """Write to standard error, past `sys.stderr`, whose lock a thread that hangs may hold."""
     with contextlib.suppress(OSError):  # it may be closed
         os.write(2, f"\n{text}".encode())
-
-
-def _num_collectives() -> int:
-    from torch import distributed
-
-    try:
-        group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
-        # What torch's own debugging reads; it counts those of DistributedDataParallel, too.
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
-    except (RuntimeError, ValueError):  # the function has closed the group
-        return 0
-
-
-def _num_exchanges() -> int | None:
-    """Collectives in all of this rank's groups; None where the function has closed them."""
-    from torch.distributed import distributed_c10d
-
-    try:
-        groups: list[Any] = list(distributed_c10d._world.pg_map)  # noqa: SLF001
-        return sum(group._get_sequence_number_for_group() for group in groups) if groups else None  # noqa: SLF001
-    except (RuntimeError, ValueError):
-        return None
 
 
 def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
@@ -242,7 +219,7 @@ def _settle_in(order: RankOrder) -> None:
     from flytekitplugins.daskpytorch.rank import loaders
 
     loaders.shield()
-
+    process_group.install()
     os.chdir(order.directory)
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
@@ -259,30 +236,19 @@ def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
     import_module(way.guide).enter(distributed, way)
 
 
-def _join_gang(order: RankOrder) -> None:
+def _take_device(order: RankOrder) -> torch.device | None:
+    """Make the rank's own GPU the current one; where its GPU collectives run, None where it has none."""
+    index = order.place.device_index
+    has_own = order.job.backend == "nccl"
+    if index is None or not (has_own or index):  # without need nothing touches CUDA, which no child may then use
+        return None
     import torch
-    from torch import distributed
 
-    device = torch.device("cuda", 0) if order.job.backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    distributed.init_process_group(
-        order.job.backend,
-        store=_store(order.job),
-        rank=order.place.rank,
-        world_size=order.place.world_size,
-        device_id=device,
-    )
-
-
-def _store(job: Job) -> Store:
-    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    if job.store is None:
-        return HashStore()
-    host, port = job.store
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
-    return PrefixStore(f"{job.gang}/{job.attempt}", store)
+    torch.cuda.set_device(index)
+    if not has_own:
+        return None
+    numa.stay_beside(index)
+    return torch.device("cuda", index)
 
 
 def _context(
@@ -311,6 +277,7 @@ def _context(
         local_rank=place.local_rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
+        device_index=place.device_index or 0,
         checkpoint=checkpoint,
         sink=sink,
         watcher=functools.partial(observers.tell, "watch"),

@@ -1,0 +1,180 @@
+"""A rank's way into its gang's process group, also where the user's own code says `init_process_group`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+__all__ = ["install", "join", "num_collectives", "num_exchanges"]
+
+ON_GPUS = "cpu:gloo,cuda:nccl"
+"""What a gang with nccl has: without gloo it could exchange neither objects nor asynchronous checkpoints."""
+
+
+@dataclass
+class _Membership:
+    """This process's place in its gang, and the groups that it has been in."""
+
+    pid: int
+    place: Place
+    timeout: float
+    store: Store
+    backend: str
+    num_groups: int = 0
+    """Each has keys of its own in the store: what an earlier one has left there would mislead it."""
+    is_in: bool = False
+    """The default group, if there is one, is the gang's."""
+
+
+def install() -> None:
+    """Have `torch.distributed.init_process_group` know the gang; before anyone imports the function by its name."""
+    from torch import distributed
+
+    distributed_c10d = distributed.distributed_c10d
+    original = distributed_c10d.init_process_group
+    if getattr(original, "knows_gangs", False):
+        return
+
+    @functools.wraps(original)
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Store | None = None,
+        *others: Any,
+        **more: Any,
+    ) -> None:
+        member = _membership
+        if member is None or member.pid != os.getpid():
+            original(backend, init_method, timeout, world_size, rank, store, *others, **more)
+        elif distributed.is_initialized() and member.is_in:
+            _check(member, backend, world_size, rank)
+            if timeout is not None:
+                _set_timeout(timeout)
+        elif store is None and init_method in (None, "env://"):
+            _check(member, None, world_size, rank)
+            _enter(member, original, backend, timeout, *others, **more)
+        else:  # it brings a rendezvous of its own
+            original(backend, init_method, timeout, world_size, rank, store, *others, **more)
+            member.is_in = False
+
+    init_process_group.knows_gangs = True  # type: ignore[attr-defined]
+    distributed_c10d.init_process_group = init_process_group
+    distributed.init_process_group = init_process_group
+
+
+def join(place: Place, job: Job, device: torch.device | None) -> None:
+    """Form the process group, with the other ranks.
+
+    Args:
+        place: This rank's.
+        job: The gang's.
+        device: Where the group's GPU collectives run; None where it has none.
+    """
+    from torch import distributed
+
+    global _membership
+    backend = ON_GPUS if job.backend == "nccl" else job.backend
+    _membership = _Membership(os.getpid(), place, job.timeout, _store(job), backend)
+    distributed.init_process_group(backend, device_id=device)
+
+
+def _enter(
+    member: _Membership,
+    form: Callable[..., None],
+    backend: str | None,
+    timeout: timedelta | None,
+    *others: Any,
+    **more: Any,
+) -> None:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    backend = backend or member.backend
+    store = PrefixStore(str(member.num_groups), member.store)
+    member.num_groups += 1
+    form(backend, None, timeout, member.place.world_size, member.place.rank, store, *others, **more)
+    member.backend, member.is_in = backend, True
+
+
+def _check(member: _Membership, backend: str | None, world_size: int, rank: int) -> None:
+    """Whether what is asked for is what is there.
+
+    Raises:
+        ValueError: It is not.
+    """
+    place = member.place
+    differing = []
+    if backend is not None and not _kinds(backend) <= _kinds(member.backend):
+        differing.append(f"the backend is {member.backend}, not {backend}: see Gang(backend=...)")
+    if world_size not in (-1, place.world_size):
+        differing.append(f"there are {place.world_size} ranks, not {world_size}: see Gang(ranks_per_worker=...)")
+    if rank not in (-1, place.rank):
+        differing.append(f"this is rank {place.rank}, not {rank}: pass no rank, or that of the variable RANK")
+    if differing:
+        raise ValueError(
+            "init_process_group asks for another process group than that of this rank's gang, which has been formed "
+            f"before the function was called: {'; '.join(differing)}"
+        )
+
+
+def _kinds(backend: str) -> set[str]:
+    """Of "cpu:gloo,cuda:nccl", gloo and nccl."""
+    return {part.rpartition(":")[2] for part in backend.lower().split(",")}
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    from torch import distributed
+
+    if hasattr(distributed, "set_timeout"):
+        distributed.set_timeout(timeout)
+    else:  # before torch 2.15
+        distributed.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
+
+
+def _store(job: Job) -> Store:
+    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if job.store is None:
+        return HashStore()
+    host, port = job.store
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
+    return PrefixStore(f"{job.gang}/{job.attempt}", store)
+
+
+def num_collectives() -> int:
+    """How many the default group has had; 0 where the function has closed it."""
+    from torch import distributed
+
+    try:
+        group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+        # What torch's own debugging reads; it counts those of DistributedDataParallel, too.
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+    except (RuntimeError, ValueError):
+        return 0
+
+
+def num_exchanges() -> int | None:
+    """Collectives in all of this rank's groups; None where the function has closed them."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        groups: list[Any] = list(distributed_c10d._world.pg_map)  # noqa: SLF001
+        return sum(group._get_sequence_number_for_group() for group in groups) if groups else None  # noqa: SLF001
+    except (RuntimeError, ValueError):
+        return None
+
+
+_membership: _Membership | None = None

@@ -1,0 +1,180 @@
+"""Code that forms its process group itself, as under `torchrun`: real ranks, whose group has been formed before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import init_process_group  # what a module imports ahead of its ranks
+
+from flytekitplugins.daskpytorch import Gang, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+
+
+def gang(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+    """What two ranks on this machine return."""
+    settings = {"ranks_per_worker": 2, "max_restarts": 0} | settings
+    supervisor = Supervisor(request_for(function, args, {}, Gang(**settings)), OwnNode())
+    return GangFutures(supervisor, 2).result()
+
+
+def total() -> float:
+    """What only ranks 0 and 1 of one group can say: 1 + 10."""
+    number = torch.tensor(10.0 ** dist.get_rank())
+    dist.all_reduce(number)
+    return number.item()
+
+
+def ask_for(how: dict[str, Any]) -> tuple[float, int]:
+    """Form the group as plain PyTorch code does."""
+    own = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    init_process_group(**how | {name: own[name] for name in how.pop("own", ())})
+    return total(), dist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"backend": "gloo"},
+        {"backend": "cpu:gloo", "init_method": "env://"},
+        {"own": ["rank", "world_size"], "init_method": "tcp://127.0.0.1:1"},
+        {"own": ["world_size"], "backend": "GLOO", "timeout": timedelta(seconds=77)},
+    ],
+)
+def test_a_call_that_fits_the_gang_changes_nothing(how: dict[str, Any]) -> None:
+    assert gang(ask_for, how) == [(11.0, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"backend": "nccl"}, r"the backend is gloo, not nccl: see Gang\(backend=\.\.\.\)$"),
+        ({"backend": "cpu:gloo,cuda:nccl"}, "the backend is gloo, not cpu:gloo,cuda:nccl"),
+        ({"world_size": 4, "rank": 0}, r"there are 2 ranks, not 4: .*; this is rank 1, not 0"),
+    ],
+)
+def test_a_call_that_does_not_fit_says_what_differs(how: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        gang(on_rank_1, how)
+
+
+def on_rank_1(how: dict[str, Any]) -> None:
+    if current_rank().rank == 1:
+        init_process_group(**how)
+
+
+def set_the_timeout() -> float:
+    dist.init_process_group(timeout=timedelta(seconds=3))
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return 0.0
+
+
+def test_a_timeout_counts_also_for_a_group_that_is_there() -> None:
+    """Rank 1 never comes to the barrier, and stays until rank 0 has left."""
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        gang(set_the_timeout)
+
+
+def again_and_again(times: int) -> list[float]:
+    sums = [total()]
+    for count in range(times):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        if count % 2:
+            dist.init_process_group("gloo", rank=current_rank().rank, world_size=2)
+        else:
+            dist.init_process_group()
+        sums.append(total())
+    return sums
+
+
+def test_groups_are_destroyed_and_formed_again_40_times() -> None:
+    assert gang(again_and_again, 40) == [[11.0] * 41] * 2
+
+
+def of_its_own(folder: str) -> tuple[float, bool]:
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/{current_rank().rank}")  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    number = torch.tensor(7.0)
+    dist.all_reduce(number)
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        return number.item(), "twice" in str(error)
+    return number.item(), False
+
+
+def test_a_group_with_a_rendezvous_of_its_own_is_none_of_the_gangs(tmp_path: Path) -> None:
+    assert gang(of_its_own, str(tmp_path)) == [(7.0, True)] * 2
+
+
+def fit_alone() -> float:
+    init_process_group("gloo")
+    return float(dist.get_world_size())
+
+
+def test_a_gang_of_one_has_nobody_to_meet_and_fits_too() -> None:
+    supervisor = Supervisor(request_for(fit_alone, (), {}, Gang(max_restarts=0)), OwnNode())
+    assert GangFutures(supervisor, 1).result() == [1.0]
+
+
+# ---- Beside torchrun
+
+SCRIPT = "import json, os, sys; open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w').write(json.dumps(dict(os.environ)))"
+
+EXPLAINED = {
+    # Set before torchrun starts its agent, for that: which signals end it.
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": ("SIGTERM,SIGINT,SIGHUP,SIGQUIT", None),
+    # The real one, also where LOCAL_RANK numbers the only GPU that a rank sees.
+    "NODE_LOCAL_RANK": (None, ...),
+    # One under torchrun, which warns of it; ours is the rank's share of the cores.
+    "OMP_NUM_THREADS": ("1", ...),
+    # torchrun leaves it to gloo, which listens where the host's name resolves to, and to NCCL.
+    "GLOO_SOCKET_IFNAME": (None, "lo"),
+    "NCCL_SOCKET_IFNAME": (None, "lo"),
+    # No GPU is hidden from a torchrun's rank; one of ours without a GPU of its own sees none.
+    "CUDA_VISIBLE_DEVICES": (None, ""),
+    # Names and places, which differ from one run to the next.
+    "MASTER_ADDR": (..., ...),
+    "MASTER_PORT": (..., ...),
+    "TORCHELASTIC_RUN_ID": (..., ...),
+    "TORCHELASTIC_ERROR_FILE": (..., ...),
+}
+"""Under torchrun, and in a rank; `...` is any value, None is no variable."""
+
+
+def environment_here() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_the_environment_is_that_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "--max-restarts=3", str(tmp_path / "script.py"), str(tmp_path)]
+    # Without env= it would inherit what C code has set, too: readline sets LINES and COLUMNS.
+    subprocess.run(command, env=dict(os.environ), check=True, timeout=300, capture_output=True)
+    ours = gang(environment_here, max_restarts=3)
+    for rank in range(2):
+        theirs = json.loads((tmp_path / str(rank)).read_text())
+        names = {name for name in theirs.keys() | ours[rank].keys() if theirs.get(name) != ours[rank].get(name)}
+        assert names <= EXPLAINED.keys()
+        for name in names:
+            for value, expected in zip((theirs.get(name), ours[rank].get(name)), EXPLAINED[name], strict=True):
+                assert value == expected or (expected is ... and value), (name, value)
