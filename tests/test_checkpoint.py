@@ -100,6 +100,17 @@ def test_state_comes_back_as_it_was(rank: Rank) -> None:
     assert {key: again[key] for key in ("step", "name", "none")} == {"step": 7, "name": "x", "none": None}
 
 
+def test_what_is_loaded_is_shared_by_the_ranks_of_a_node_until_one_changes_it(rank: Rank) -> None:
+    state = {"weights": torch.ones(100_000)}
+    again = rank.through(state)
+    address = again["weights"].data_ptr()
+    pages = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    [path] = [page[-1] for page in pages if int(page[0].split("-")[0], 16) <= address < int(page[0].split("-")[1], 16)]
+    assert path == str(rank.folder / rank.announced[-1].name)
+    again["weights"].zero_()
+    assert rank.checkpoint(start=rank.announced[-1]).load()["weights"].eq(1).all()
+
+
 def test_changes_after_save_do_not_arrive(rank: Rank) -> None:
     weights, array, plain = torch.zeros(100_000), np.zeros(3), {"epoch": [1]}
 

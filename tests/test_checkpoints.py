@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import resource
 import shutil
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flytekitplugins.daskpytorch.driver import checkpoints as checkpoints_module
 from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Checkpoints
 from flytekitplugins.daskpytorch.protocol import checkpoint_file
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
@@ -154,6 +156,20 @@ def test_damaged_newest_is_passed_over(
     flip_a_byte(folder / files[1].name)
     assert checkpoints.newest() == files[0]
     assert "the checkpoint of step 2 is damaged" in capsys.readouterr().err
+
+
+def test_a_file_is_not_read_again_while_nobody_writes_to_it(
+    checkpoints: Checkpoints, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(agent, 1)
+    upload(checkpoints, agent, file)
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoints_module, "digest_of", lambda path: read.append(path) or file.digest)
+    assert checkpoints.newest() == file
+    assert not read
+    os.utime(folder / file.name)  # as whoever writes would leave it
+    assert checkpoints.newest() == file
+    assert read == [folder / file.name]
 
 
 def test_truncated_newest_is_passed_over(checkpoints: Checkpoints, agent: Path, folder: Path) -> None:

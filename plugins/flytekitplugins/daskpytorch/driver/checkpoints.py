@@ -31,6 +31,8 @@ class Checkpoints:
         self._storage = storage
         self._lock = threading.Lock()
         self._kept: list[CheckpointFile] = []
+        self._states: dict[str, tuple[int, ...]] = {}
+        """By name, what the disk says of a file whose digest is right: unless that changes, it still is."""
         self._attempt = 0
 
     def restore(self) -> CheckpointFile | None:
@@ -50,8 +52,7 @@ class Checkpoints:
         with self._lock:
             while self._kept:
                 newest = self._kept[-1]
-                path = self._folder / newest.name
-                if path.is_file() and path.stat().st_size == newest.size and digest_of(path) == newest.digest:
+                if self._is_whole(newest):
                     return newest
                 print(f"the checkpoint of step {newest.step} is damaged; the one before is taken", file=sys.stderr)
                 self._kept.pop()
@@ -91,15 +92,29 @@ class Checkpoints:
             self._check(file)
             self._kept = [other for other in self._kept if other.name != file.name]
             self._kept.append(file)
+            self._states[file.name] = _state_of(self._folder / file.name)
             for old in self._kept[:-NUM_KEPT]:
                 (self._folder / old.name).unlink(missing_ok=True)
+                self._states.pop(old.name, None)
             self._kept = self._kept[-NUM_KEPT:]
         if self._storage is not None:
             self._storage.offer(file, self._folder / file.name)
 
+    def _is_whole(self, file: CheckpointFile) -> bool:
+        path = self._folder / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        return _state_of(path) == self._states.get(file.name) or digest_of(path) == file.digest
+
     def _check(self, file: CheckpointFile) -> None:
         if file.attempt < self._attempt:
             raise ValueError(f"a checkpoint of attempt {file.attempt} came when attempt {self._attempt} was running")
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Changes whenever somebody writes to the file."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @dataclass

@@ -5,6 +5,7 @@ rank 0 --file--> its agent --connection--> the driver's checkpoints; and back to
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class RankCheckpoint(Checkpoint):
 
         # Any object of the user's. It comes from our own ranks; between two attempts of a task it lies where Flyte
         # keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
-        state = torch.load(self._await_file(self.start), map_location="cpu", weights_only=False)
+        # All ranks of a node share its pages, until one writes to a tensor, which then has pages of its own.
+        state = torch.load(self._await_file(self.start), map_location="cpu", weights_only=False, mmap=True)
         self.progress.reach(self.start.step, anew=True)
         return state
 
@@ -97,13 +99,13 @@ class RankCheckpoint(Checkpoint):
 
         unfinished = self.folder / f"unfinished-{self.attempt}-{step}"
         try:
-            with unfinished.open("wb") as file:
+            with _HashedFile(io.FileIO(unfinished, "w")) as file:
                 torch.save(state, file)
             written = CheckpointFile(
                 attempt=self.attempt,
                 step=step,
                 size=unfinished.stat().st_size,
-                digest=digest_of(unfinished),
+                digest=file.digest.hexdigest(),
             )
             unfinished.rename(self.folder / written.name)
         except Exception as error:  # a full disk, mostly: worth a word, but not the training
@@ -125,6 +127,18 @@ class RankCheckpoint(Checkpoint):
         if isinstance(outcome, NotProvided):
             raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {outcome.reason}")
         return self.folder / wanted.name
+
+
+class _HashedFile(io.BufferedWriter):
+    """Takes the digest of what is written, on its way."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__(file)
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return super().write(data)
 
 
 class _Inspector(pickle.Pickler):
