@@ -30,7 +30,7 @@ def test_whatever_is_imported_is_declared() -> None:
     extras = [project["optional-dependencies"][extra] for extra in ("sweep", "s3")]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *extras)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "_typeshed"}
-    modules -= {"IPython"}  # which is there where there is a notebook
+    modules -= {"IPython", "pytest"}  # which are there where there is a notebook, or a test
     distributions = packages_distributions()
     assert {module for module in modules if declared.isdisjoint(distributions[module])} == set()
 

@@ -56,6 +56,13 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert parameters["weight"] == pytest.approx([2.0, -3.0], abs=0.3)
 
 
+def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    (tmp_path / "test_train.py").write_text(next(block for block in blocks("python") if "one_rank" in block))
+    done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
     example = next(block for block in blocks("python") if block.startswith("# resume.py:"))
     (tmp_path / "resume.py").write_text(example)

@@ -5,7 +5,7 @@ For example `first, *others = dispatch.run(client, train, epochs=5).result()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,8 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display.terminal import Echo
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import (
     check_arguments,
     check_function,
@@ -25,7 +26,19 @@ from flytekitplugins.daskpytorch.driver.request import (
 )
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.settings import A_KEY, EarlyStopping, Gang, Problems, Search, Wandb, is_key, is_text
+from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.settings import (
+    A_KEY,
+    EarlyStopping,
+    Gang,
+    Problems,
+    Search,
+    Wandb,
+    is_debugging,
+    is_key,
+    is_text,
+)
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -77,6 +90,8 @@ def run(
     settings = gang or Gang()
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
+    if is_debugging(settings):
+        return _run_here(pytorch_function, args, kwargs | ({"local_rank": 0} if pass_local_rank else {}), settings)
     agents = DaskAgents(client)
     if len(agents.workers) < (settings.min_workers or 1):
         raise GangStartError(
@@ -180,6 +195,28 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         wandb=wandb,
         storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
+
+
+def _run_here(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
+) -> GangFutures:
+    from flytekitplugins.daskpytorch.driver.in_process import InProcess
+
+    received = ReceivedResults()
+    [key] = take_keys(function, settings.key)
+    rank = InProcess(
+        name_of(function),
+        settings,
+        [Echo(), *(make() for make in settings.observers)],
+        received,
+        storage=current_execution().checkpoint_paths(key),
+    )
+
+    def call() -> Any:
+        with rank.joined():
+            return getattr(function, "_task_function", function)(*args, **kwargs)
+
+    return SettledFutures(received, call)
 
 
 def _checked(caller: str, client: object, function: object, gang: object, **others: object) -> Problems:

@@ -17,6 +17,8 @@ __all__ = ["EarlyStopping", "Gang", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
+DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
+"""Set by the user: train in one rank, in the calling process."""
 
 BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("own", "all")
@@ -81,6 +83,10 @@ class Gang:
     """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
     twice there; with `dispatch.map` the experiment's index is added. None is the function's name and which of its calls
     in the task this is: give a key where attempts may make other calls, or the same in another order, as by threads."""
+    debug: bool = False
+    """Train in one rank that is the calling process, with a process group of its own: no fork, no Dask, no restarts, so
+    that breakpoints, profilers and `pytest --pdb` work as in any program. `DASKPYTORCH_DEBUG=1` asks it of all gangs.
+    `dispatch.map` trains as ever."""
     observers: tuple[Callable[[], Any], ...] = ()
     """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
 
@@ -105,6 +111,7 @@ class Gang:
         )
         problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
         problems.unless(isinstance(self.hints, bool), "hints", "True or False")
+        problems.unless(isinstance(self.debug, bool), "debug", "True or False")
         problems.unless(
             self.key is None or is_key(self.key),
             "key",
@@ -243,6 +250,11 @@ class Wandb:
 def is_local() -> bool:
     """Whether a task makes its own cluster in this process, because no backend gave it one."""
     return not os.environ.get(SCHEDULER_VARIABLE)
+
+
+def is_debugging(gang: Gang | None = None) -> bool:
+    """Whether training is to run in one rank, in the calling process; of all gangs, or of this one."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or (gang is not None and gang.debug)
 
 
 class Problems:

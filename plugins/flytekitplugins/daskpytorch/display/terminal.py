@@ -150,9 +150,9 @@ class Echo(Observer):
             Screen().write(one_line(str(told).partition("\n")[0], MAX_LINE) + "\n")
 
 
-def terminal() -> Console:
-    """Standard error, as `rich` writes to it."""
-    return Console(file=cast("IO[str]", Screen()), highlight=False)
+def terminal(*, is_plain: bool = False) -> Console:
+    """Standard error, as `rich` writes to it; plain: without lines that change, which a debugger's would meet."""
+    return Console(file=cast("IO[str]", Screen()), highlight=False, force_terminal=False if is_plain else None)
 
 
 def _live(console: Console) -> Progress:

@@ -39,7 +39,7 @@ class Checkpoints:
         """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
         found = self._storage.restore(self._folder) if self._storage else None
         if found is not None:
-            self._keep(found)
+            self.keep(found)
         return found
 
     def fence(self, attempt: int) -> None:
@@ -80,14 +80,19 @@ class Checkpoints:
         self._check(request.file)
         path = take_file(connection, request.file, self._folder)
         try:
-            self._keep(request.file)
+            self.keep(request.file)
         except ValueError:
             with self._lock:
                 if request.file.name not in {kept.name for kept in self._kept}:
                     path.unlink()
             raise
 
-    def _keep(self, file: CheckpointFile) -> None:
+    def keep(self, file: CheckpointFile) -> None:
+        """Take a file that lies whole in the folder, and hand it on to storage.
+
+        Raises:
+            ValueError: It is that of an older attempt.
+        """
         with self._lock:
             self._check(file)
             self._kept = [other for other in self._kept if other.name != file.name]

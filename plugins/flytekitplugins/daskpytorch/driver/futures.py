@@ -5,7 +5,7 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, overload
 
@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-__all__ = ["Futures", "GangFuture", "GangFutures"]
+__all__ = ["Futures", "GangFuture", "GangFutures", "SettledFutures"]
 
 F = TypeVar("F", bound=Future[Any])
 TURN = 1.0
@@ -141,3 +141,15 @@ class GangFutures(Futures[GangFuture]):
             text = f"{how}; there was no rank {rank}, since too few workers came, or were left"
             future.is_missing = True
             future.set_exception(GangStartError(text, rank=rank))
+
+
+class SettledFutures(GangFutures):
+    """That of a rank which is this process: settled once it is made."""
+
+    def __init__(self, received: ReceivedResults, call: Callable[[], Any]) -> None:
+        future = GangFuture(received)
+        self._num_ranks, self._futures = 1, [future]
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)

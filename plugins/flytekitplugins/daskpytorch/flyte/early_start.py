@@ -15,6 +15,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyte the host
 from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.settings import is_debugging
 
 __all__ = ["is_worthwhile"]
 
@@ -36,5 +37,5 @@ def is_worthwhile(arguments: Sequence[str]) -> bool:
 
 
 fork_client.import_ahead(IMPORTED_AHEAD)
-if is_worthwhile(sys.argv):
+if is_worthwhile(sys.argv) and not is_debugging():
     fork_client.connect().close()

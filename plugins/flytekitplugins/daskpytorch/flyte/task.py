@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.metadata import distributions
@@ -39,7 +39,7 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
-from flytekitplugins.daskpytorch.settings import is_local
+from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.request import Request
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
     from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
@@ -69,6 +70,9 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
 """Task environment that reaches all pods of the cluster; what the user sets wins."""
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError, FlyteUploadDataException)
+
+NO_PROCESS_GROUP = "Default process group has not been initialized"
+"""What torch says to that."""
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
 """The task that Flyte executes here, and its inputs as Flyte has them."""
@@ -99,7 +103,8 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         ctrl_c = CtrlC()
         tokens = _dispatched.set((self, input_literal_map)), _ctrl_c.set(ctrl_c)
         try:
-            with _heeding_sigterm(), ctrl_c.heeded(), self._begun(ctx, input_literal_map):
+            heeded = contextlib.nullcontext() if self._is_debugging else ctrl_c.heeded()
+            with _heeding_sigterm(), heeded, self._begun(ctx, input_literal_map):
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, INFRASTRUCTURE_ERRORS):
@@ -109,6 +114,11 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         finally:
             _dispatched.reset(tokens[0])
             _ctrl_c.reset(tokens[1])
+
+    @property
+    def _is_debugging(self) -> bool:
+        """The function runs in this process, where Ctrl-C means to it what it means to any program."""
+        return False
 
     def _begun(self, ctx: FlyteContext, inputs: LiteralMap) -> AbstractContextManager[None]:
         return local_runs.begun(self.name, inputs, self.task_function) if _is_local(ctx) else contextlib.nullcontext()
@@ -155,6 +165,8 @@ class _InRanks(_Resumable):
 
     def execute(self, **kwargs: Any) -> Any:
         """Train, and return rank 0's outputs: to Flyte as it has them, to `map_task` and to the user as values."""
+        if self._is_debugging:
+            return self._train_here(kwargs)
         task, literals = _dispatched.get() or (None, None)
         if task is self:
             return self._train(kwargs, literals)
@@ -167,6 +179,48 @@ class _InRanks(_Resumable):
         if len(values) > 1 or self.python_interface.output_tuple_name:
             return self.python_interface.output_tuple(*values)
         return next(iter(values), None)
+
+    @property
+    def _is_debugging(self) -> bool:
+        return is_debugging(self.task_config.gang)
+
+    @property
+    def task_function(self) -> Callable[..., Any]:
+        """The function itself; where it fails for want of a process group, its error says how to have one."""
+        return _with_advice(self._task_function)
+
+    def _train_here(self, kwargs: dict[str, Any]) -> Any:
+        """Call the function as the only rank, which is this process; what it returns is Flyte's to convert."""
+        refuse_unknown(kwargs)
+        from flytekitplugins.daskpytorch.display.deck import Recorder
+        from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay, terminal
+        from flytekitplugins.daskpytorch.driver.in_process import InProcess
+        from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
+
+        gang, recorder = self.task_config.gang, Recorder()
+        display = ProgressDisplay(terminal(is_plain=True), name=self.name)
+        results = TaskResults(gang.grace_period)
+        how, observers = "failed", self._observers(kwargs)
+        try:
+            with results.received() as received:
+                rank = InProcess(
+                    self.name,
+                    gang,
+                    [display, recorder, *observers],
+                    received,
+                    storage=context.current().checkpoint_paths("gang"),
+                    ask_for_folder=lambda: results.wanted_folder(received),
+                )
+                with rank.joined():
+                    returned = self._task_function(**kwargs)
+            how = "done"
+        finally:
+            if self.enable_deck:
+                Deck("Training", recorder.html())
+            if how != "done":
+                self._write_local_deck(kwargs)
+            display.conclude(how, self._places(observers, results))
+        return returned
 
     def _train(self, kwargs: dict[str, Any], literals: LiteralMap) -> LiteralMap:
         """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs."""
@@ -200,12 +254,12 @@ class _InRanks(_Resumable):
             finally:
                 run = local_runs.local_run.get()
                 advice = run.advice() if run is not None and how != "done" else None
-                display.conclude(how, self._places(request, results), advice)
+                display.conclude(how, self._places(request.observers, results), advice)
             return delivered
 
-    def _places(self, request: Request, results: TaskResults) -> dict[str, str]:
+    def _places(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
         """What a run leaves, and where."""
-        runs = [observer.where for observer in request.observers if isinstance(observer, wandb_run.WandbObserver)]
+        runs = [observer.where for observer in observers if isinstance(observer, wandb_run.WandbObserver)]
         run = local_runs.local_run.get()
         places = {
             "Deck": _deck_file() if self.enable_deck else None,
@@ -237,23 +291,27 @@ class _InRanks(_Resumable):
         from flytekitplugins.daskpytorch.protocol import code
 
         config = self.task_config
-        execution = context.current()
-        observers = [make() for make in config.gang.observers]
-        if config.wandb is not None:
-            run = wandb_run.settings(config.wandb, task=self.name, execution=execution.name)
-            observers.append(wandb_run.WandbObserver(run, inputs))
         rank = FlyteRank.of_current_task(self.name, self.python_interface, literals, results)
         return Request(
             name=self.name,
-            call=code.pack_call(self.task_function, (), {}),
+            call=code.pack_call(self._task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
             settings=config.gang,
             host=pickle.dumps(rank),
             # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
             environment=context.rank_environment() | self.environment,
-            observers=observers,
-            storage=execution.checkpoint_paths("gang"),
+            observers=self._observers(inputs),
+            storage=context.current().checkpoint_paths("gang"),
         )
+
+    def _observers(self, inputs: dict[str, Any]) -> list[Observer]:
+        """The user's, and Weights & Biases."""
+        config = self.task_config
+        observers = [make() for make in config.gang.observers]
+        if config.wandb is not None:
+            run = wandb_run.settings(config.wandb, task=self.name, execution=context.current().name)
+            observers.append(wandb_run.WandbObserver(run, inputs))
+        return observers
 
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
         ctx = FlyteContextManager.current_context()
@@ -347,6 +405,23 @@ class DaskClusterTask(_Resumable, _OnDask):
         super()._write_decks(*args)
         if self.enable_deck and (file := _deck_file()) is not None:
             print(f"{self.name.rpartition('.')[2]}: Deck: {file}", file=Screen())
+
+
+def _with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def advised(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if NO_PROCESS_GROUP in str(error):
+                error.add_note(
+                    "task_function(...) calls the function itself, with no gang around it. Call the task for that, in "
+                    f"a test or a debugger with {DEBUG_VARIABLE}=1: then it runs here, as the only rank of a gang. In "
+                    "pytest the fixture one_rank of flytekitplugins.daskpytorch.testing sets that."
+                )
+            raise
+
+    return advised
 
 
 def _is_local(ctx: FlyteContext) -> bool:

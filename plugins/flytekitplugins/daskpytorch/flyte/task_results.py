@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flytekit.core.context_manager import FlyteContextManager
+from flytekit.types.directory import FlyteDirectory
 
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -56,6 +57,11 @@ class TaskResults:
             self._deliver(writer)
             if not self.has_files and writer.received.folder_is_wanted:
                 self._make_empty_folder()
+
+    def wanted_folder(self, received: ReceivedResults) -> FlyteDirectory:
+        """The folder, which is then made in any case; for a rank in this process."""
+        received.folder_is_wanted = True
+        return FlyteDirectory(self.folder, remote_directory=False)
 
     def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
         if self._is_remote:

@@ -1,0 +1,187 @@
+"""A gang of one rank that is the calling process, for debugging: no fork, no Dask. Runs in the driver, the rank.
+
+Breakpoints of an editor, profilers and `pytest --pdb` work in it as in any program.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.node.hardware import describe_node
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol import orders, result_frames
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape
+from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
+from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
+
+__all__ = ["InProcess"]
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Left as it is: this process may have used its GPUs before."""
+
+
+class InProcess:
+    """One training, whose rank 0 of 1 is whoever enters it."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Gang,
+        observers: Sequence[Observer],
+        received: ReceivedResults,
+        *,
+        storage: StoragePaths | None = None,
+        ask_for_folder: Callable[[], Any] | None = None,
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._observers = Observers(observers)
+        self._rank_observers = Observers()
+        self._received = received
+        self._storage = storage
+        self._ask_for_folder = ask_for_folder
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Make this process the rank: environment, process group, `current_rank()`; and undo it at the end."""
+        error: Exception | None = None
+        try:
+            with contextlib.ExitStack() as stack:
+                checkpoints, rank, environment = self._made(stack)
+                stack.enter_context(_changed(environment))
+                stack.enter_context(_process_group())
+                stack.enter_context(_entered(rank))
+                self._observers.tell("formed", 0.0)
+                try:
+                    yield
+                    rank.checkpoint.flush()
+                except Exception:
+                    rank.checkpoint.flush()
+                    checkpoints.flush(Deadlines(self._settings.grace_period).storage)
+                    raise
+        except Exception as caught:
+            error = caught
+            raise
+        finally:
+            self._rank_observers.tell("close", int(error is not None), None)
+            self._observers.tell("ended", error)
+
+    def _made(self, stack: contextlib.ExitStack) -> tuple[Checkpoints, RankContext, dict[str, str]]:
+        name = self._name.rpartition(".")[2]
+        self._observers.tell(
+            "noted", f"{name}: debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
+        )
+        folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
+        checkpoints = Checkpoints(folder, StorageUpload(self._storage) if self._storage else None)
+        stack.callback(checkpoints.close)
+        start = checkpoints.restore()
+        if start is not None:
+            self._observers.tell("resumed", start.step)
+        node = describe_node(socket.gethostname(), None)
+        [[place]] = places = place_ranks([node], 1)
+        self._observers.tell("placed", Shape(name=self._name, backend="gloo", nodes=[node], places=places))
+        self._rank_observers.open(self._observers.for_rank())
+        return checkpoints, self._context(folder, checkpoints, start), self._environment(place)
+
+    def _environment(self, place: Place) -> dict[str, str]:
+        job = orders.Job(
+            gang="debug",
+            attempt=0,
+            call=b"",
+            pass_local_rank=False,
+            backend="gloo",
+            store=None,
+            timeout=self._settings.start_timeout,
+            checkpoint=None,
+            pulse=None,
+        )
+        made = orders.environment(os.environ, place, job, None)
+        return {name: value for name, value in made.items() if name != DEVICES}
+
+    def _context(self, folder: Path, checkpoints: Checkpoints, start: CheckpointFile | None) -> RankContext:
+        provided: Future[orders.Provided | orders.NotProvided] = Future()
+        provided.set_result(orders.Provided(0))
+        progress = Progress()
+
+        def keep(file: CheckpointFile) -> None:
+            checkpoints.keep(file)
+            self._observers.tell("kept", file.step)
+
+        checkpoint = RankCheckpoint(
+            folder=folder,
+            attempt=0,
+            start=start,
+            is_main=True,
+            progress=progress,
+            announce=keep,
+            provided=provided,
+            timeout=self._settings.start_timeout,
+        )
+        return RankContext(
+            checkpoint=checkpoint,
+            progress=progress,
+            sink=self._log,
+            watcher=lambda *how: self._rank_observers.tell("watch", *how),
+            submit=self._submit,
+            ask_for_folder=self._ask_for_folder,
+        )
+
+    def _log(self, record: LogRecord) -> None:
+        self._rank_observers.tell("logged", record)
+        plain = {name: value for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
+        if (wish := self._observers.tell("logged", LogRecord(**{**vars(record), "metrics": plain}))) is not None:
+            raise wish
+
+    def _submit(self, key: str, path: str, data: bytes) -> None:
+        for piece in result_frames.cut(key, path, data):
+            self._received.add(self._received.keep(0, piece))
+
+
+@contextlib.contextmanager
+def _changed(environment: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    from torch import distributed
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if distributed.is_initialized():  # the function may have closed it
+            distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _entered(rank: RankContext) -> Iterator[None]:
+    outer = context.current_rank()
+    context.enter(rank)
+    try:
+        yield
+    finally:
+        context.enter(outer)

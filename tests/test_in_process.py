@@ -1,0 +1,155 @@
+"""Debugging in one rank that is the calling process: what is there in a gang is there, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import Client
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from flytekitplugins.daskpytorch import DaskDDP, Gang, LogRecord, Observer, SpawnDDP, current_rank, dispatch, settings
+from flytekitplugins.daskpytorch.flyte import local_runs
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
+from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
+
+HEARD: list[Any] = []
+
+
+class Ear(Observer):
+    def formed(self, seconds: float) -> None:
+        HEARD.append("formed")
+
+    def logged(self, record: LogRecord) -> None:
+        HEARD.append(record.metrics)
+
+    def kept(self, step: int) -> None:
+        HEARD.append(step)
+
+    def ended(self, error: Exception | None) -> None:
+        HEARD.append(type(error))
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may ask for any."""
+    HEARD.clear()
+    monkeypatch.setattr(fork_client, "connect", mock.Mock(side_effect=AssertionError("a fork server was asked for")))
+
+
+def train(steps: int) -> list[int]:
+    rank = current_rank()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    state = rank.checkpoint.load() or {"step": 0}
+    for step in range(state["step"], steps):
+        rank.log({"loss": 1.0 / (1 + step)}, step=step)
+        rank.checkpoint.save({"step": step + 1}, step=step)
+    return [os.getpid(), rank.world_size, int(total), int(os.environ["WORLD_SIZE"]), state["step"]]
+
+
+@task(task_config=DaskDDP(gang=Gang(observers=(Ear,))))
+def on_dask(steps: int) -> list[int]:
+    return train(steps)
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(debug=True)))
+def spawned(steps: int) -> list[int]:
+    return train(steps)
+
+
+@task(task_config=SpawnDDP(nproc=2))
+def submits() -> tuple[FlyteDirectory, int]:
+    handler = DaskResultsHandler()
+    handler.submit_result("weights.bin", b"abc")
+    return handler.directory(), 7
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(observers=(Ear,))))
+def fails() -> int:
+    weight = 1
+    if weight:
+        raise KeyError(weight)
+    return weight
+
+
+HERE = [os.getpid(), 1, 1, 1, 0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_task_runs_as_the_only_rank_in_this_process(capfd: pytest.CaptureFixture[str]) -> None:
+    environment = dict(os.environ)
+    assert on_dask(steps=2) == HERE
+    heard = [what for what in HEARD if not isinstance(what, int)]
+    assert heard == ["formed", {"loss": 1.0}, {"loss": 0.5}, type(None)]
+    assert [what for what in HEARD if isinstance(what, int)] == [0, 1]
+    assert (
+        "on_dask: debugging (DASKPYTORCH_DEBUG, Gang(debug=True)): one rank, in this process\n"
+        in capfd.readouterr().err
+    )
+    assert dict(os.environ) == environment
+    assert not dist.is_initialized()
+    assert current_rank().sink is None
+
+
+def test_a_gang_may_ask_for_it() -> None:
+    assert spawned(steps=1) == HERE
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_goes_on_from_the_checkpoint_of_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(local_runs.FOLDER_VARIABLE, str(tmp_path))
+    assert on_dask(steps=2) == HERE
+    monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
+    assert on_dask(steps=3)[-1] == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_it_submits_is_in_the_tasks_folder() -> None:
+    folder, number = submits()
+    assert ((Path(folder) / "weights.bin").read_bytes(), number) == (b"abc", 7)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_error_has_the_frames_that_a_post_mortem_debugger_looks_into() -> None:
+    with pytest.raises(KeyError) as caught:
+        fails()
+    frame = list(traceback.walk_tb(caught.value.__traceback__))[-1][0]
+    assert (frame.f_code.co_name, frame.f_locals["weight"]) == ("fails", 1)
+    assert ["formed", KeyError] == HEARD
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dispatch_run_calls_the_function_at_once() -> None:
+    client = mock.create_autospec(Client, instance=True)
+    futures = dispatch.run(client, train, steps=1)
+    assert futures.done()
+    assert futures.result() == [HERE]
+    assert isinstance(dispatch.run(client, fails).exception(), KeyError)
+    assert not client.mock_calls
+
+
+def test_a_function_without_a_gang_says_how_to_have_one() -> None:
+    with pytest.raises(ValueError, match="Default process group has not been initialized") as caught:
+        on_dask.task_function(steps=1)
+    assert "DASKPYTORCH_DEBUG=1" in caught.value.__notes__[0]
+    with pytest.raises(KeyError) as other:
+        fails.task_function()
+    assert not hasattr(other.value, "__notes__")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
+    monkeypatch.delenv(settings.DEBUG_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(settings.DEBUG_VARIABLE, value)
+    assert settings.is_debugging(Gang()) is expected
