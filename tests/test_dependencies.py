@@ -27,7 +27,7 @@ def imported() -> Iterator[str]:
 
 def test_whatever_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][extra] for extra in ("sweep", "s3")]
+    extras = [project["optional-dependencies"][extra] for extra in ("sweep", "s3", "debug")]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *extras)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "_typeshed"}
     modules -= {"IPython", "pytest"}  # which are there where there is a notebook, or a test

@@ -316,3 +316,40 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
     for error in (gang_error, own, None, KeyError("something else")):
         Echo().ended(error)
     assert capsys.readouterr().err == "rank 1 of 2 failed on w (host h): ValueError: empty\n" * 2
+
+
+def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
+    text = io.StringIO()
+    display = ProgressDisplay(Console(file=text, force_terminal=True, width=200, highlight=False))
+    display.placed(SHAPE)
+    display.formed(0.5)
+    assert display._bar is not None
+    display.debugging(1)
+    shown = text.getvalue()
+    display.wrote(0, ["said meanwhile"])
+    display.logged(record(0, loss=1.0))
+    assert text.getvalue() == shown
+    assert not display._bar.live.is_started
+    display.debugging(None)
+    assert "[rank 0] said meanwhile" in text.getvalue()
+    display.logged(record(1, loss=1.0))
+    assert display._bar.live.is_started
+    display.ended(None)
+
+
+def test_what_was_said_while_a_debugger_was_there_is_shown_at_the_end() -> None:
+    text = io.StringIO()
+    display = ProgressDisplay(Console(file=text, width=200))
+    display.debugging(0)
+    display.noted("meanwhile")
+    display.ended(None)
+    assert text.getvalue() == "meanwhile\n"
+
+
+def test_the_plain_echo_keeps_quiet_for_a_debugger(capfd: pytest.CaptureFixture[str]) -> None:
+    echo = terminal_display.Echo()
+    echo.debugging(1)
+    echo.wrote(0, ["said meanwhile"])
+    assert capfd.readouterr().err == ""
+    echo.debugging(None)
+    assert capfd.readouterr().err == "[rank 0] said meanwhile\n"

@@ -2,7 +2,15 @@
 
 import functools
 
-__all__ = ["GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"]
+__all__ = [
+    "GangError",
+    "GangHungError",
+    "GangStartError",
+    "NoDebuggerError",
+    "PreemptedError",
+    "StoppedEarlyError",
+    "WorkerLostError",
+]
 
 
 class GangError(RuntimeError):
@@ -45,6 +53,10 @@ class GangError(RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))
+
+
+class NoDebuggerError(RuntimeError):
+    """A debugger was called for in a rank, and nobody can talk to it there."""
 
 
 class WorkerLostError(GangError):

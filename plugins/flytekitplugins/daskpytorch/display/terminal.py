@@ -62,6 +62,8 @@ class ProgressDisplay(Observer):
         self._newest: LogRecord | None = None
         """With the newest value of each metric."""
         self._newest_names: set[str] = set()
+        self._held: list[str] | None = None
+        """What is to be said once a rank's debugger leaves the terminal."""
 
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
@@ -90,6 +92,8 @@ class ProgressDisplay(Observer):
         """Show rank 0's newest values."""
         if record.rank != 0:
             return
+        if self._bar is not None and self._console.is_terminal and self._held is None:
+            self._bar.start()  # again, if it had stepped aside
         if self._bar is not None and self._task is not None:
             show(self._bar, self._task, record if self._console.width >= WIDE else _only_loss(record))
         earlier = self._newest.metrics if self._newest is not None else {}
@@ -106,6 +110,16 @@ class ProgressDisplay(Observer):
         """Say it."""
         self._print(text)
 
+    def debugging(self, rank: int | None) -> None:
+        """Step aside: no live display, and nothing said, until the debugger has left the terminal."""
+        if rank is not None:
+            self.ended(None)
+            self._held = self._held or []
+            return
+        held, self._held = self._held or [], None
+        for text in held:
+            self._print(text)
+
     def restarting(self, reason: str, step: int | None) -> None:
         """Take the live display away until the ranks have met again."""
         self.ended(None)
@@ -113,6 +127,8 @@ class ProgressDisplay(Observer):
 
     def ended(self, error: Exception | None) -> None:
         """Leave the terminal as it was."""
+        if self._held is not None:
+            self.debugging(None)
         if self._bar is not None and self._console.is_terminal:  # elsewhere it writes an empty line
             self._bar.stop()
 
@@ -129,22 +145,41 @@ class ProgressDisplay(Observer):
         return pace and f"  {pace}"
 
     def _print(self, text: str) -> None:
+        if self._held is not None:
+            self._held.append(text)
+            return
         self._console.print(text, markup=False, soft_wrap=True)
 
 
 class Echo(Observer):
     """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
 
+    def __init__(self) -> None:
+        self._held: list[str] | None = None
+        """What is to be written once a rank's debugger leaves the terminal."""
+
     def noted(self, text: str) -> None:
         """Say it."""
-        Screen().write(f"{text}\n")
+        self._write(f"{text}\n")
 
     def wrote(self, rank: int, lines: list[str]) -> None:
         """Pass it on."""
-        Screen().write("".join(f"[rank {rank}] {line}\n" for line in lines))
+        self._write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+    def debugging(self, rank: int | None) -> None:
+        """Keep quiet until the debugger has left the terminal."""
+        held, self._held = self._held or [], [] if rank is not None else None
+        self._write("".join(held))
+
+    def _write(self, text: str) -> None:
+        if self._held is not None:
+            self._held.append(text)
+        else:
+            Screen().write(text)
 
     def ended(self, error: Exception | None) -> None:
         """Say in a line who failed, and how: perhaps nobody asks the futures."""
+        self.debugging(None)
         told = error if isinstance(error, GangError) else error and error.__cause__
         if isinstance(told, GangError):
             Screen().write(one_line(str(told).partition("\n")[0], MAX_LINE) + "\n")

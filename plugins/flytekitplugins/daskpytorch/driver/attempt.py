@@ -12,6 +12,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness
+from flytekitplugins.daskpytorch.driver.prompts import Prompts
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
@@ -53,11 +54,13 @@ class Attempt:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     began_at: float = field(init=False)
     """By the clock."""
+    prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     _has_earnest_failure: bool = False
 
     def __post_init__(self) -> None:
         self.began_at = self.clock()
+        self.prompts = Prompts(self.clock)
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:
@@ -128,6 +131,13 @@ class Attempt:
         if self.is_formed:
             self.stillness = Stillness(self.places, self.clock())
 
+    def note_stirring(self) -> None:
+        """A debugger goes on: for all ranks, which may have waited for it, silence is counted from here."""
+        if self.is_formed:
+            self.stillness, self.hangs_at = Stillness(self.places, self.clock()), 0.0
+        else:
+            self.began_at = self.clock()
+
     def note_moves(self, rank: int, num_moves: int) -> None:
         """A rank has given so many signs of life; they count from the moment that all have met."""
         if self.stillness is not None:
@@ -136,6 +146,7 @@ class Attempt:
     def note_failure(self, rank: int, failure: Failure) -> None:
         """A rank's function has raised an exception."""
         self.failures[rank] = failure
+        self.prompts.forget(rank)
         self._has_earnest_failure |= not failure.is_consequence
 
     def note_exit(self, exited: Exited) -> None:
@@ -179,6 +190,7 @@ class Attempt:
         return self.exits[rank].log_tail if rank in self.exits else ""
 
     def _note(self, rank: int, **how: Any) -> None:
+        self.prompts.forget(rank)
         self.exits[rank] = exit_ = self._exit(rank, **how)
         if rank not in self.results:
             self._bad_exits[rank] = exit_

@@ -1,6 +1,7 @@
 """Which rank really failed, and whether the gang may start again. Pure; runs in the driver."""
 
 import signal
+from bdb import BdbQuit
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -123,6 +124,8 @@ class AttemptFailure:
     """An exception of the function's own, not one that reads like the loss of a peer."""
     is_final: bool = False
     """It is certain to come again."""
+    is_quit: bool = False
+    """Its debugger was told to quit."""
     gets_further: bool = False
     """The next attempt does not go the same way again: this one has saved a checkpoint."""
 
@@ -140,6 +143,7 @@ class AttemptFailure:
             is_infrastructure=root_failure.is_infrastructure,
             is_exception=failure is not None and not failure.is_consequence,
             is_final=failure is not None and failure.is_final,
+            is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             gets_further=gets_further,
         )
 
@@ -157,7 +161,7 @@ class FailurePolicy:
         if self.limit == 0:
             return "max_restarts is 0"
         if failure.is_final:
-            return "it is certain to come again"
+            return "its debugger was told to quit" if failure.is_quit else "it is certain to come again"
         if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
             return "the same error came at the same step twice"
         if failure.is_exception and not failure.gets_further:

@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages, orders, placement, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
@@ -89,6 +90,7 @@ class Brain:
         code: Code,
         checkpoint: CheckpointFile | None = None,
         asked_at: float,
+        debugging: Debugging | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with gathering the workers, whose agents are on their way.
@@ -107,6 +109,7 @@ class Brain:
         self._code = code
         self._checkpoint = checkpoint
         self._asked_at = asked_at
+        self._debugging = debugging or Debugging()
         self._now = clock
         self._num_wanted = agents.launcher.num_wanted
         self._num_least = self._settings.min_workers or self._num_wanted
@@ -155,6 +158,11 @@ class Brain:
         """Seconds until there may be something to decide though nothing happens."""
         return max(0.0, min(self._wake_at - self._now(), TICK))
 
+    @property
+    def at_prompt(self) -> int | None:
+        """The rank whose debugger has the terminal."""
+        return self._attempt.prompts.shown if self._attempt is not None else None
+
     def _wait(self, *moments: float | None) -> Phase | None:
         """Stay in this phase until something happens, or the first of these moments."""
         self._wake_at = min((moment for moment in moments if moment is not None), default=math.inf)
@@ -179,6 +187,9 @@ class Brain:
                 self._request_stop(reason, ends_gang=True)
             case events.Cancelled():
                 self._is_cancelled = True
+            case events.Interrupted():
+                if (debugged := self.at_prompt) is not None:
+                    self._tell(messages.Tell(orders.Interrupt(debugged)))
             case _:
                 assert_never(event)
 
@@ -256,6 +267,13 @@ class Brain:
                 self._received.add(report)
             case reports.FolderWanted():
                 self._received.folder_is_wanted = True
+            case reports.AtPrompt():
+                attempt.prompts.ask(rank)
+            case reports.LeftPrompt(steps):
+                self._note_left_prompt(attempt, rank, steps=steps)
+            case reports.Waits(text):
+                attempt.prompts.debugged.add(rank)
+                self._note(text)
             case reports.Ready():
                 self._note_ready(attempt, rank)
             case reports.Held(num_calls):
@@ -271,6 +289,11 @@ class Brain:
                 attempt.note_failure(rank, report)
             case _:
                 assert_never(report)
+
+    def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
+        attempt.prompts.leave(rank, steps=steps)
+        attempt.note_stirring()
+        self._observe("debugging", None)
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)
@@ -404,6 +427,7 @@ class Brain:
             max_restarts=self._settings.max_restarts,
             checkpoint=self._checkpoint,
             hints=self._settings.hints,
+            debugging=self._debugging,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
             host=self._request.host,
             environment=self._request.environment,
@@ -439,12 +463,15 @@ class Brain:
             self._let_leave(attempt)
         elif self._is_to_end(attempt):
             return self._stop()
+        if (rank := attempt.prompts.turn()) is not None:
+            self._observe("debugging", rank)
+            self._tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
 
     def _is_to_end(self, attempt: Attempt) -> bool:
         """Whether a training in which nothing has failed is to be stopped all the same."""
         has_kept, self._has_kept = self._has_kept, False
-        if not attempt.is_formed and self._now() >= attempt.began_at + self._settings.start_timeout:
+        if self._is_late(attempt):
             self._late = attempt.places.keys() - attempt.ready
             return True
         if self._stop_request is not None:
@@ -456,12 +483,17 @@ class Brain:
             self._look_for_more_workers()
         return self._is_growing
 
+    def _is_late(self, attempt: Attempt) -> bool:
+        is_due = self._now() >= attempt.began_at + self._settings.start_timeout
+        return is_due and not attempt.is_formed and not attempt.prompts.debugged
+
     def _moments(self, attempt: Attempt) -> list[float | None]:
         """When something is due in the training though nothing happens."""
         asked = self._stop_request is not None and not attempt.has_delivered
         return [
             attempt.stop_at,
-            None if attempt.is_formed else attempt.began_at + self._settings.start_timeout,
+            attempt.prompts.due,
+            None if attempt.is_formed or attempt.prompts.debugged else attempt.began_at + self._settings.start_timeout,
             self._stop_request.deadline if asked and self._stop_request is not None else None,
             self._hangs_at(attempt) if self._stacks_until is None else min(self._signal_at, self._stacks_until),
         ]
@@ -655,7 +687,7 @@ class Brain:
 
     def _hangs_at(self, attempt: Attempt) -> float | None:
         """When the gang counts as hung unless something moves."""
-        if self._settings.hang_timeout is None or attempt.stillness is None:
+        if self._settings.hang_timeout is None or attempt.stillness is None or attempt.prompts.debugged:
             return None
         if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
             oldest = attempt.stillness.oldest(attempt.running)

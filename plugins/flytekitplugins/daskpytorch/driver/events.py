@@ -9,7 +9,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import FromAgent
 from flytekitplugins.daskpytorch.protocol.reports import ShortReport
 
-__all__ = ["Cancelled", "Event", "Gone", "NotLaunched", "Preempted", "RankSaid", "Said", "Uploaded"]
+__all__ = ["Cancelled", "Event", "Gone", "Interrupted", "NotLaunched", "Preempted", "RankSaid", "Said", "Uploaded"]
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,9 @@ class Cancelled:
     """Nobody wants the results any more."""
 
 
-Event = Said | RankSaid | Gone | Uploaded | NotLaunched | Preempted | Cancelled
+@dataclass(frozen=True)
+class Interrupted:
+    """Ctrl-C was pressed while a rank's debugger had the terminal."""
+
+
+Event = Said | RankSaid | Gone | Uploaded | NotLaunched | Preempted | Cancelled | Interrupted

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, NotLaunched, Preempted
+from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Interrupted, NotLaunched, Preempted
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
@@ -50,10 +51,19 @@ class Supervisor:
         """What the ranks have submitted."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
         self._asked_at = time.monotonic()
+        self._debugging = Debugging.here()
+        self._brain: Brain | None = None
 
     def cancel(self) -> None:
         """End the gang from any thread; `run` raises `GangCancelledError`."""
         self._events.put(Cancelled())
+
+    def interrupt(self) -> bool:
+        """Pass a Ctrl-C on to the rank whose debugger has the terminal, from a signal handler; whether one has it."""
+        is_at_prompt = self._brain is not None and self._brain.at_prompt is not None
+        if is_at_prompt:
+            self._events.put(Interrupted())
+        return is_at_prompt
 
     def preempt(self, reason: str) -> None:
         """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`."""
@@ -93,6 +103,8 @@ class Supervisor:
             raise
         finally:
             running.discard(self)
+            if self._debugging.terminal is not None:
+                self._debugging.terminal.restore()
             self._observers.tell("ended", error)
 
     def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
@@ -121,7 +133,7 @@ class Supervisor:
         with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
             if self._launcher.num_wanted * self._request.ranks_per_worker > 1:
                 rendezvous.address()  # torch's imports take seconds, and run beside those of the workers
-            brain = Brain(
+            self._brain = brain = Brain(
                 self._request,
                 self._agents,
                 checkpoints,
@@ -131,6 +143,7 @@ class Supervisor:
                 code=code,
                 checkpoint=checkpoint,
                 asked_at=self._asked_at,
+                debugging=self._debugging,
             )
             while (results := brain.decide()) is None:
                 if (event := self._next_event(brain.patience)) is not None:

@@ -241,7 +241,7 @@ class _InRanks(_Resumable):
                 try:
                     with results.received() as received, self._launcher() as launcher:
                         supervisor = Supervisor(request, launcher, [display, recorder], received)
-                        with ctrl_c.ends(supervisor.cancel):
+                        with ctrl_c.ends(supervisor.cancel, supervisor.interrupt):
                             outputs = supervisor.run()
                 finally:
                     if self.enable_deck:

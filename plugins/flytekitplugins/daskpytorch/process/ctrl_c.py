@@ -24,6 +24,7 @@ class CtrlC:
     def __init__(self) -> None:
         self.was_pressed = False
         self._end_gang: Callable[[], object] | None = None
+        self._is_anothers: Callable[[], bool] | None = None
         self._usual: Any = signal.default_int_handler
 
     @contextlib.contextmanager
@@ -45,19 +46,20 @@ class CtrlC:
                 signal.signal(signal.SIGINT, usual)
 
     @contextlib.contextmanager
-    def ends(self, end_gang: Callable[[], object]) -> Iterator[None]:
+    def ends(self, end_gang: Callable[[], object], is_anothers: Callable[[], bool] | None = None) -> Iterator[None]:
         """Have it call this, and raise what it usually raises only once the gang has ended.
 
+        Nothing of that where `is_anothers` says that it has passed it on.
         Raised wherever the driver is, it could leave half a message on its way to an agent.
         """
-        self._end_gang = end_gang
+        self._end_gang, self._is_anothers = end_gang, is_anothers
         try:
             yield
         except BaseException:
             if not self.was_pressed:
                 raise
         finally:
-            self._end_gang = None
+            self._end_gang = self._is_anothers = None
         if self.was_pressed:
             try:
                 self._usual(signal.SIGINT, None)
@@ -65,6 +67,8 @@ class CtrlC:
                 raise error from None  # that the gang was cancelled explains nothing to whoever did it
 
     def _press(self, *how: Any) -> None:
+        if self._is_anothers is not None and self._is_anothers():
+            return
         if self.was_pressed and not _is_interactive():
             _end_process()
         is_first, self.was_pressed = not self.was_pressed, True

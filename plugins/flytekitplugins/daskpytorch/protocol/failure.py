@@ -7,10 +7,13 @@ import pickle
 import re
 import signal
 import traceback
+from bdb import BdbQuit
 from dataclasses import dataclass
 
 import cloudpickle
 from tblib import pickling_support
+
+from flytekitplugins.daskpytorch.errors import NoDebuggerError
 
 __all__ = ["CONSEQUENCES", "CONSEQUENCE_TYPES", "MAX_PICKLED", "MAX_TEXT", "Failure", "RankExit"]
 
@@ -25,8 +28,8 @@ CONSEQUENCES = re.compile(
     re.IGNORECASE,
 )
 """What torch, gloo and NCCL say in a rank whose peer has gone."""
-CERTAIN_TYPES = (ImportError, NameError, SyntaxError)
-"""Of errors that the same code runs into again, however it got there."""
+CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
+"""Of errors that the same code runs into again, however it got there; the last is what `q` in a debugger raises."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 

@@ -93,6 +93,9 @@ class Observer:
     def kept(self, step: int) -> None:
         """A checkpoint of this step is safe with the driver."""
 
+    def debugging(self, rank: int | None) -> None:
+        """A rank's debugger talks to the user in the terminal; None: it has left it, perhaps for a moment."""
+
     def restarting(self, reason: str, step: int | None) -> None:
         """The gang starts again, after this, from the checkpoint of that step; None: from the beginning."""
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
@@ -46,6 +47,7 @@ class Job:
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
     hints: bool = False
     """Tell (`Hint`) of what looks forgotten."""
+    debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
     """A pickled `RankHost`; without one results travel pickled, from every rank."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -92,6 +94,20 @@ class Locate:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """The terminal is this rank's debugger's."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """Ctrl-C was pressed at this rank's prompt."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Leave:
     """The functions of all ranks have returned: nobody needs you any more."""
 
@@ -124,7 +140,7 @@ class Quit:
     """Seconds until it is killed."""
 
 
-OrderToAll = Hold | Release | Locate | Leave
+OrderToAll = Hold | Release | Locate | Prompt | Interrupt | Leave
 Order = OrderToAll | Provided | NotProvided | Quit
 
 

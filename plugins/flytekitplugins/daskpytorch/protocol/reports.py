@@ -75,6 +75,27 @@ class StoppedEarly:
 
 
 @dataclass(frozen=True)
+class AtPrompt:
+    """Its debugger asks for the terminal, which `Prompt` grants."""
+
+
+@dataclass(frozen=True)
+class LeftPrompt:
+    """Its debugger goes on."""
+
+    steps: bool
+    """It is about to ask again."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """It waits for an editor's debugger, in which it may stand still as long as anybody likes."""
+
+    text: str
+    """Where."""
+
+
+@dataclass(frozen=True)
 class Returned:
     """Its function returned."""
 
@@ -83,7 +104,20 @@ class Returned:
 
 
 ShortReport = (
-    Ready | LogRecord | Saved | Moved | Hint | Held | Located | FolderWanted | StoppedEarly | Returned | Failure
+    Ready
+    | LogRecord
+    | Saved
+    | Moved
+    | Hint
+    | Held
+    | Located
+    | FolderWanted
+    | StoppedEarly
+    | AtPrompt
+    | LeftPrompt
+    | Waits
+    | Returned
+    | Failure
 )
 """A `LogRecord` is a call of `log`, a `Failure` the end of the function by an exception."""
 Report = ShortReport | Piece

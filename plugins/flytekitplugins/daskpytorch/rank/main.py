@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-from flytekitplugins.daskpytorch.rank import hints, imports, numa, process_group, sources
+from flytekitplugins.daskpytorch.rank import debugger, hints, imports, numa, process_group, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -54,9 +54,12 @@ def main(channel: Connection) -> int:
             if order.place.rank == 0:
                 observers.open(order.job.observers)
             rank = _context(order, link, observers, progress, host)
-            link.obey(rank, observers)
+            prompt = debugger.Prompt(order.place.rank, order.job.debugging, link.send)
+            link.obey(rank, observers, prompt)
+            debugger.watch_pdb(prompt)
             if order.data is not None:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
+            debugger.wait_for_editor(order, link.send)
             call = unpack_call(order.job.call)
             process_group.join(order.place, order.job, _take_device(order))
             context.enter(rank)
@@ -76,6 +79,7 @@ def main(channel: Connection) -> int:
                 link.send(reports.Returned(_payload(order, returned, host, link)))
     except BaseException as error:
         sources.explain(error, order.sources)
+        debugger.explain(error, order.place.rank)
         position = (progress.step, progress.num_moves_since)
         is_final = has_returned and not _is_of_storage(error)
         link.send(Failure.of(error, time.time(), position, is_final=is_final))
@@ -142,22 +146,28 @@ class _Link:
         self.send(reports.FolderWanted())
         return host.results_folder()
 
-    def obey(self, rank: RankContext, observers: Observers) -> None:
+    def obey(self, rank: RankContext, observers: Observers, prompt: debugger.Prompt) -> None:
         """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
-        threading.Thread(target=self._obey, args=(rank, observers), name="daskpytorch-orders", daemon=True).start()
+        how = (rank, observers, prompt)
+        threading.Thread(target=self._obey, args=how, name="daskpytorch-orders", daemon=True).start()
 
-    def _obey(self, rank: RankContext, observers: Observers) -> None:
+    def _obey(self, rank: RankContext, observers: Observers, prompt: debugger.Prompt) -> None:
         order: orders.Order
         try:
             while not isinstance(order := self._channel.recv(), orders.Quit):
-                self._follow(rank, order)
+                self._follow(rank, order, prompt)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
         rank.checkpoint.flush(0.6 * order.grace)
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
 
-    def _follow(self, rank: RankContext, order: orders.OrderToAll | orders.Provided | orders.NotProvided) -> None:
+    def _follow(
+        self,
+        rank: RankContext,
+        order: orders.OrderToAll | orders.Provided | orders.NotProvided,
+        prompt: debugger.Prompt,
+    ) -> None:
         match order:
             case orders.Leave():
                 self.ended.set()
@@ -170,6 +180,8 @@ class _Link:
                 num_moves, num_collectives = rank.progress.num_moves, process_group.num_collectives()
                 self.send(reports.Located(stacks=stacks, num_collectives=num_collectives, num_moves=num_moves))
                 _show(stacks)
+            case orders.Prompt() | orders.Interrupt():
+                prompt.obey(order)
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
                     self.provided.set_result(order)

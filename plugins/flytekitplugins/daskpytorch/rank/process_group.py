@@ -89,7 +89,7 @@ def join(place: Place, job: Job, device: torch.device | None) -> None:
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
     _membership = _Membership(os.getpid(), place, job.timeout, _store(job), backend)
-    distributed.init_process_group(backend, device_id=device)
+    distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
 
 
 def _enter(

@@ -1,0 +1,194 @@
+"""Debuggers in a rank: `breakpoint()` at the user's terminal, or an editor that attaches. Runs in a rank.
+
+The rank has no terminal of its own: it opens the driver's when that says that no other rank has it, and is in its
+place while the prompt is shown.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import fcntl
+import functools
+import os
+import signal
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.errors import NoDebuggerError
+from flytekitplugins.daskpytorch.protocol import orders, reports
+from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging
+from flytekitplugins.daskpytorch.rank import imports
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+
+__all__ = ["Prompt", "explain", "wait_for_editor", "watch_pdb"]
+
+MAX_DRAIN = 1.0
+"""Seconds for what the rank has printed to be shown before its prompt is."""
+HOST = "127.0.0.1"
+"""Where an editor attaches: whoever reaches the port may run anything."""
+
+
+@dataclass
+class Prompt:
+    """This rank's place at the terminal."""
+
+    rank: int
+    debugging: Debugging
+    send: Callable[[reports.ShortReport], None]
+    _granted: threading.Event = field(default_factory=threading.Event)
+    _pid: int = field(default_factory=os.getpid)
+
+    def obey(self, order: orders.Prompt | orders.Interrupt) -> None:
+        """Take this rank's turn, or do what Ctrl-C does at its prompt."""
+        if order.rank != self.rank:
+            return
+        if isinstance(order, orders.Prompt):
+            self._granted.set()
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def check(self) -> None:
+        """See to it that somebody can answer.
+
+        Raises:
+            NoDebuggerError: Nobody can.
+        """
+        if os.getpid() != self._pid:
+            raise NoDebuggerError(
+                f"a debugger was called for in a process that rank {self.rank} has started, as a DataLoader's worker: "
+                "it is out of the terminal's reach. Load in the rank itself, with num_workers=0."
+            )
+        if (terminal := self.debugging.terminal) is not None and (found := terminal.open()) is not None:
+            os.close(found)
+            return
+        raise NoDebuggerError(
+            f"a debugger was called for in rank {self.rank}, by breakpoint() or pdb, and there is no terminal to talk "
+            "to it. Start the run in a terminal of this machine; or with DASKPYTORCH_DEBUG=1, which trains in one rank "
+            f"in the calling process; or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that "
+            "port of its host for an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
+        )
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Be at the terminal: standard input, output and errors are the terminal's."""
+        self.check()
+        _drain()
+        self._granted.clear()
+        self.send(reports.AtPrompt())
+        self._granted.wait()
+        with self._in_place():
+            yield
+
+    def leave(self, *, steps: bool) -> None:
+        """Let others have it."""
+        self.send(reports.LeftPrompt(steps))
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        terminal = self.debugging.terminal.open() if self.debugging.terminal is not None else None
+        if terminal is None:
+            raise NoDebuggerError("the terminal has gone")
+        fcntl.flock(terminal, fcntl.LOCK_EX)  # of several gangs' ranks
+        kept = [os.dup(number) for number in range(3)]
+        for number in range(3):
+            os.dup2(terminal, number)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            for number, descriptor in enumerate(kept):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.close(terminal)
+
+
+def watch_pdb(prompt: Prompt) -> None:
+    """Have pdb, in whatever way it is called, talk to the terminal; `breakpoint()` calls it, too."""
+    imports.call_after("pdb", functools.partial(_at_terminal, prompt))
+
+
+def _at_terminal(prompt: Prompt, pdb: Any) -> None:
+    usual = pdb.Pdb.interaction
+
+    @functools.wraps(usual)
+    def interaction(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.prompt == "(Pdb) ":
+            self.prompt = f"(Pdb rank {prompt.rank}) "
+        try:
+            with prompt.shown():
+                usual(self, *args, **kwargs)
+        finally:
+            prompt.leave(steps=_is_stepping(self))
+
+    def set_trace(*, header: str | None = None) -> None:
+        prompt.check()  # here, where the traceback shows the call
+        debugger = pdb.Pdb(nosigint=True)  # Ctrl-C is the driver's while no prompt is shown
+        if header is not None:
+            debugger.message(header)
+        debugger.set_trace(_caller())
+
+    pdb.Pdb.interaction = interaction
+    pdb.set_trace = set_trace
+
+
+def _caller() -> FrameType | None:
+    """The frame that has called the function that asks."""
+    return sys._getframe(1).f_back  # noqa: SLF001
+
+
+def _is_stepping(debugger: Any) -> bool:
+    """Whether it will show its prompt again soon; -1 is what `continue` leaves."""
+    return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
+
+
+def _drain() -> None:
+    """Wait until what has been printed is read, and so shown before what follows."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    deadline = time.monotonic() + MAX_DRAIN
+    with contextlib.suppress(OSError):
+        while any(fcntl.ioctl(1, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def explain(error: BaseException, rank: int) -> None:
+    """Say what pdb's error means, and where the debugger stood; its own frames are nobody's business."""
+    if isinstance(error, bdb.BdbQuit) and not error.args:
+        error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
+        here = error.__traceback__
+        while here is not None and here.tb_next is not None:
+            if here.tb_next.tb_frame.f_code.co_filename == bdb.__file__:
+                here.tb_next = None
+            here = here.tb_next
+
+
+def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
+    """Wait until an editor has attached, if this rank is to be debugged so; `breakpoint()` then stops in it.
+
+    Raises:
+        ImportError: debugpy is not installed here.
+    """
+    rank = order.place.rank
+    if (port := order.job.debugging.ports.get(rank)) is None:
+        return
+    try:
+        import debugpy  # noqa: T100
+    except ImportError as error:
+        raise ImportError(
+            f"{PORTS_VARIABLE} asks for rank {rank} to be debugged, which needs debugpy where it runs: "
+            'pip install "flytekitplugins-daskpytorch[debug]"'
+        ) from error
+    debugpy.listen((HOST, port))  # noqa: T100
+    host = os.uname().nodename
+    send(reports.Waits(f"rank {rank} waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"))
+    debugpy.wait_for_client()  # noqa: T100

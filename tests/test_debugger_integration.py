@@ -1,0 +1,118 @@
+"""`breakpoint()` in ranks of a real `pyflyte run`, at a real terminal and without one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from processes import SCRIPTS, nothing_left_behind
+
+PROGRAM = """
+import pdb
+import torch
+import torch.distributed as dist
+from flytekit import task
+from flytekitplugins.daskpytorch import DaskDDP, Gang, WorkerGroup, current_rank
+
+
+@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(hang_timeout=1.0)))
+def train(debugged: list[int]) -> float:
+    rank = current_rank()
+    weight = 10 + rank.rank
+    rank.checkpoint.save({}, step=0)
+    if rank.rank in debugged:
+        print("here comes", rank.rank)
+        breakpoint()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if rank.rank in debugged:
+        pdb.set_trace()
+    return float(total)
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
+    """A shell in a terminal, in the program's folder."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    shell = pexpect.spawn("bash --norc", cwd=tmp_path, timeout=200, encoding="utf-8", dimensions=(40, 200))
+    shell.sendline("PS1='shell''> '; bind 'set enable-bracketed-paste off'")
+    shell.expect("shell> ")
+    yield shell
+    shell.close(force=True)
+
+
+def start(terminal: pexpect.spawn, *debugged: int) -> None:
+    terminal.sendline(f"{SCRIPTS}/pyflyte run train.py train --debugged '{list(debugged)}'")
+
+
+def said(terminal: pexpect.spawn, line: str, rank: int) -> str:
+    """The answer of a rank's debugger."""
+    terminal.sendline(line)
+    terminal.expect_exact(f"(Pdb rank {rank}) ")
+    return str(terminal.before)
+
+
+def test_one_rank_at_a_time_talks_to_the_terminal(terminal: pexpect.spawn) -> None:
+    start(terminal, 0, 1)
+    terminal.expect(r"\(Pdb rank (\d)\) ")
+    first = int(terminal.match[1])
+    assert f"[rank {first}] here comes {first}" in terminal.before
+    assert f"\r\n{10 + first}\r\n" in said(terminal, "p weight", first)
+    terminal.sendintr()
+    terminal.expect_exact("--KeyboardInterrupt--")
+    terminal.expect_exact(f"(Pdb rank {first}) ")
+    terminal.sendline("import time; time.sleep(600)")
+    terminal.sendintr()
+    terminal.expect_exact("KeyboardInterrupt")
+    terminal.expect_exact(f"(Pdb rank {first}) ")
+    assert "all_reduce" in said(terminal, "next", first)
+    second = 1 - first
+    assert f"\r\n{10 + second}\r\n" in said(terminal, "next", second) + said(terminal, "p weight", second)
+    for _ in range(4):  # two prompts are left, of which either may come first
+        terminal.sendline("continue")
+        if terminal.expect([r"\(Pdb rank \d\) ", "shell> "]) == 1:
+            break
+    assert "train: done" in terminal.before
+    assert "2.0" in terminal.before
+
+
+def test_quitting_ends_the_run_once_and_leaves_the_terminal_as_it_was(terminal: pexpect.spawn) -> None:
+    start(terminal, 1)
+    terminal.expect_exact("(Pdb rank 1) ")
+    terminal.sendline("q")
+    terminal.expect_exact("shell> ")
+    said = re.sub(r"\x1b\[[\d;]*m", "", terminal.before)
+    assert "rank 1 was quit in its debugger, and all others with it" in said
+    assert "Not started again, because its debugger was told to quit." in said
+    assert "bdb.py" not in said
+    assert "(Pdb" not in said
+    terminal.sendline("stty -a")
+    terminal.expect_exact("shell> ")
+    assert re.search(r"\sicanon\s.*\secho\s", terminal.before, re.DOTALL)
+
+
+def test_without_a_terminal_the_error_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [SCRIPTS / "pyflyte", "run", "train.py", "train", "--debugged", "[1]"]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=os.environ
+    )
+    told = " ".join(re.sub(r"[│╭╰─]", "", done.stderr + done.stdout).split())
+    assert done.returncode == 1
+    assert "a debugger was called for in rank 1, by breakpoint() or pdb, and there is no terminal" in told
+    assert "DASKPYTORCH_DEBUGPY=1:5678" in told
+    assert "starting again" not in told
+    assert told.count("starting 2 ranks") == 1
