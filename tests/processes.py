@@ -18,7 +18,9 @@ from typing import Any
 
 import psutil
 
+from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS
+from flytekitplugins.daskpytorch.node.fork_server import QUIET
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 SCRIPTS = Path(sys.executable).parent
@@ -139,6 +141,12 @@ def wait_for_workers(address: str, count: int) -> None:
     if count:
         with Client(address, timeout=30) as client:
             client.wait_for_workers(count)
+
+
+def run_after_a_pause(client: Any, function: Callable[[], Any]) -> list[Any]:
+    """What the ranks of a gang return: none was forked just before, so that a fork server finds time to import more."""
+    time.sleep(2 * QUIET)
+    return dispatch.run(client, function).result(60)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.driver import brain
-from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, until
+from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, run_after_a_pause, until
 
 ONCE = Gang(max_restarts=0)
 """For tests of how a gang ends; see test_faults_integration.py for how it starts again."""
@@ -581,7 +581,7 @@ def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Pa
     with nothing_left_behind(), clusters.opened(num_workers=2) as client:
         (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result()
         assert not first
-        until(lambda: dispatch.run(client, what_the_fork_server_has_imported).result()[0][0], "its imports")
+        until(lambda: run_after_a_pause(client, what_the_fork_server_has_imported)[0][0], "its imports")
         assert dispatch.run(client, num_inherited_folders).result() == [0, 0]
         os.kill(server, signal.SIGKILL)  # the next gang has a new one
         assert dispatch.run(client, weighted_sum, 5, x=1).result() == [(0, 56.0), (1, 56.0)]

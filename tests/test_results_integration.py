@@ -33,7 +33,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
-from processes import Cluster, dask_cluster, nothing_left_behind, until
+from processes import Cluster, dask_cluster, nothing_left_behind, run_after_a_pause, until
 
 ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
@@ -241,7 +241,7 @@ def warm_server() -> Iterator[None]:
         LocalCluster(n_workers=1, processes=False, memory_limit=0, dashboard_address=None) as workers,
         Client(workers) as client,
     ):
-        until(lambda: dispatch.run(client, has_imported_more).result(60)[0], "the fork server's imports")
+        until(lambda: run_after_a_pause(client, has_imported_more)[0], "the fork server's imports")
     yield
     fork_client.shutdown()
 
