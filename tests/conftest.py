@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from seaweed import Weed
 
 os.environ["DASKPYTORCH_CHECKPOINTS"] = ""  # local runs keep none in the developer's own folder
+os.environ["DASKPYTORCH_LEISURE"] = str(24 * 3600)  # few gangs here train, and after none so many others
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first, so that two workers end together: the others are short."""
+    items.sort(key=lambda item: not item.path.stem.endswith(("_integration", "_readme")))
 
 
 @pytest.fixture(scope="module")

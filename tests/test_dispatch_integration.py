@@ -575,9 +575,12 @@ def test_ranks_do_not_inherit_the_nannys_settings_of_the_allocator(client: Clien
 
 
 @pytest.mark.slow
-def test_later_ranks_come_from_a_fork_server_that_has_imported_more(tmp_path: Path) -> None:
+def test_later_ranks_come_from_a_fork_server_that_has_imported_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flytekitplugins.daskpytorch.dask import cluster as clusters
 
+    monkeypatch.setenv("DASKPYTORCH_LEISURE", "3")
     with nothing_left_behind(), clusters.opened(num_workers=2) as client:
         (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result()
         assert not first

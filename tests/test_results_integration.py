@@ -235,8 +235,10 @@ def has_imported_more() -> bool:
 
 
 @pytest.fixture
-def warm_server() -> Iterator[None]:
+def warm_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
+    monkeypatch.setenv("DASKPYTORCH_LEISURE", "0")
+    fork_client.shutdown()  # one that another test has left
     with (
         LocalCluster(n_workers=1, processes=False, memory_limit=0, dashboard_address=None) as workers,
         Client(workers) as client,

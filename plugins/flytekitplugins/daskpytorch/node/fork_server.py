@@ -48,8 +48,9 @@ BOOTSTRAP = (
     # flytekitplugins-dask fixes where this namespace is looked for before sys.path is set.
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
-LEISURE = 3.0
-"""Seconds until what only training needs is imported, so that it does not slow the first gang's start."""
+LEISURE = float(os.environ.get("DASKPYTORCH_LEISURE", "3"))
+"""Seconds until what only training needs is imported, so that it does not slow the first gang's start. A variable,
+since that takes a second of processor time on each worker, in vain where nobody trains, as in most tests."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
