@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from flytekitplugins.daskpytorch.data import RankLoader
 
@@ -23,6 +26,29 @@ class Noise(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return int(torch.randint(2**31, ()))
+
+
+class Stream(IterableDataset[int]):
+    """Items without numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Attempt(NamedTuple):
+    """A gang, and after how many steps it is interrupted."""
+
+    world_size: int
+    batch_size: int
+    num_steps: int
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, list[Attempt]]:
+    """So many items, and the gangs that see them one after the other."""
+    num_items = draw(st.integers(1, 40))
+    attempts = st.builds(Attempt, st.integers(1, min(num_items, 6)), st.integers(1, 9), st.integers(0, 12))
+    return num_items, draw(st.lists(attempts, min_size=1, max_size=8))
 
 
 def gang(world_size: int, batch_size: int = 8, dataset: Any = NUMBERS, **options: Any) -> list[RankLoader]:
@@ -44,6 +70,76 @@ def take(loaders: Sequence[RankLoader], count: int) -> list[int]:
 def rest(loaders: Sequence[RankLoader]) -> list[int]:
     """The items of the rest of the epoch, of all ranks."""
     return [int(item) for loader in loaders for (items,) in loader if loader.weight for item in items]
+
+
+def steps(loaders: Sequence[RankLoader]) -> Iterator[tuple[int, list[list[int]]]]:
+    """The epoch of each step of a gang, all epochs long, and each rank's items in it; all agree on where it is."""
+    while True:
+        epoch = loaders[0].epoch
+        for batches in zip(*loaders, strict=True):
+            states = [loader.state_dict() for loader in loaders]
+            assert states == states[:1] * len(loaders)
+            yield (
+                epoch,
+                [items.tolist() if loader.weight else [] for loader, (items,) in zip(loaders, batches, strict=True)],
+            )
+
+
+def undisturbed(dataset: Any, epoch: int, *, shuffle: bool) -> list[int]:
+    """An epoch in one batch."""
+    (alone,) = gang(1, len(dataset), dataset, shuffle=shuffle)
+    alone.load_state_dict(alone.state_dict() | {"epoch": epoch})
+    return rest([alone])
+
+
+@settings(deadline=None)
+@given(history=histories(), shuffle=st.booleans())
+def test_gangs_of_any_sizes_see_together_what_one_undisturbed_process_sees(
+    history: tuple[int, list[Attempt]], shuffle: bool
+) -> None:
+    num_items, attempts = history
+    dataset = TensorDataset(torch.arange(num_items))
+    state, seen = None, []
+    for attempt in attempts:
+        loaders = gang(attempt.world_size, attempt.batch_size, dataset, shuffle=shuffle)
+        for loader in loaders if state else ():
+            loader.load_state_dict(state)
+        for _, shares in islice(steps(loaders), attempt.num_steps):
+            seen += [item for share in shares for item in share]
+            state = loaders[-1].state_dict()
+    epochs = [seen[start : start + num_items] for start in range(0, len(seen), num_items)]
+    for number, epoch in enumerate(epochs):
+        whole = undisturbed(dataset, number, shuffle=shuffle)
+        assert sorted(whole) == list(range(num_items))
+        assert epoch == whole[: len(epoch)]
+
+
+@settings(deadline=None)
+@given(history=histories(), shuffle=st.booleans())
+def test_what_is_dropped_is_less_than_a_step_of_the_gang_that_ends_the_epoch(
+    history: tuple[int, list[Attempt]], shuffle: bool
+) -> None:
+    num_items, attempts = history
+    dataset = TensorDataset(torch.arange(num_items))
+    state, epoch, num_seen = None, 0, 0
+    for attempt in attempts:
+        step_size = attempt.world_size * attempt.batch_size
+        if step_size > num_items:
+            with pytest.raises(ValueError, match=f"drop_last=True leaves nothing: one step takes {step_size} items"):
+                gang(attempt.world_size, attempt.batch_size, dataset, drop_last=True)
+            continue
+        loaders = gang(attempt.world_size, attempt.batch_size, dataset, shuffle=shuffle, drop_last=True)
+        for loader in loaders if state else ():
+            loader.load_state_dict(state)
+        for now, shares in islice(steps(loaders), attempt.num_steps):
+            if now != epoch:
+                assert (now, num_items - num_seen < step_size) == (epoch + 1, True)
+                epoch, num_seen = now, 0
+            assert [len(share) for share in shares] == [attempt.batch_size] * attempt.world_size
+            whole = undisturbed(dataset, epoch, shuffle=shuffle)
+            assert [item for share in shares for item in share] == whole[num_seen : num_seen + step_size]
+            num_seen += step_size
+            state = loaders[-1].state_dict()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}])
@@ -128,6 +224,10 @@ def test_loader_workers_draw_alike_in_the_same_place_alone() -> None:
     for loader in again:
         loader.load_state_dict(loader.state_dict() | {"epoch": 1})
     assert drawn(again) == second
+    (later,) = gang(1, dataset=Noise(), num_workers=1)
+    later.load_state_dict(later.state_dict() | {"num_seen": 4})
+    (start,) = gang(1, 4, dataset=Noise(), num_workers=1)
+    assert not set(*drawn([later])) & set(*drawn([start]))  # not what the epoch began with
 
 
 @pytest.mark.parametrize(
@@ -142,3 +242,55 @@ def test_the_state_of_another_order_is_refused(changed: dict[str, Any], said: st
     (loader,) = gang(1)
     with pytest.raises(ValueError, match=said):
         loader.load_state_dict(loader.state_dict() | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_seen": -1}, "num_seen=-1: must be a whole number from 0 to 100"),
+        ({"num_seen": 101}, "num_seen=101: must"),
+        ({"num_seen": 1.0}, r"num_seen=1\.0: must"),
+        ({"epoch": -1}, "epoch=-1: must be a whole number from 0 up"),
+        ({"epoch": None}, "epoch=None: must"),
+    ],
+)
+def test_a_position_that_cannot_be_is_refused_and_changes_nothing(changed: dict[str, Any], said: str) -> None:
+    (loader,) = gang(1)
+    take([loader], 2)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=said):
+        loader.load_state_dict(before | changed)
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("state", [None, {}, {"_snapshot": {}}, 16, [0, 16]])
+def test_what_another_loader_saved_is_refused(state: Any) -> None:
+    (loader,) = gang(1)
+    with pytest.raises(ValueError, match=r"is not what RankLoader\.state_dict\(\) returns: it has epoch, num_seen, "):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sampler": [1]}, r"sampler=\[1\]: leave it out"),
+        ({"batch_sampler": [[1]], "generator": None}, "batch_sampler=.*; generator=None: leave it out"),
+        ({"in_order": False, "num_workers": 1}, "in_order=False: must be True"),
+        ({"dataset": Stream()}, "dataset=.*: must be map-style"),
+        ({"dataset": iter([1])}, "dataset=.*: must be map-style"),
+        ({"batch_size": 0}, "batch_size=0: must be a whole number from 1 up"),
+    ],
+)
+def test_what_would_make_the_order_anothers_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        gang(1, **options)
+
+
+def test_a_loop_that_another_one_overtook_ends_in_an_error() -> None:
+    (loader,) = gang(1)
+    for change in (lambda: rest([loader]), lambda: loader.load_state_dict(loader.state_dict() | {"num_seen": 0})):
+        loop = iter(loader)
+        next(loop)
+        change()
+        with pytest.raises(RuntimeError, match="cannot go on: another one has begun, or another state was loaded"):
+            next(loop)

@@ -4,11 +4,14 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from flytekitplugins.daskpytorch.data.sampling import RankBatches
+from flytekitplugins.daskpytorch.settings import shown
 
 __all__ = ["RankLoader"]
+
+OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 
 
 class MapStyle(Sized, Protocol):
@@ -40,6 +43,7 @@ class RankLoader:
         batch_size: int,
         *,
         shuffle: bool = True,
+        drop_last: bool = False,
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
@@ -49,16 +53,20 @@ class RankLoader:
 
         Args:
             dataset: What to see once per epoch; the same on every rank. `torch.utils.data.Subset` makes a part of one.
-            batch_size: As `RankBatches` has it, and so have the next four.
+            batch_size: As `RankBatches` has it, and so have the next five.
             shuffle: Draw another order in every epoch.
+            drop_last: Have batches of exactly this size; what is left over at an epoch's end is not seen in it.
             seed: Of these orders, and of the loader workers' own random numbers, in which the ranks differ.
             rank: Whose batches these are.
             world_size: Of how many.
-            options: Such as `num_workers`, `collate_fn` and `pin_memory`.
+            options: Such as `num_workers`, `collate_fn` and `pin_memory`; but not those that decide on the order.
 
         Raises:
-            ValueError: There are fewer items than ranks, or a number is out of range.
+            ValueError: There are fewer items than ranks, or than one step takes if what is left is dropped; a number
+                is out of range; an option decides on the order; or the items have no numbers.
         """
+        if problems := _problems(dataset, options):
+            raise ValueError("; ".join(problems))
         self.batch_size = batch_size
         """The most items of one rank per step."""
         self.epoch = 0
@@ -70,8 +78,15 @@ class RankLoader:
         self.share = self.global_batch
         """This rank's part of these."""
         self._batches = _Given(
-            range(len(dataset)), batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
+            torch.arange(len(dataset)),
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
         )
+        self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
         self._loader = DataLoader(dataset, batch_sampler=self._batches, generator=self._generator, **options)  # type: ignore[arg-type, var-annotated]
 
@@ -91,13 +106,23 @@ class RankLoader:
         return len(self.share) * self._batches.world_size / max(1, len(self.global_batch))
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the epoch; then the next epoch is at its beginning."""
+        """The batches that are left of the epoch; then the next epoch is at its beginning.
+
+        Raises:
+            RuntimeError: Another loop over the loader has begun meanwhile, or another state was loaded.
+        """
+        self._loop = loop = object()
         self._batches.set_epoch(self.epoch, self.num_seen)
-        self._generator.manual_seed(hash((self._batches.seed, self.epoch, self._batches.rank)))
+        self._generator.manual_seed(hash((self._batches.seed, self.epoch, self.num_seen, self._batches.rank)))
         for step, batch in zip(self._batches.steps, self._loader, strict=True):
             self.global_batch, self.share = step, self._batches.share_of(step)
             self.num_seen += len(step)
             yield batch
+            if self._loop is not loop:  # whose items would come twice
+                raise RuntimeError(
+                    "this loop over a RankLoader cannot go on: another one has begun, or another state was loaded, and "
+                    "the position is there now. Leave the loop first, or make a second loader"
+                )
         self.epoch, self.num_seen = self.epoch + 1, 0
 
     def __len__(self) -> int:
@@ -109,15 +134,21 @@ class RankLoader:
         return len(self) + (epochs - self.epoch - 1) * self._batches.num_steps(self.num_items)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the gang has come: plain numbers, the same on every rank."""
+        """How far the gang has come: plain numbers, the same on every rank; so rank 0's is enough to keep."""
         return {"epoch": self.epoch, "num_seen": self.num_seen} | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the next item; with batches of this loader's own size.
+        """Go on with the next item, with batches of this loader's own size.
 
         Raises:
-            ValueError: The state is that of another order.
+            ValueError: The state is that of another order, or no `RankLoader`'s.
         """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or not own.keys() <= state.keys():
+            raise ValueError(
+                f"state={shown(state)} is not what RankLoader.state_dict() returns: it has {', '.join(own)}. Was the "
+                "checkpoint saved with another loader?"
+            )
         there = self._order()
         if changed := [name for name in there if state[name] != there[name]]:
             raise ValueError(
@@ -126,10 +157,11 @@ class RankLoader:
                 "nothing. The likely cause is that the data or the seed changed between two starts; give the same "
                 "ones, or start from the beginning."
             )
-        self.epoch, self.num_seen = state["epoch"], state["num_seen"]
+        self._batches.set_epoch(state["epoch"], state["num_seen"])
+        self.epoch, self.num_seen, self._loop = state["epoch"], state["num_seen"], object()
 
     def _order(self) -> dict[str, Any]:
-        return {"num_items": self.num_items, "seed": self._batches.seed, "shuffle": self._batches.shuffle}
+        return {"num_items": self.num_items, "seed": int(self._batches.seed), "shuffle": self._batches.shuffle}
 
 
 class _Given(RankBatches):
@@ -138,3 +170,15 @@ class _Given(RankBatches):
     def __iter__(self) -> Iterator[list[int]]:
         for step, share in zip(self.steps, super().__iter__(), strict=True):
             yield share or step[:1].tolist()
+
+
+def _problems(dataset: object, options: Mapping[str, Any]) -> list[str]:
+    given = [name for name in OWN_OPTIONS if name in options]
+    problems = [
+        f"{name}={shown(options[name])}: leave it out, the loader shares the items out itself" for name in given
+    ]
+    if options.get("in_order") is False:
+        problems.append("in_order=False: must be True, else nobody could tell which items the gang was given")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        problems.append(f"dataset={shown(dataset)}: must be map-style, with a length and with items that have numbers")
+    return problems

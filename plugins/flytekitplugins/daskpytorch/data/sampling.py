@@ -18,6 +18,7 @@ __all__ = ["Labelled", "RankBatches", "split_by_class"]
 SEEDS = range(-(2**63), 2**63)
 """What torch takes, also with an epoch added."""
 COUNTS = range(1, 2**63)
+EPOCHS = range(2**63)
 SEED = "a whole number of at most 63 bits"
 
 
@@ -118,10 +119,11 @@ class RankBatches(Sampler[list[int]]):
 
     def __init__(
         self,
-        indices: Sequence[int],
+        indices: Sequence[int] | Tensor,
         batch_size: int,
         *,
         shuffle: bool = True,
+        drop_last: bool = False,
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
@@ -133,16 +135,20 @@ class RankBatches(Sampler[list[int]]):
             batch_size: The most items of one rank per step; one more where the gang has more ranks than would be left
                 items for in some step.
             shuffle: Draw another order in every epoch; else in the order given.
+            drop_last: Have batches of exactly this size, and end an epoch where fewer items are left than all ranks
+                need for one; these are not seen in it.
             seed: Of these orders; a whole number.
             rank: Whose batches these are; None: this process's.
             world_size: Of how many; None: this process's gang.
 
         Raises:
-            ValueError: There are fewer indices than ranks, or a number is out of range.
+            ValueError: There are fewer indices than ranks, or than one step takes if what is left is dropped; or a
+                number is out of range.
         """
         self._indices = torch.as_tensor(indices, dtype=torch.int64)
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.drop_last = drop_last
         self.seed = seed
         self.rank = current_rank().rank if rank is None else rank
         self.world_size = current_rank().world_size if world_size is None else world_size
@@ -155,6 +161,11 @@ class RankBatches(Sampler[list[int]]):
             problems.append(f"world_size={shown(self.world_size)}: must be a whole number from 1 up")
         else:
             problems += self._problems_of_place()
+        if not problems and drop_last and not self.num_steps(len(self._indices)):
+            problems.append(
+                f"drop_last=True leaves nothing: one step takes {batch_size * self.world_size} items, batch_size="
+                f"{batch_size} on each of {self.world_size} ranks, but there are {len(self._indices)}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         self.set_epoch(0)
@@ -175,25 +186,31 @@ class RankBatches(Sampler[list[int]]):
         """Go to an epoch, or into the middle of it.
 
         Args:
-            epoch: Any number; it decides on the order.
+            epoch: From 0 up; it decides on the order.
             num_seen: How many items all ranks together have seen of it. The rest is the same whatever the number of
                 ranks was that saw them. Where fewer items are left than there are ranks now, some ranks are given an
                 empty batch.
 
         Raises:
-            ValueError: `num_seen` is not from 0 to the number of items.
+            ValueError: `epoch` is below 0, or `num_seen` is not from 0 to the number of items.
         """
-        if not 0 <= num_seen <= len(self._indices):
-            raise ValueError(f"num_seen={num_seen!r}: must be a whole number from 0 to {len(self._indices)}")
+        if not _is_whole(epoch, EPOCHS):
+            raise ValueError(f"epoch={shown(epoch)}: must be a whole number from 0 up")
+        if not _is_whole(num_seen, range(len(self._indices) + 1)):
+            raise ValueError(f"num_seen={shown(num_seen)}: must be a whole number from 0 to {len(self._indices)}")
         rest = self._order(epoch)[num_seen:]
         num_steps = self.num_steps(len(rest))
+        if self.drop_last:
+            rest = rest[: num_steps * self.batch_size * self.world_size]
         self.steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
         """What all ranks together are given at each step of what is left of the epoch."""
 
     def num_steps(self, num_items: int) -> int:
         """How many steps it takes to see so many items."""
-        wanted = -(-num_items // (self.batch_size * self.world_size))
-        return min(wanted, max(1, num_items // self.world_size))  # no rank goes without
+        full, left = divmod(num_items, self.batch_size * self.world_size)
+        if self.drop_last:
+            return full
+        return min(full + bool(left), max(1, num_items // self.world_size))  # no rank goes without
 
     def share_of(self, step: Tensor) -> Tensor:
         """This rank's part of what all ranks together are given."""
