@@ -86,6 +86,14 @@ def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> N
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == 0.0
 
 
+def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
+    script = next(block for block in blocks("python") if block.startswith("# loader.py: python loader.py\n"))
+    (tmp_path / "loader.py").write_text(script)
+    done = run([sys.executable, "loader.py"], tmp_path)
+    [loss] = re.findall(r"^loss (\d\.\d{4}) after 8 epochs of 500 items$", done.stdout, re.MULTILINE)
+    assert float(loss) < 0.01, done.stdout + done.stderr
+
+
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "trained {epochs} epochs" in block)
     (tmp_path / "script.py").write_text(script)
