@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from flytekitplugins.daskpytorch.data import RankLoader
@@ -204,6 +206,17 @@ def test_a_rank_without_an_item_is_given_one_without_weight() -> None:
         loader.load_state_dict(alone.state_dict())
         found += [(items.tolist(), loader.share.tolist(), loader.weight) for (items,) in loader]
     assert found == [([last], [last], 3), ([last], [], 0), ([last], [], 0)]
+
+
+def test_without_a_gang_it_shares_with_the_process_group() -> None:
+    """Such as torchrun's: else each of its processes would see everything, without a word."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        own = rest([RankLoader(NUMBERS, 8, seed=3)])
+    finally:
+        dist.destroy_process_group()
+    assert own == rest(gang(2)[1:])
+    assert len(rest([RankLoader(NUMBERS, 8)])) == 100
 
 
 def test_it_draws_from_no_global_generator() -> None:

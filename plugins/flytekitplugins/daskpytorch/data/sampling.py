@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
@@ -139,7 +140,7 @@ class RankBatches(Sampler[list[int]]):
                 need for one; these are not seen in it.
             seed: Of these orders; a whole number.
             rank: Whose batches these are; None: this process's.
-            world_size: Of how many; None: this process's gang.
+            world_size: Of how many; None: this process's gang, or the process group that others (torchrun) formed.
 
         Raises:
             ValueError: There are fewer indices than ranks, or than one step takes if what is left is dropped; or a
@@ -150,8 +151,9 @@ class RankBatches(Sampler[list[int]]):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = seed
-        self.rank = current_rank().rank if rank is None else rank
-        self.world_size = current_rank().world_size if world_size is None else world_size
+        own_rank, own_world_size = _place()
+        self.rank = own_rank if rank is None else rank
+        self.world_size = own_world_size if world_size is None else world_size
         problems = []
         if not _is_whole(batch_size, COUNTS):
             problems.append(f"batch_size={shown(batch_size)}: must be a whole number from 1 up")
@@ -234,3 +236,11 @@ class RankBatches(Sampler[list[int]]):
             return self._indices
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return self._indices[torch.randperm(len(self._indices), generator=generator)]
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and of how many; without a gang those of its process group, as `DistributedSampler` does."""
+    own = current_rank()
+    if own.world_size == 1 and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return own.rank, own.world_size
