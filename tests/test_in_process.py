@@ -112,17 +112,6 @@ def test_a_run_goes_on_from_the_checkpoint_of_the_one_before(monkeypatch: pytest
     assert on_dask(steps=3)[-1] == 2
 
 
-def test_code_that_forms_its_group_itself_finds_it_formed() -> None:
-    def form() -> tuple[int, str]:
-        dist.init_process_group("gloo")
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", world_size=1, rank=0)
-        return dist.get_world_size(), os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-    assert dispatch.run(mock.create_autospec(Client, instance=True), form, gang=Gang(debug=True)).result() == [(1, "0")]
-    assert not dist.is_initialized()
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_what_it_submits_is_in_the_tasks_folder() -> None:
     folder, number = submits()

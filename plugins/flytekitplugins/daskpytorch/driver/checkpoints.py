@@ -27,8 +27,7 @@ class Checkpoints:
     """Keeps the newest checkpoints of one gang."""
 
     def __init__(self, folder: Path, storage: StorageUpload | None) -> None:
-        self.folder = folder
-        """Where they are kept."""
+        self._folder = folder
         self._storage = storage
         self._lock = threading.Lock()
         self._kept: list[CheckpointFile] = []
@@ -38,7 +37,7 @@ class Checkpoints:
 
     def restore(self) -> CheckpointFile | None:
         """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
-        found = self._storage.restore(self.folder) if self._storage else None
+        found = self._storage.restore(self._folder) if self._storage else None
         if found is not None:
             self.keep(found)
         return found
@@ -76,10 +75,10 @@ class Checkpoints:
             ValueError: The file is damaged, or is that of an older attempt.
         """
         if isinstance(request, Download):
-            connection.send_file(self.folder / request.file.name)
+            connection.send_file(self._folder / request.file.name)
             return
         self._check(request.file)
-        path = take_file(connection, request.file, self.folder)
+        path = take_file(connection, request.file, self._folder)
         try:
             self.keep(request.file)
         except ValueError:
@@ -98,16 +97,16 @@ class Checkpoints:
             self._check(file)
             self._kept = [other for other in self._kept if other.name != file.name]
             self._kept.append(file)
-            self._states[file.name] = _state_of(self.folder / file.name)
+            self._states[file.name] = _state_of(self._folder / file.name)
             for old in self._kept[:-NUM_KEPT]:
-                (self.folder / old.name).unlink(missing_ok=True)
+                (self._folder / old.name).unlink(missing_ok=True)
                 self._states.pop(old.name, None)
             self._kept = self._kept[-NUM_KEPT:]
         if self._storage is not None:
-            self._storage.offer(file, self.folder / file.name)
+            self._storage.offer(file, self._folder / file.name)
 
     def _is_whole(self, file: CheckpointFile) -> bool:
-        path = self.folder / file.name
+        path = self._folder / file.name
         if not path.is_file() or path.stat().st_size != file.size:
             return False
         return _state_of(path) == self._states.get(file.name) or digest_of(path) == file.digest

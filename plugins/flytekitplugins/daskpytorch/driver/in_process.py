@@ -24,7 +24,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
-from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
@@ -61,10 +60,9 @@ class InProcess:
         error: Exception | None = None
         try:
             with contextlib.ExitStack() as stack:
-                checkpoints, rank, place, job = self._made(stack)
-                stack.enter_context(_changed(_environment(place, job, checkpoints.folder)))
-                process_group.join(place, job, None)
-                stack.callback(process_group.leave)
+                checkpoints, rank, environment = self._made(stack)
+                stack.enter_context(_changed(environment))
+                stack.enter_context(_process_group())
                 stack.enter_context(_entered(rank))
                 self._observers.tell("formed", 0.0)
                 try:
@@ -81,7 +79,7 @@ class InProcess:
             self._rank_observers.tell("close", int(error is not None), None)
             self._observers.tell("ended", error)
 
-    def _made(self, stack: contextlib.ExitStack) -> tuple[Checkpoints, RankContext, Place, orders.Job]:
+    def _made(self, stack: contextlib.ExitStack) -> tuple[Checkpoints, RankContext, dict[str, str]]:
         name = self._name.rpartition(".")[2]
         self._observers.tell(
             "noted", f"{name}: debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
@@ -96,10 +94,10 @@ class InProcess:
         [[place]] = places = place_ranks([node], 1)
         self._observers.tell("placed", Shape(name=self._name, backend="gloo", nodes=[node], places=places))
         self._rank_observers.open(self._observers.for_rank())
-        return checkpoints, self._context(folder, checkpoints, start), place, self._job()
+        return checkpoints, self._context(folder, checkpoints, start), self._environment(place)
 
-    def _job(self) -> orders.Job:
-        return orders.Job(
+    def _environment(self, place: Place) -> dict[str, str]:
+        job = orders.Job(
             gang="debug",
             attempt=0,
             call=b"",
@@ -110,6 +108,8 @@ class InProcess:
             checkpoint=None,
             pulse=None,
         )
+        made = orders.environment(os.environ, place, job, None)
+        return {name: value for name, value in made.items() if name != DEVICES}
 
     def _context(self, folder: Path, checkpoints: Checkpoints, start: CheckpointFile | None) -> RankContext:
         provided: Future[orders.Provided | orders.NotProvided] = Future()
@@ -150,11 +150,6 @@ class InProcess:
             self._received.add(self._received.keep(0, piece))
 
 
-def _environment(place: Place, job: orders.Job, scratch: Path) -> dict[str, str]:
-    made = orders.environment(os.environ, place, job, None, scratch)
-    return {name: value for name, value in made.items() if name != DEVICES}
-
-
 @contextlib.contextmanager
 def _changed(environment: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
@@ -167,6 +162,19 @@ def _changed(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = before[name]
             else:
                 os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    from torch import distributed
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if distributed.is_initialized():  # the function may have closed it
+            distributed.destroy_process_group()
 
 
 @contextlib.contextmanager

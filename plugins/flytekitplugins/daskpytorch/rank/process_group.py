@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["install", "join", "leave", "num_collectives", "num_exchanges"]
+__all__ = ["install", "join", "num_collectives", "num_exchanges"]
 
 ON_GPUS = "cpu:gloo,cuda:nccl"
 """What a gang with nccl has: without gloo it could exchange neither objects nor asynchronous checkpoints."""
@@ -86,21 +86,10 @@ def join(place: Place, job: Job, device: torch.device | None) -> None:
     """
     from torch import distributed
 
-    install()
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
     _membership = _Membership(os.getpid(), place, job.timeout, _store(job), backend)
     distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
-
-
-def leave() -> None:
-    """Close the gang's group, unless the function has, and be no rank any more."""
-    from torch import distributed
-
-    global _membership
-    _membership = None
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def _enter(
