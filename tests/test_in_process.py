@@ -47,6 +47,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(steps: int) -> list[int]:
     rank = current_rank()
+    dist.init_process_group("gloo")  # as a program for torchrun says; it is there already
     total = torch.ones(1)
     dist.all_reduce(total)
     state = rank.checkpoint.load() or {"step": 0}
@@ -59,6 +60,12 @@ def train(steps: int) -> list[int]:
 @task(task_config=DaskDDP(gang=Gang(observers=(Ear,))))
 def on_dask(steps: int) -> list[int]:
     return train(steps)
+
+
+@task(task_config=SpawnDDP(nproc=2))
+def reduces(steps: int) -> int:
+    dist.all_reduce(torch.ones(1))
+    return steps
 
 
 @task(task_config=SpawnDDP(nproc=2, gang=Gang(debug=True)))
@@ -138,9 +145,16 @@ def test_dispatch_run_calls_the_function_at_once() -> None:
     assert not client.mock_calls
 
 
-def test_a_function_without_a_gang_says_how_to_have_one() -> None:
-    with pytest.raises(ValueError, match="Default process group has not been initialized") as caught:
-        on_dask.task_function(steps=1)
+@pytest.mark.parametrize(
+    ("called", "told"),
+    [
+        (on_dask, "environment variable RANK expected"),
+        (reduces, "Default process group has not been initialized"),
+    ],
+)
+def test_a_function_without_a_gang_says_how_to_have_one(called: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        called.task_function(steps=1)
     assert "DASKPYTORCH_DEBUG=1" in caught.value.__notes__[0]
     with pytest.raises(KeyError) as other:
         fails.task_function()

@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
+from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
@@ -60,10 +61,13 @@ class InProcess:
         error: Exception | None = None
         try:
             with contextlib.ExitStack() as stack:
-                checkpoints, rank, environment = self._made(stack)
-                stack.enter_context(_changed(environment))
-                stack.enter_context(_process_group())
-                stack.enter_context(_entered(rank))
+                folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
+                checkpoints = self._checkpoints(folder, stack)
+                [[place]] = self._placed()
+                job = self._job()
+                stack.enter_context(_changed(orders.environment(os.environ, place, job, None, folder)))
+                stack.enter_context(_process_group(place, job))
+                stack.enter_context(_entered(rank := self._context(folder, checkpoints)))
                 self._observers.tell("formed", 0.0)
                 try:
                     yield
@@ -79,25 +83,25 @@ class InProcess:
             self._rank_observers.tell("close", int(error is not None), None)
             self._observers.tell("ended", error)
 
-    def _made(self, stack: contextlib.ExitStack) -> tuple[Checkpoints, RankContext, dict[str, str]]:
-        name = self._name.rpartition(".")[2]
-        self._observers.tell(
-            "noted", f"{name}: debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
-        )
-        folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
+    def _checkpoints(self, folder: Path, stack: contextlib.ExitStack) -> Checkpoints:
         checkpoints = Checkpoints(folder, StorageUpload(self._storage) if self._storage else None)
         stack.callback(checkpoints.close)
-        start = checkpoints.restore()
-        if start is not None:
+        if (start := checkpoints.restore()) is not None:
             self._observers.tell("resumed", start.step)
+        return checkpoints
+
+    def _placed(self) -> list[list[Place]]:
+        name = self._name.rpartition(".")[2]
+        how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
+        self._observers.tell("noted", f"{name}: {how}")
         node = describe_node(socket.gethostname(), None)
-        [[place]] = places = place_ranks([node], 1)
+        places = place_ranks([node], 1)
         self._observers.tell("placed", Shape(name=self._name, backend="gloo", nodes=[node], places=places))
         self._rank_observers.open(self._observers.for_rank())
-        return checkpoints, self._context(folder, checkpoints, start), self._environment(place)
+        return places
 
-    def _environment(self, place: Place) -> dict[str, str]:
-        job = orders.Job(
+    def _job(self) -> orders.Job:
+        return orders.Job(
             gang="debug",
             attempt=0,
             call=b"",
@@ -108,10 +112,8 @@ class InProcess:
             checkpoint=None,
             pulse=None,
         )
-        made = orders.environment(os.environ, place, job, None)
-        return {name: value for name, value in made.items() if name != DEVICES}
 
-    def _context(self, folder: Path, checkpoints: Checkpoints, start: CheckpointFile | None) -> RankContext:
+    def _context(self, folder: Path, checkpoints: Checkpoints) -> RankContext:
         provided: Future[orders.Provided | orders.NotProvided] = Future()
         provided.set_result(orders.Provided(0))
         progress = Progress()
@@ -123,7 +125,7 @@ class InProcess:
         checkpoint = RankCheckpoint(
             folder=folder,
             attempt=0,
-            start=start,
+            start=checkpoints.newest(),
             is_main=True,
             progress=progress,
             announce=keep,
@@ -153,7 +155,7 @@ class InProcess:
 @contextlib.contextmanager
 def _changed(environment: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
-    os.environ.update(environment)
+    os.environ.update({name: value for name, value in environment.items() if name != DEVICES})
     try:
         yield
     finally:
@@ -165,16 +167,17 @@ def _changed(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_group() -> Iterator[None]:
+def _process_group(place: Place, job: orders.Job) -> Iterator[None]:
     from torch import distributed
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    process_group.install()
+    process_group.join(place, job, None)
     try:
         yield
     finally:
         if distributed.is_initialized():  # the function may have closed it
             distributed.destroy_process_group()
+        process_group.leave()
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ GANG_SETTINGS = CLUSTER_SETTINGS | {
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError, FlyteUploadDataException)
 
-NO_PROCESS_GROUP = "Default process group has not been initialized"
+NO_PROCESS_GROUP = ("Default process group has not been initialized", "environment variable RANK expected")
 """What torch says to that."""
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
@@ -413,7 +413,7 @@ def _with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            if NO_PROCESS_GROUP in str(error):
+            if any(text in str(error) for text in NO_PROCESS_GROUP):
                 error.add_note(
                     "task_function(...) calls the function itself, with no gang around it. Call the task for that, in "
                     f"a test or a debugger with {DEBUG_VARIABLE}=1: then it runs here, as the only rank of a gang. In "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["install", "join", "num_collectives", "num_exchanges"]
+__all__ = ["install", "join", "leave", "num_collectives", "num_exchanges"]
 
 ON_GPUS = "cpu:gloo,cuda:nccl"
 """What a gang with nccl has: without gloo it could exchange neither objects nor asynchronous checkpoints."""
@@ -90,6 +90,12 @@ def join(place: Place, job: Job, device: torch.device | None) -> None:
     backend = ON_GPUS if job.backend == "nccl" else job.backend
     _membership = _Membership(os.getpid(), place, job.timeout, _store(job), backend)
     distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
+
+
+def leave() -> None:
+    """Be no rank any more: what asks for a process group from now on gets an ordinary one."""
+    global _membership
+    _membership = None
 
 
 def _enter(
