@@ -63,6 +63,14 @@ def on_dask(steps: int) -> list[int]:
 
 
 @task(task_config=SpawnDDP(nproc=2))
+def trains(steps: int, fails: bool) -> list[int]:
+    trained = train(steps)
+    if fails:
+        raise ValueError("after two steps")
+    return trained
+
+
+@task(task_config=SpawnDDP(nproc=2))
 def reduces(steps: int) -> int:
     dist.all_reduce(torch.ones(1))
     return steps
@@ -114,9 +122,10 @@ def test_a_gang_may_ask_for_it() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_run_goes_on_from_the_checkpoint_of_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(local_runs.FOLDER_VARIABLE, str(tmp_path))
-    assert on_dask(steps=2) == HERE
+    with pytest.raises(ValueError, match="after two steps"):
+        trains(steps=2, fails=True)
     monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
-    assert on_dask(steps=3)[-1] == 2
+    assert trains(steps=3, fails=False)[-1] == 2
 
 
 @pytest.mark.usefixtures("one_rank")
