@@ -1,17 +1,20 @@
-"""`breakpoint()` in ranks of a real `pyflyte run`, at a real terminal and without one."""
+"""`breakpoint()` in ranks of a real `pyflyte run`, at a real terminal and without one; editors that attach."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
 import pytest
 
-from processes import SCRIPTS, nothing_left_behind
+from dap import Editor
+from processes import SCRIPTS, end, nothing_left_behind
 
 PROGRAM = """
 import pdb
@@ -116,3 +119,67 @@ def test_without_a_terminal_the_error_says_what_to_do(tmp_path: Path) -> None:
     assert "DASKPYTORCH_DEBUGPY=1:5678" in told
     assert "starting again" not in told
     assert told.count("starting 2 ranks") == 1
+
+
+MODULE = """
+import torch
+import torch.distributed as dist
+from flytekitplugins.daskpytorch import current_rank
+
+
+def step(number):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total  # here an editor has its breakpoint
+"""
+HERE = 1 + [line.endswith("breakpoint") for line in MODULE.splitlines()].index(True)
+STEPS = {
+    "workflow.py": """
+from flytekit import task
+from flytekitplugins.daskpytorch import DaskDDP, Gang
+from package.module import step
+
+@task(task_config=DaskDDP(gang=Gang(hang_timeout=1.0)))
+def train() -> int:
+    return sum(int(step(number)) for number in range(3))
+""",
+    "script.py": """
+from distributed import Client, LocalCluster
+from flytekitplugins.daskpytorch import dispatch
+from package.module import step
+
+if __name__ == "__main__":
+    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
+        print(sum(dispatch.run(client, step, 0).result()))
+""",
+}
+
+
+@pytest.mark.parametrize("program", STEPS)
+def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: Path, program: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    module = tmp_path / "package/module.py"
+    module.write_text(MODULE)
+    (tmp_path / program).write_text(STEPS[program])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, program] if program == "script.py" else [SCRIPTS / "pyflyte", "run", program, "train"]
+    environment = os.environ | {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        run = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+    try:
+        editor = Editor(port)
+        [found] = editor.break_at(module, HERE)
+        assert found["verified"], found
+        editor.begin()
+        thread, frame = editor.stop()
+        assert (frame["name"], frame["line"], frame["source"]["path"]) == ("step", HERE, str(module))
+        assert editor.evaluate(frame, "(current_rank().rank, int(total))") == "(1, 2)"
+        editor.break_at(module)
+        editor.ask("continue", threadId=thread)
+        assert run.wait(200) == 0, (tmp_path / "log").read_text()
+        editor.close()
+    finally:
+        end(run)
+    assert f"rank 1 waits for a debugger at 127.0.0.1:{port}" in (tmp_path / "log").read_text()

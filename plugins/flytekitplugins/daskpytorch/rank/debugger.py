@@ -181,6 +181,7 @@ def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None
     rank = order.place.rank
     if (port := order.job.debugging.ports.get(rank)) is None:
         return
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning of Python's own modules, which are frozen
     try:
         import debugpy  # noqa: T100
     except ImportError as error:
