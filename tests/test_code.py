@@ -182,6 +182,15 @@ def test_copies_serve_where_one_folder_would_hide_a_file_of_another(project: Pat
     ]
 
 
+def test_two_readmes_make_no_copies(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "README.md").touch()
+    found = code_module._Project(files={"README.md": other / "README.md"}, roots={one, other}).folders()
+    assert found == [str(one), str(other)]
+
+
 def test_large_code_travels(project: Path) -> None:
     (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_RESOURCE_BYTES + 1))
     assert "ship_project/tables.py" in names_in(code_module.pack_code())

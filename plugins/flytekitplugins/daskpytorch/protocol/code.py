@@ -205,12 +205,12 @@ class _Project:
                 self.left[name] = size
 
     def folders(self) -> Sequence[str]:
-        """See `Code`: with several, a file of one may hide another's."""
+        """See `Code`: with several, a module of one may hide another's; other files are found beside their modules."""
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
         roots = sorted(self.roots, key=lambda root: (order.get(str(root), len(order)), str(root)))
         if len(roots) > 1:
             for name, path in self.files.items():
-                if path != next((root / name for root in roots if (root / name).exists()), None):
+                if _is_code(path) and path != next((root / name for root in roots if (root / name).exists()), None):
                     return ()
         return [str(root) for root in roots]
 
