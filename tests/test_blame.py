@@ -7,13 +7,15 @@ import pickle
 import random
 import signal
 import threading
+import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.driver.blame import describe, error_of, find_root_failure
+from flytekitplugins.daskpytorch.driver.blame import describe, error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.protocol.failure import MAX_PICKLED, MAX_TEXT, Failure, RankExit
 
 
@@ -441,3 +443,36 @@ def test_lost_workers_and_failed_starts_are_gang_errors() -> None:
     assert issubclass(GangHungError, GangError)
     assert issubclass(PreemptedError, WorkerLostError)
     assert issubclass(GangError, RuntimeError)
+
+
+def raised_below_ours(error: Exception, path: str = "/venv/flytekitplugins/daskpytorch/driver/brain.py") -> Exception:
+    """An error of a function that something of ours has called."""
+
+    def users_own() -> None:
+        raise error
+
+    names: dict[str, Any] = {"users_own": users_own}
+    exec(compile("def decide():\n    users_own()", path, "exec"), names)
+    caught: Exception | None = None
+    try:
+        names["decide"]()
+    except Exception as it:
+        caught = it
+        caught.__traceback__ = it.__traceback__.tb_next if it.__traceback__ else None  # without this one
+    assert caught is not None
+    return caught
+
+
+def frames_of(error: Exception) -> list[str]:
+    return [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def test_a_failed_gangs_traceback_begins_with_the_users_frames() -> None:
+    error = raised_below_ours(KeyError("x"))
+    assert frames_of(error) == ["decide", "users_own"]
+    error.__cause__ = GangError("rank 1 failed")
+    assert frames_of(from_user(error)) == ["users_own"]
+
+
+def test_an_error_of_the_drivers_own_keeps_its_frames() -> None:
+    assert frames_of(from_user(raised_below_ours(KeyError("x")))) == ["decide", "users_own"]

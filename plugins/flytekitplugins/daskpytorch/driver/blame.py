@@ -9,7 +9,10 @@ from typing import Self
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
-__all__ = ["AttemptFailure", "FailurePolicy", "describe", "error_of", "find_root_failure"]
+__all__ = ["AttemptFailure", "FailurePolicy", "describe", "error_of", "find_root_failure", "from_user"]
+
+OURS = "flytekitplugins/daskpytorch/"
+"""In the paths of frames that say nothing about the user's code."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
@@ -105,6 +108,16 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         return error
     original.__cause__ = error
     return original
+
+
+def from_user(error: Exception) -> Exception:
+    """A failed gang's error with the user's frames alone, unless it is one of the driver's own."""
+    if isinstance(error, GangError) or isinstance(error.__cause__, GangError):
+        trace = error.__traceback__
+        while trace is not None and OURS in trace.tb_frame.f_code.co_filename:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+    return error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, overload
 
+from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
@@ -117,6 +118,8 @@ class GangFutures(Futures[GangFuture]):
         except BaseException as error:
             self._supervisor.received.drop_returned()
             cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
+            if isinstance(cause, Exception):
+                cause = from_user(cause)
             for future in self._futures:
                 future.set_exception(cause)
             return

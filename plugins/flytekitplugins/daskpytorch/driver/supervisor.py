@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.driver.agents import Agents
+from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Interrupted, NotLaunched, Preempted
@@ -99,8 +100,8 @@ class Supervisor:
                     checkpoints.flush(self._deadlines.storage)  # for the next attempt, if Flyte makes one
                     raise
         except Exception as caught:
-            error = caught
-            raise
+            error = from_user(caught)
+            raise error  # noqa: B904 - the same, with fewer frames
         finally:
             running.discard(self)
             if self._debugging.terminal is not None:
