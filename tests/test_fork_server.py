@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -20,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server as own_fork_server
 from processes import is_alive, nothing_left_behind, ranks_of, until
@@ -160,6 +161,14 @@ def test_rank_has_torch_at_hand_and_cuda_untouched(client: ForkServerClient) -> 
     """
     rank = Rank.running(client, 0, source)
     assert rank.line() == f"False True {own_fork_server().pid}"
+
+
+def test_all_that_every_rank_imports_is_at_hand(client: ForkServerClient) -> None:
+    source = """
+        import sys
+        print(*(f"flytekitplugins.daskpytorch.rank.{name}" in sys.modules for name in ("main", "loaders", "storages")))
+    """
+    assert Rank.running(client, 0, source).line() == "True True True"
 
 
 def test_torchs_question_for_plugins_is_answered_from_memory(client: ForkServerClient) -> None:
@@ -426,6 +435,21 @@ def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_serve
             assert Rank.running(client, 3, source).line() == "True True"
         control.close()
         assert server.wait() == 0
+
+
+def test_what_is_imported_for_training_has_nothing_to_do_at_the_end_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_an_exit_function.py").write_text("import atexit\natexit.register(print, 'at last')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fork_server, "TRAINING_IMPORTS", ("with_an_exit_function",))
+    before = atexit._ncallbacks()
+    assert next(fork_server._import_for_training()) == 0.0
+    assert "with_an_exit_function" in sys.modules
+    assert atexit._ncallbacks() == before
+    atexit.register(test_shutdown_ends_the_server_and_its_ranks)
+    assert atexit._ncallbacks() == before + 1
+    atexit.unregister(test_shutdown_ends_the_server_and_its_ranks)
 
 
 def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:

@@ -12,6 +12,7 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
 All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -320,8 +321,7 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     gc.disable()
     import torch.distributed  # noqa: F401
 
-    import flytekitplugins.daskpytorch.rank.main  # noqa: F401
-    from flytekitplugins.daskpytorch.rank import process_group
+    from flytekitplugins.daskpytorch.rank import loaders, main, process_group, storages  # noqa: F401
 
     process_group.install()
     for name in others:
@@ -344,7 +344,7 @@ def _import_for_training() -> Iterator[float]:
     """
     for name in TRAINING_IMPORTS:
         gc.disable()  # a third less time; no rank is forked meanwhile
-        with contextlib.suppress(Exception):  # the first optimizer says so, where it matters
+        with contextlib.suppress(Exception), _no_exit_functions():  # the first optimizer says so, where it matters
             import_module(name)
         gc.enable()
         yield 0.0
@@ -352,6 +352,17 @@ def _import_for_training() -> Iterator[float]:
     _settle()
     for _ in hugepages.collapse_memory():
         yield 0.0
+
+
+@contextlib.contextmanager
+def _no_exit_functions() -> Iterator[None]:
+    """Have nothing registered that undoes what ends anyway: triton's takes 3 ms at the end of each rank."""
+    register = atexit.register
+    atexit.register = lambda function, *_, **__: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        atexit.register = register
 
 
 def _settle() -> None:

@@ -146,7 +146,8 @@ class _SpareParts:
 
 
 def _set_up(logger: logging.Logger, asked: _Logger) -> None:
-    logger.setLevel(asked.level)
+    if logger.level != asked.level:  # each change goes through all the loggers that there are
+        logger.setLevel(asked.level)
     logger.propagate = asked.propagate
     if logger.handlers:  # a library's, which it has set up here as it did there
         return
