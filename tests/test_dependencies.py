@@ -27,10 +27,12 @@ def imported() -> Iterator[str]:
 
 def test_whatever_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][extra] for extra in ("sweep", "s3", "debug")]
+    extras = [
+        project["optional-dependencies"][extra] for extra in ("debug", "lightning", "s3", "sweep", "transformers")
+    ]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *extras)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "_typeshed"}
-    modules -= {"IPython", "pytest"}  # which are there where there is a notebook, or a test
+    modules -= {"IPython", "pytest", "pytorch_lightning"}  # there where a notebook, a test, or a program has them
     distributions = packages_distributions()
     assert {module for module in modules if declared.isdisjoint(distributions[module])} == set()
 

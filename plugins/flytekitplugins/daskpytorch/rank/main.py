@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-from flytekitplugins.daskpytorch.rank import debugger, hints, imports, numa, process_group, sources
+from flytekitplugins.daskpytorch.rank import debugger, hints, imports, libraries, numa, process_group, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ def _settle_in(order: RankOrder) -> None:
 
     loaders.shield()
     process_group.install()
+    libraries.guide()
     os.chdir(order.directory)
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)

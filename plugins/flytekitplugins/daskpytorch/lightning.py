@@ -1,0 +1,152 @@
+"""A callback that joins a Lightning `Trainer` with its gang. Imported by a user's program; runs in ranks.
+
+gang = GangCallback()
+trainer = Trainer(max_epochs=10, callbacks=[gang])
+trainer.fit(model, ckpt_path=gang.ckpt_path)
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import sys
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.rank import checkpoint_files
+from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
+from flytekitplugins.daskpytorch.rank.libraries import require
+
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
+    from lightning.pytorch.callbacks import Checkpoint
+
+    require("lightning")
+else:  # the same library under its old name, which the program has imported before
+    from pytorch_lightning.callbacks import Checkpoint
+
+    require("pytorch_lightning")
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["GangCallback"]
+
+FILE = "gang.ckpt"
+
+
+class GangCallback(Checkpoint):  # type: ignore[misc]
+    """Reports a Trainer's metrics to the gang, keeps its checkpoints there, and stops when the gang is to stop.
+
+    What the module logs goes to `current_rank().log` every `log_every_n_steps` steps and after each validation, with
+    the loss and the epoch. Checkpoints are Lightning's own, and hold the random generators of all ranks besides. They
+    go to `current_rank().checkpoint` at the end of epochs and when the gang is to stop: with this callback the Trainer
+    writes none to a folder unless it has a `ModelCheckpoint`, too.
+
+    Lightning goes on in the middle of an epoch with the first batches of its data, unless these come from torchdata's
+    `StatefulDataLoader`.
+    """
+
+    def __init__(self, *, every_n_epochs: int = 1, every_n_train_steps: int | None = None) -> None:
+        """Say how often to keep a checkpoint.
+
+        Args:
+            every_n_epochs: At the end of each so many epochs.
+            every_n_train_steps: After each so many optimizer steps, too.
+        """
+        self._every_n_epochs = every_n_epochs
+        self._every_n_train_steps = every_n_train_steps
+        self._last_step = 0
+
+    @cached_property
+    def _kept(self) -> KeptFiles:
+        return KeptFiles()
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """For `trainer.fit`: the checkpoint that this attempt of the gang starts from; None on a fresh start."""
+        return None if self._kept.folder is None else str(self._kept.folder / FILE)
+
+    # ---- What the Trainer calls
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the files that have been read."""
+        self._last_step = trainer.global_step
+        self._kept.remove()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report and keep what is due, and look whether to stop."""
+        if current_rank().should_stop():
+            self._save(trainer)
+            trainer.should_stop = True
+            # There is no time for a validation, nor for as much as the user has asked for at least.
+            trainer.limit_val_batches = trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0
+            return
+        if trainer.global_step == self._last_step:  # gradients are accumulated
+            return
+        self._last_step = trainer.global_step
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            self._log(trainer, {} if loss is None else {"loss": loss})
+        if self._every_n_train_steps is not None and trainer.global_step % self._every_n_train_steps == 0:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report what the validation has logged."""
+        if not trainer.sanity_checking:
+            self._log(trainer, {})
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep a checkpoint, if one is due."""
+        if (trainer.current_epoch + 1) % self._every_n_epochs == 0 and not trainer.should_stop:
+            self._save(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into each checkpoint besides: the random generators of all ranks."""
+        return {"generators": checkpoint_files.gathered(_generators())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with those of this rank; a rank that was not there has none."""
+        generators = state_dict["generators"]
+        if (rank := current_rank().rank) < len(generators):  # now: what iterates over the data draws a number, too
+            _restore_generators(generators[rank])
+
+    # ---- How
+
+    def _log(self, trainer: Trainer, loss: dict[str, Any]) -> None:
+        num_steps = trainer.estimated_stepping_batches
+        current_rank().log(
+            {"epoch": trainer.current_epoch + 1, **loss, **trainer.callback_metrics},
+            step=trainer.global_step,
+            num_steps=int(num_steps) if math.isfinite(num_steps) and num_steps > 0 else None,
+        )
+
+    def _save(self, trainer: Trainer) -> None:
+        with TemporaryDirectory() as folder:
+            trainer.save_checkpoint(Path(folder) / FILE)
+            checkpoint_files.keep(Path(folder), trainer.global_step)
+
+
+def _generators() -> bytes:
+    import torch
+
+    of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else None
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return pickle.dumps((random.getstate(), of_numpy, torch.get_rng_state(), on_gpu))
+
+
+def _restore_generators(state: bytes) -> None:
+    import torch
+
+    of_python, of_numpy, on_cpu, on_gpu = pickle.loads(state)  # noqa: S301 - from our own checkpoint
+    random.setstate(of_python)
+    if of_numpy is not None and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(of_numpy)
+    torch.set_rng_state(on_cpu)
+    if on_gpu is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(on_gpu)

@@ -1,0 +1,87 @@
+"""Checkpoints that a library writes as files: into the rank's checkpoint, and back. Runs in ranks, in all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.context import current_rank
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KeptFiles", "gathered", "keep"]
+
+
+def keep(folder: Path, step: int, own: Iterable[str] = ()) -> None:
+    """Keep the files of rank 0's folder as the newest checkpoint.
+
+    Args:
+        folder: Of that name on each rank; on how many machines, is all the same.
+        step: The training step that they belong to.
+        own: Names of files that this rank has written, and that may be missing in rank 0's folder.
+    """
+    rank = current_rank()
+    owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
+    files = {str(path.relative_to(folder)): _read(path) for path in _files_in(folder)} if rank.is_main else {}
+    rank.checkpoint.save({"files": {name: data for part in (files, *owned) for name, data in part.items()}}, step)
+
+
+class KeptFiles:
+    """The files of the checkpoint that this attempt of the gang starts from, once for all the ranks of a worker."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        """None: on a fresh start, and once they have been removed."""
+        self._own: TemporaryDirectory[str] | None = None
+        rank = current_rank()
+        if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
+            # In the agent's folder, if it has one, they go even with a rank that is killed.
+            self._own = TemporaryDirectory(prefix="kept-", dir=getattr(rank.checkpoint, "folder", None))
+            _write(Path(self._own.name), state)
+        folders: list[str | None] = gathered(None if self._own is None else self._own.name)
+        first = folders[rank.rank - rank.local_rank]
+        if first is not None:
+            self.folder = Path(first)
+
+    def remove(self) -> None:
+        """To be called once all ranks here have read them."""
+        self.folder = None
+        if self._own is not None:
+            self._own.cleanup()
+
+
+def _write(folder: Path, state: Any) -> None:
+    if not isinstance(state, dict) or set(state) != {"files"}:
+        raise ValueError(
+            "the checkpoint that the gang starts from is not one of this callback, but what the program has given to "
+            "checkpoint.save itself: use one of the two."
+        )
+    for name, data in state["files"].items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data.numpy().tofile(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _read(path: Path) -> torch.Tensor:
+    """As a tensor: in the pickle of a checkpoint, bytes take twice their size."""
+    import torch
+
+    data = bytearray(path.read_bytes())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each rank gives, in their order."""
+    from torch import distributed
+
+    values = [value] * current_rank().world_size
+    if len(values) > 1:
+        distributed.all_gather_object(values, value)
+    return values

@@ -1,0 +1,133 @@
+"""Has libraries that guess their place in the world guess right, and refuses what would train beside the gang.
+
+Lightning's default `Trainer()` and Accelerate take a machine without GPUs for a world of one, whatever the process
+group says: each rank would train a model of its own, without a word. Runs in a rank, as the libraries are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from flytekitplugins.daskpytorch.rank import imports
+
+__all__ = ["MINIMUM_VERSIONS", "guide", "require"]
+
+MINIMUM_VERSIONS = {
+    "accelerate": "1.1",
+    "lightning": "2.4",
+    "lightning_fabric": "2.4",
+    "pytorch_lightning": "2.4",
+    "transformers": "4.46",
+}
+"""The oldest that the tests have passed with."""
+LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+"""One library under two names, its Trainer and its Fabric."""
+
+
+def guide() -> None:
+    """Tell them by variables of their own, where these are not set, and each by a few words once it is imported."""
+    os.environ.setdefault("PL_TRAINER_NUM_NODES", str(_num_nodes()))
+    os.environ.setdefault("LT_NUM_NODES", str(_num_nodes()))
+    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    for pytorch, fabric in LIGHTNING:
+        for package in (pytorch, fabric):
+            imports.call_after(f"{package}.accelerators.cpu", _count_ranks_as_devices)
+        imports.call_after(f"{pytorch}.trainer.trainer", _check_trainers)
+        imports.call_after(f"{fabric}.fabric", _check_fabrics)
+    imports.call_after("accelerate.state", _check_accelerators)
+
+
+def require(library: str) -> None:
+    """Check a library's version.
+
+    Raises:
+        ImportError: It is older than what this package has been tested with.
+    """
+    from packaging.version import Version
+
+    found, minimum = sys.modules[library].__version__, MINIMUM_VERSIONS[library]
+    if Version(found) < Version(minimum):
+        raise ImportError(
+            f"{library} {found} is not supported in a gang, which needs {minimum} or newer: "
+            f"pip install '{library.replace('_', '-')}>={minimum}', here and on the workers."
+        )
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _num_devices() -> int:
+    """As Lightning counts them on a node: where each rank sees a GPU of its own alone, a rank is a node to it."""
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return 1 if len(visible) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def _num_nodes() -> int:
+    return _world_size() // _num_devices()
+
+
+def _count_ranks_as_devices(module: ModuleType) -> None:
+    """What `devices="auto"`, the default, is on a machine without GPUs."""
+    module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
+
+
+def _check_trainers(module: ModuleType) -> None:
+    """At `fit`: a Trainer on one device is what Lightning recommends for a test after the training."""
+    fit = module.Trainer.fit
+
+    @functools.wraps(fit)
+    def fit_checked(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        _check_strategy(module, "Trainer", trainer.strategy)
+        fit(trainer, *args, **kwargs)
+
+    module.Trainer.fit = fit_checked
+
+
+def _check_fabrics(module: ModuleType) -> None:
+    begin = module.Fabric.__init__
+
+    @functools.wraps(begin)
+    def begin_checked(fabric: Any, *args: Any, **kwargs: Any) -> None:
+        begin(fabric, *args, **kwargs)
+        _check_strategy(module, "Fabric", fabric.strategy)
+
+    module.Fabric.__init__ = begin_checked
+
+
+def _check_strategy(module: ModuleType, name: str, strategy: Any) -> None:
+    require(module.__name__.partition(".")[0])
+    num_devices = len(getattr(strategy, "parallel_devices", None) or [None])
+    num_nodes = getattr(strategy, "num_nodes", 1)
+    starts_processes = type(strategy.launcher).__name__ == "_MultiProcessingLauncher"
+    if num_devices * num_nodes == _world_size() and not starts_processes:
+        return
+    would = "start processes of its own" if starts_processes else "not train with all of them"
+    raise ValueError(
+        f"this {name} ({type(strategy).__name__}, devices={num_devices}, num_nodes={num_nodes}) does not fit the gang "
+        f"of {_world_size()} ranks, and would {would}. Leave out devices and num_nodes, whose defaults fit in a gang, "
+        f"or give devices={_num_devices()}, num_nodes={_num_nodes()}; as strategy take 'auto' or 'ddp'."
+    )
+
+
+def _check_accelerators(module: ModuleType) -> None:
+    begin = module.PartialState.__init__
+
+    @functools.wraps(begin)
+    def begin_checked(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+        # By itself only `Accelerator` and `AcceleratorState` look at the variable.
+        begin(state, cpu or os.environ.get("ACCELERATE_USE_CPU") == "true", **kwargs)
+        require("accelerate")
+        if state.num_processes != _world_size():
+            raise ValueError(
+                f"Accelerate takes its world for {state.num_processes} of {state.distributed_type}, but the gang has "
+                f"{_world_size()} ranks: each would train alone. On CPUs it needs ACCELERATE_USE_CPU=true in the "
+                "environment, as ranks without a GPU have it."
+            )
+
+    module.PartialState.__init__ = begin_checked

@@ -1,0 +1,66 @@
+"""A callback that joins a Transformers `Trainer` with its gang. Imported by a user's program; runs in ranks.
+
+gang = GangCallback()
+trainer = Trainer(model, TrainingArguments(save_strategy="epoch"), train_dataset=data, callbacks=[gang])
+trainer.train(resume_from_checkpoint=gang.resume_from_checkpoint)
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.rank import checkpoint_files
+from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
+from flytekitplugins.daskpytorch.rank.libraries import require
+
+__all__ = ["GangCallback"]
+
+require("transformers")
+
+
+class GangCallback(TrainerCallback):  # type: ignore[misc]
+    """Reports a Trainer's metrics to the gang, keeps its checkpoints there, and stops when the gang is to stop.
+
+    What the Trainer logs goes to `current_rank().log`, as often as its `logging_strategy` says. What it saves in its
+    `output_dir`, as often as its `save_strategy` says, goes to `current_rank().checkpoint`, too, with the random
+    generators of all ranks. When the gang is to stop, it saves once more and returns.
+    """
+
+    @cached_property
+    def _kept(self) -> KeptFiles:
+        return KeptFiles()
+
+    @property
+    def resume_from_checkpoint(self) -> str | None:
+        """For `trainer.train`: the checkpoint that this attempt of the gang starts from; None on a fresh start."""
+        return None if self._kept.folder is None else str(self._kept.folder)
+
+    # ---- What the Trainer calls
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look whether to stop, and if so, save and do nothing else."""
+        self._kept.remove()  # all ranks have read it: they have exchanged gradients
+        if current_rank().should_stop():
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep what was saved."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        checkpoint_files.keep(folder, state.global_step, [f"rng_state_{args.process_index}.pth"])
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        """Report what was logged."""
+        current_rank().log(logs, step=state.global_step, num_steps=state.max_steps)

@@ -1,0 +1,160 @@
+"""What libraries that guess their place in the world are told, and which of their guesses are refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch.rank import libraries
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a rank of four, on two workers without GPUs."""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "to be removed afterwards")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+
+def module_with(monkeypatch: pytest.MonkeyPatch, name: str, version: str = "2.6", **members: Any) -> ModuleType:
+    """A library as if it had been imported."""
+    module, package = ModuleType(name), ModuleType(name.partition(".")[0])
+    package.__version__ = version  # type: ignore[attr-defined]
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_nodes", "on_cpu"),
+    [
+        pytest.param("", "2", "true", id="none: a worker is a node"),
+        pytest.param("3", "4", None, id="its own: a rank is a node"),
+        pytest.param("0,1", "2", None, id="all: a worker is a node"),
+    ],
+)
+def test_the_world_is_told_by_variables(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, num_nodes: str, on_cpu: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    libraries.guide()
+    assert os.environ["PL_TRAINER_NUM_NODES"] == os.environ["LT_NUM_NODES"] == num_nodes
+    assert os.environ.get("ACCELERATE_USE_CPU") == on_cpu
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_NUM_NODES", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    libraries.guide()
+    assert (os.environ["PL_TRAINER_NUM_NODES"], os.environ["ACCELERATE_USE_CPU"]) == ("1", "false")
+
+
+def test_a_machine_without_gpus_has_as_many_devices_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = type("CPUAccelerator", (), {"auto_device_count": staticmethod(lambda: 1)})
+    module_with(monkeypatch, "lightning.pytorch.accelerators.cpu", CPUAccelerator=accelerator)
+    libraries.guide()
+    assert accelerator.auto_device_count() == 2
+
+
+class _SubprocessScriptLauncher:
+    """Lightning's own name; in a gang it starts nothing."""
+
+
+class _MultiProcessingLauncher:
+    """That of ddp_spawn."""
+
+
+def strategy(devices: int | None = 2, num_nodes: int = 2, launcher: type = _SubprocessScriptLauncher) -> Any:
+    one = {} if devices is None else {"parallel_devices": ["cpu"] * devices, "num_nodes": num_nodes}
+    return SimpleNamespace(launcher=launcher(), **one)
+
+
+def trainer_with(monkeypatch: pytest.MonkeyPatch, its: Any, version: str = "2.6") -> Any:
+    """A Trainer of Lightning's."""
+
+    class Trainer:
+        strategy = its
+
+        def fit(self, model: str) -> None:
+            self.has_trained = model
+
+    module_with(monkeypatch, "lightning.pytorch.trainer.trainer", version, Trainer=Trainer)
+    libraries.guide()
+    return Trainer()
+
+
+def test_a_trainer_that_fits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_with(monkeypatch, strategy())
+    trainer.fit("model")
+    assert trainer.has_trained == "model"
+
+
+@pytest.mark.parametrize(
+    ("its", "said"),
+    [
+        (strategy(None), r"devices=1, num_nodes=1\) does not fit the gang of 4 ranks, and would not train with all"),
+        (strategy(2, 1), r"devices=2, num_nodes=1\) does not fit the gang of 4 ranks"),
+        (strategy(4, 2), r"give devices=2, num_nodes=2; as strategy take 'auto' or 'ddp'"),
+        (strategy(launcher=_MultiProcessingLauncher), "would start processes of its own"),
+    ],
+)
+def test_a_trainer_that_does_not_fit_is_an_error_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch, its: Any, said: str
+) -> None:
+    trainer = trainer_with(monkeypatch, its)
+    with pytest.raises(ValueError, match=said):
+        trainer.fit("model")
+    assert not hasattr(trainer, "has_trained")
+
+
+def test_a_fabric_that_does_not_fit_is_an_error_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fabric:
+        def __init__(self, devices: int) -> None:
+            self.strategy = strategy(devices)
+
+    module_with(monkeypatch, "lightning_fabric.fabric", Fabric=Fabric)
+    libraries.guide()
+    assert Fabric(2)
+    with pytest.raises(ValueError, match=r"this Fabric \(SimpleNamespace, devices=1, num_nodes=2\) does not fit"):
+        Fabric(1)
+
+
+def test_a_library_that_is_too_old_is_named_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_with(monkeypatch, strategy(), "1.9.5")
+    with pytest.raises(ImportError, match=r"lightning 1\.9\.5 is not supported in a gang, which needs \d.* or newer"):
+        trainer.fit("model")
+
+
+def accelerate_with(monkeypatch: pytest.MonkeyPatch, version: str = "1.15") -> Any:
+    class PartialState:
+        def __init__(self, cpu: bool = False, **_: Any) -> None:
+            self.num_processes, self.distributed_type = (4, "MULTI_CPU") if cpu else (1, "NO")
+
+    module_with(monkeypatch, "accelerate.state", version, PartialState=PartialState)
+    libraries.guide()
+    return PartialState
+
+
+def test_accelerate_counts_ranks_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerate_with(monkeypatch)().num_processes == 4
+
+
+def test_accelerate_that_takes_itself_for_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    state = accelerate_with(monkeypatch)
+    with pytest.raises(ValueError, match="its world for 1 of NO, but the gang has 4 ranks: each would train alone"):
+        state()
+
+
+def test_accelerate_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = accelerate_with(monkeypatch, "0.20.3")
+    with pytest.raises(ImportError, match=r"accelerate 0\.20\.3 is not supported"):
+        state()
