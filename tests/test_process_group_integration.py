@@ -149,6 +149,10 @@ EXPLAINED = {
     "NCCL_SOCKET_IFNAME": (None, "lo"),
     # No GPU is hidden from a torchrun's rank; one of ours without a GPU of its own sees none.
     "CUDA_VISIBLE_DEVICES": (None, ""),
+    # Without them each of torchrun's ranks trains alone on CPUs, with Lightning's defaults and by Accelerate.
+    "PL_TRAINER_NUM_NODES": (None, "1"),
+    "LT_NUM_NODES": (None, "1"),
+    "ACCELERATE_USE_CPU": (None, "true"),
     # Names and places, which differ from one run to the next.
     "MASTER_ADDR": (..., ...),
     "MASTER_PORT": (..., ...),
