@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.protocol import code, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import Job, Leave, Locate
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, Job, Leave, Locate
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Returned
 from processes import ends, fork_server, is_alive, ranks_of, refuse, until
@@ -249,6 +249,16 @@ def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path)
 
 
 # ---- A rank that hangs -----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Driver) -> None:
+    driver.start(wait_for_ever)
+    driver.hear(Ready)
+    [rank] = ranks_of(fork_server())
+    for _ in range(2):
+        rank.send_signal(DUMP_SIGNAL)
+        while "in wait_for_ever" not in "".join(driver.hear(messages.Lines).lines):
+            rank.send_signal(DUMP_SIGNAL)  # it was on its way there
 
 
 def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_down(driver: Driver) -> None:

@@ -63,6 +63,17 @@ def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
+def test_the_profiled_example_leaves_a_trace_of_each_rank(tmp_path: Path) -> None:
+    example = next(block for block in blocks("python") if block.startswith("# profiled.py:"))
+    (tmp_path / "profiled.py").write_text(example)
+    command = re.match(r"# profiled\.py: (.*)", example)
+    assert command
+    done = run(shlex.split(command[1]), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    traces = [json.loads(file.read_text()) for file in (tmp_path / "traces").iterdir()]
+    assert {trace["distributedInfo"]["rank"] for trace in traces} == {0, 1}
+
+
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
     example = next(block for block in blocks("python") if block.startswith("# resume.py:"))
     (tmp_path / "resume.py").write_text(example)

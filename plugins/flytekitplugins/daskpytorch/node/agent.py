@@ -286,6 +286,7 @@ class _Agent:
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             self._say(messages.Heartbeat())
+            self._show_stacks()
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -314,8 +315,18 @@ class _Agent:
         for rank in self._silent:
             if rank.place is not None:
                 text = self._stacks_of(rank.place) or nothing
+                with contextlib.suppress(OSError):
+                    os.truncate(orders.stacks_path(self._scratch, rank.place), 0)
                 self._note_lines(rank, text.splitlines())
                 self._say(messages.Stacks(rank.place.rank, text))
+
+    def _show_stacks(self) -> None:
+        """Pass on what ranks have written that somebody has signalled by hand (`kill -QUIT`)."""
+        if self._stacks_at is None:  # else they were signalled from here
+            for rank in self._at_work():
+                if rank.place is not None and (text := self._stacks_of(rank.place)):
+                    os.truncate(orders.stacks_path(self._scratch, rank.place), 0)
+                    self._note_lines(rank, text.splitlines())
 
     def _stacks_of(self, place: Place) -> str:
         try:

@@ -195,7 +195,9 @@ def _stacks() -> str:
         return ""
     _stacks_file.truncate(0)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
-    return os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
+    stacks = os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
+    _stacks_file.truncate(0)  # it is told; what is found there later was asked for by hand
+    return stacks
 
 
 def _show(text: str) -> None:
