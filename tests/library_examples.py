@@ -107,7 +107,21 @@ def lightning_trainer(_: Path) -> dict[str, Any]:
     )
     trainer.fit(model, loader())
     losses = float(trainer.callback_metrics["mean_loss_epoch"])
-    return found(model.network, alone(), num_batches=model.num_batches, size=trainer.world_size, mean_loss=losses)
+    results = found(model.network, alone(), num_batches=model.num_batches, size=trainer.world_size, mean_loss=losses)
+    of_one, of_four = {"devices": 1, "num_nodes": 1}, {"devices": 2, "num_nodes": 2}
+    for name, options in {"one": of_one, "four": of_four, "spawning": {"strategy": "ddp_spawn"}}.items():
+        beside = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+        results[name] = refusal(lambda own=beside: own.fit(Regression(), loader()))
+    return results
+
+
+def refusal(call: Callable[[], object]) -> str | None:
+    """What is said against something that does not fit the gang."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error).partition(" of 2 ranks, and ")[2].partition(".")[0]
+    return None
 
 
 def lightning_fabric(_: Path) -> dict[str, Any]:
@@ -125,7 +139,8 @@ def lightning_fabric(_: Path) -> dict[str, Any]:
             optimizer.step()
             num_batches += 1
     ranks = float(fabric.all_reduce(torch.tensor(float(fabric.global_rank + 1)), reduce_op="sum"))
-    return found(model, alone(), num_batches=num_batches, size=fabric.world_size, ranks=ranks)
+    three = refusal(lambda: Fabric(devices=3, accelerator="cpu"))
+    return found(model, alone(), num_batches=num_batches, size=fabric.world_size, ranks=ranks, three=three)
 
 
 def accelerate(_: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -37,7 +38,7 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol import host
 from processes import Cluster, dask_cluster, nothing_left_behind
-from test_readme import blocks
+from test_readme import README, blocks
 
 PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning"}
 """What an example needs that is not called like it; those of torch need nothing."""
@@ -136,9 +137,15 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
+ALONE = "would not train with all of them"
+
 EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "lightning_trainer": ({"size": 2, "num_batches": 3},) * 2,  # and a mean over both ranks
-    "lightning_fabric": ({"size": 2, "num_batches": 3, "ranks": 3.0},) * 2,
+    # And a mean over both ranks; `one` and the like are what is said of Trainers that do not fit.
+    "lightning_trainer": (
+        {"size": 2, "num_batches": 3, "one": ALONE, "four": ALONE, "spawning": "would start processes of its own"},
+    )
+    * 2,
+    "lightning_fabric": ({"size": 2, "num_batches": 3, "ranks": 3.0, "three": ALONE},) * 2,
     "accelerate": ({"size": 2, "num_batches": 3, "ranks": 3.0},) * 2,
     "transformers": ({"size": 2, "num_batches": 3},) * 2,
     "fsdp2": ({"num_batches": 3, "mine": 38},) * 2,  # of 76 weights
@@ -231,6 +238,16 @@ def test_a_training_that_is_told_to_end_keeps_its_state_and_returns(
 
 
 # ---- The README
+
+
+def test_the_readmes_table_says_what_is_tested_here() -> None:
+    table = re.findall(r"^\| ranks per worker, of two.*?(?=\n\n)", README, re.MULTILINE | re.DOTALL)[0].splitlines()
+    launchers = [re.findall("`(.*?)`", cell)[0] for cell in table[0].split("|")[2:-1]]
+    tested = {launcher: ", ".join(str(ranks) for name, ranks in LAUNCHES if name == launcher) for launcher in launchers}
+    assert launchers == list(dict.fromkeys(launcher for launcher, _ in LAUNCHES))
+    assert len(table[2:]) == len(library_examples.EXAMPLES)
+    for row in table[2:]:
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == list(tested.values())
 
 
 @pytest.mark.parametrize("library", library_trainings.TRAININGS)

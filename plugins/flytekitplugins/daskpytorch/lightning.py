@@ -20,15 +20,19 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.rank import checkpoint_files
 from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
+from flytekitplugins.daskpytorch.settings import COUNT, Problems, is_count
+
+MINIMUM_VERSION = "2.6"
+"""With 2.4 a killed training came to another result than the undisturbed one."""
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch.callbacks import Checkpoint
 
-    require("lightning")
+    require("lightning", MINIMUM_VERSION)
 else:  # the same library under its old name, which the program has imported before
     from pytorch_lightning.callbacks import Checkpoint
 
-    require("pytorch_lightning")
+    require("pytorch_lightning", MINIMUM_VERSION)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -56,10 +60,19 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         Args:
             every_n_epochs: At the end of each so many epochs.
             every_n_train_steps: After each so many optimizer steps, too.
+
+        Raises:
+            ValueError: A number is none, or not above 0.
         """
-        self._every_n_epochs = every_n_epochs
-        self._every_n_train_steps = every_n_train_steps
+        self.every_n_epochs = every_n_epochs
+        self.every_n_train_steps = every_n_train_steps
+        problems = Problems("GangCallback", self)
+        problems.unless(is_count(every_n_epochs), "every_n_epochs", COUNT)
+        ok = every_n_train_steps is None or is_count(every_n_train_steps)
+        problems.unless(ok, "every_n_train_steps", f"None or {COUNT}")
+        problems.raise_any()
         self._last_step = 0
+        self._num_steps: int | None = None
 
     @cached_property
     def _kept(self) -> KeptFiles:
@@ -75,6 +88,8 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the files that have been read."""
         self._last_step = trainer.global_step
+        num_steps = trainer.estimated_stepping_batches
+        self._num_steps = int(num_steps) if math.isfinite(num_steps) and num_steps > 0 else None
         self._kept.remove()
 
     def on_train_batch_end(
@@ -90,10 +105,10 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         if trainer.global_step == self._last_step:  # gradients are accumulated
             return
         self._last_step = trainer.global_step
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             self._log(trainer, {} if loss is None else {"loss": loss})
-        if self._every_n_train_steps is not None and trainer.global_step % self._every_n_train_steps == 0:
+        if self.every_n_train_steps is not None and trainer.global_step % self.every_n_train_steps == 0:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -103,7 +118,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep a checkpoint, if one is due."""
-        if (trainer.current_epoch + 1) % self._every_n_epochs == 0 and not trainer.should_stop:
+        if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and not trainer.should_stop:
             self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,12 +134,8 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     # ---- How
 
     def _log(self, trainer: Trainer, loss: dict[str, Any]) -> None:
-        num_steps = trainer.estimated_stepping_batches
-        current_rank().log(
-            {"epoch": trainer.current_epoch + 1, **loss, **trainer.callback_metrics},
-            step=trainer.global_step,
-            num_steps=int(num_steps) if math.isfinite(num_steps) and num_steps > 0 else None,
-        )
+        metrics = {"epoch": trainer.current_epoch + 1, **loss, **trainer.callback_metrics}
+        current_rank().log(metrics, step=trainer.global_step, num_steps=self._num_steps)
 
     def _save(self, trainer: Trainer) -> None:
         with TemporaryDirectory() as folder:

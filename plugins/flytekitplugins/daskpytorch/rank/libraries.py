@@ -14,16 +14,10 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.rank import imports
 
-__all__ = ["MINIMUM_VERSIONS", "guide", "require"]
+__all__ = ["guide", "require"]
 
-MINIMUM_VERSIONS = {
-    "accelerate": "1.1",
-    "lightning": "2.4",
-    "lightning_fabric": "2.4",
-    "pytorch_lightning": "2.4",
-    "transformers": "4.46",
-}
-"""The oldest that the tests have passed with."""
+MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
+"""The oldest that the tests have passed with; a callback may ask for more."""
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 """One library under two names, its Trainer and its Fabric."""
 
@@ -42,7 +36,7 @@ def guide() -> None:
     imports.call_after("accelerate.state", _check_accelerators)
 
 
-def require(library: str) -> None:
+def require(library: str, minimum: str) -> None:
     """Check a library's version.
 
     Raises:
@@ -50,7 +44,7 @@ def require(library: str) -> None:
     """
     from packaging.version import Version
 
-    found, minimum = sys.modules[library].__version__, MINIMUM_VERSIONS[library]
+    found = sys.modules[library].__version__
     if Version(found) < Version(minimum):
         raise ImportError(
             f"{library} {found} is not supported in a gang, which needs {minimum} or newer: "
@@ -101,7 +95,8 @@ def _check_fabrics(module: ModuleType) -> None:
 
 
 def _check_strategy(module: ModuleType, name: str, strategy: Any) -> None:
-    require(module.__name__.partition(".")[0])
+    library = module.__name__.partition(".")[0]
+    require(library, MINIMUM_VERSIONS[library])
     num_devices = len(getattr(strategy, "parallel_devices", None) or [None])
     num_nodes = getattr(strategy, "num_nodes", 1)
     starts_processes = type(strategy.launcher).__name__ == "_MultiProcessingLauncher"
@@ -122,7 +117,7 @@ def _check_accelerators(module: ModuleType) -> None:
     def begin_checked(state: Any, cpu: bool = False, **kwargs: Any) -> None:
         # By itself only `Accelerator` and `AcceleratorState` look at the variable.
         begin(state, cpu or os.environ.get("ACCELERATE_USE_CPU") == "true", **kwargs)
-        require("accelerate")
+        require("accelerate", MINIMUM_VERSIONS["accelerate"])
         if state.num_processes != _world_size():
             raise ValueError(
                 f"Accelerate takes its world for {state.num_processes} of {state.distributed_type}, but the gang has "
