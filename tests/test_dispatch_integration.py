@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.driver import brain
+from flytekitplugins.daskpytorch.node import fork_client
 from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, run_after_a_pause, until
 
 ONCE = Gang(max_restarts=0)
@@ -484,6 +485,7 @@ def test_a_cluster_without_workers_is_an_error(tmp_path: Path) -> None:
 def test_a_local_cluster_in_this_process_leaves_nothing() -> None:
     from flytekitplugins.daskpytorch.dask import cluster as clusters
 
+    fork_client.shutdown()  # one that another test has left has no mark
     with nothing_left_behind() as mark, clusters.opened(num_workers=2) as client:
         assert dispatch.run(client, weighted_sum, 5, x=1).result() == [(0, 56.0), (1, 56.0)]
         assert marked(mark)
