@@ -42,6 +42,7 @@ from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, is_local
 
 if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
@@ -202,7 +203,7 @@ class _InRanks(_Resumable):
         results = TaskResults(gang.grace_period)
         how, observers = "failed", self._observers(kwargs)
         try:
-            with results.received() as received:
+            with self._deck(recorder), results.received() as received:
                 rank = InProcess(
                     self.name,
                     gang,
@@ -215,8 +216,6 @@ class _InRanks(_Resumable):
                     returned = self._task_function(**kwargs)
             how = "done"
         finally:
-            if self.enable_deck:
-                Deck("Training", recorder.html())
             if how != "done":
                 self._write_local_deck(kwargs)
             display.conclude(how, self._places(observers, results))
@@ -238,14 +237,10 @@ class _InRanks(_Resumable):
             request = self._request(kwargs, literals, results.folder)
             how, ctrl_c = "failed", _ctrl_c.get(CtrlC())
             try:
-                try:
-                    with results.received() as received, self._launcher() as launcher:
-                        supervisor = Supervisor(request, launcher, [display, recorder], received)
-                        with ctrl_c.ends(supervisor.cancel, supervisor.interrupt):
-                            outputs = supervisor.run()
-                finally:
-                    if self.enable_deck:
-                        Deck("Training", recorder.html())
+                with self._deck(recorder), results.received() as received, self._launcher() as launcher:
+                    supervisor = Supervisor(request, launcher, [display, recorder], received)
+                    with ctrl_c.ends(supervisor.cancel, supervisor.interrupt):
+                        outputs = supervisor.run()
                 delivered, how = self._deliver(kwargs, outputs[0]), "done"
             except BaseException as error:
                 how = "interrupted" if ctrl_c.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
@@ -256,6 +251,15 @@ class _InRanks(_Resumable):
                 advice = run.advice() if run is not None and how != "done" else None
                 display.conclude(how, self._places(request.observers, results), advice)
             return delivered
+
+    @contextlib.contextmanager
+    def _deck(self, recorder: Recorder) -> Iterator[None]:
+        """Leave the training's Deck, however it ends."""
+        try:
+            yield
+        finally:
+            if self.enable_deck:
+                Deck("Training", recorder.html())
 
     def _places(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
         """What a run leaves, and where."""

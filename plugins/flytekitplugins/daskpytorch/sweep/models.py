@@ -20,13 +20,13 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
-from flytekitplugins.daskpytorch.sweep.call import Call
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.halving import Halving
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.packing import Pool
 from flytekitplugins.daskpytorch.sweep.search import Suggestions
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
+from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_notebook, rows_of, show_live
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def train_all(
     known = None if isinstance(experiments, Search) else experiments
     num_models = experiments.num_models if isinstance(experiments, Search) else len(experiments)
     halving = Halving(stop_early, num_models) if stop_early is not None else None
-    call = Call(
+    sweep = Sweep(
         cluster=DaskAgents(client),
         function=pytorch_function,
         workers=workers,
@@ -66,21 +66,21 @@ def train_all(
         board=SweepDisplay(num_models, is_quiet=is_notebook()),
     )
     for index, experiment in enumerate(known or ()):
-        call.size(index, experiment)  # before others are pickled in vain
+        sweep.size(index, experiment)  # before others are pickled in vain
     kept = storage.open(pytorch_function, known) if storage is not None else {}
-    models = [call.model(index, kept.get(index), known) for index in range(num_models)]
-    missing = [model for model in models if not call.is_over(model)]
+    models = [sweep.model(index, kept.get(index), known) for index in range(num_models)]
+    missing = [model for model in models if not sweep.is_over(model)]
     for model in missing:
         if known is not None or model.kept is not None:
-            call.prepare(model, model.experiment)
-    call.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(num_models)])
+            sweep.prepare(model, model.experiment)
+    sweep.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(num_models)])
     for model in missing:
         if model.num_workers:
-            call.name(model)
+            sweep.name(model)
     if storage is not None and kept:
         over = [model for model in models if model not in missing]
-        call.board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
-    futures = ModelFutures(call, models)
+        sweep.board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
+    futures = ModelFutures(sweep, models)
     if is_notebook():
         show_live(futures, lambda: as_html(futures))
     return futures
@@ -91,16 +91,16 @@ class ModelFutures(Futures[ModelFuture]):
 
     def __init__(
         self,
-        call: Call,
+        sweep: Sweep,
         models: Sequence[Model],
     ) -> None:
-        self.cluster = call.cluster
+        self.cluster = sweep.cluster
         """All the workers."""
-        self._call = call
+        self._sweep = sweep
         self._changed = threading.Condition()
         """Guards all that follows."""
-        self._pool = Pool(free=set(call.cluster.workers))
-        missing = [model for model in models if not call.is_over(model)]
+        self._pool = Pool(free=set(sweep.cluster.workers))
+        missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
         """Those of a search that have no experiment yet come last."""
         self._preempted: str | None = None
@@ -109,7 +109,7 @@ class ModelFutures(Futures[ModelFuture]):
         for model in models:
             cancel = functools.partial(self._cancel, model)
             model.future = ModelFuture(model.index, model.experiment, model.log, cancel)
-            if call.is_over(model):
+            if sweep.is_over(model):
                 self._restore(model)
         self._futures = [model.future for model in models]
         running.add(self)
@@ -216,7 +216,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _restore(self, model: Model) -> None:
         """Have a model as it was at the end of the attempt before."""
         if (kept := model.kept) is not None:
-            self._call.recall(model)
+            self._sweep.recall(model)
             model.log.cut(kept.records)
             model.future.set_running_or_notify_cancel()
             model.settle(kept.result, kept.stopped)
@@ -247,13 +247,13 @@ class ModelFutures(Futures[ModelFuture]):
     def _ask_for_more(self) -> None:
         """Have a search suggest what free workers are to train, one by one: each is to know of all before it."""
         while (model := self._next_unknown()) is not None:
-            self._call.ask(model)  # which may take its time
+            self._sweep.ask(model)  # which may take its time
             with self._changed:
                 model.future.experiment = model.experiment
                 if model in self._waiting:
                     self._start_what_fits()
                 else:
-                    self._call.tell(model, CancelledError("cancelled"))
+                    self._sweep.tell(model, CancelledError("cancelled"))
 
     def _next_unknown(self) -> Model | None:
         with self._changed:
@@ -273,7 +273,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _start(self, model: Model, workers: Sequence[str]) -> None:
         share = _Share(self, model, workers)
         world_size = model.num_workers * model.request.ranks_per_worker
-        observers = self._call.observers(model)
+        observers = self._sweep.observers(model)
         supervisor = Supervisor(model.request, share, observers, received=model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
@@ -299,15 +299,15 @@ class ModelFutures(Futures[ModelFuture]):
         now = time.monotonic()
         if not too_large:
             self._enough_at = now
-        elif now - self._enough_at >= self._call.settings.start_timeout:
+        elif now - self._enough_at >= self._sweep.settings.start_timeout:
             wanted, there = max(1, *(model.num_workers for model in too_large)), self._pool.num_workers
             text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
-            self._give_up(too_large, GangStartError(f"{text}{self._call.settings.start_timeout:g} s"))
+            self._give_up(too_large, GangStartError(f"{text}{self._sweep.settings.start_timeout:g} s"))
 
     def _give_up(self, models: Sequence[Model], error: Exception) -> None:
         for model in list(models):
             self._waiting.remove(model)
-            self._call.tell(model, error)
+            self._sweep.tell(model, error)
             model.future.set_running_or_notify_cancel()
             model.future.set_exception(error)
             model.line.ended(error)
@@ -331,7 +331,7 @@ class ModelFutures(Futures[ModelFuture]):
             return
         error = error_of(gang[0])
         result = gang[0].result() if error is None else None
-        self._call.tell(model, error, result)  # before the next is suggested
+        self._sweep.tell(model, error, result)  # before the next is suggested
         with self._changed:
             self._pool.release(model)
             self._changed.notify_all()
@@ -348,7 +348,7 @@ class ModelFutures(Futures[ModelFuture]):
                 self._waiting.remove(model)
                 Future.cancel(model.future)
                 model.future.set_running_or_notify_cancel()
-                self._call.tell(model, CancelledError("cancelled"))
+                self._sweep.tell(model, CancelledError("cancelled"))
                 model.line.ended(CancelledError("cancelled"))
                 return True
             gang = model.gang
