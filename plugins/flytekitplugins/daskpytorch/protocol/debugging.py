@@ -15,8 +15,9 @@ PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
 """Which ranks wait for an editor's debugger before they begin, and at which port each: `1:5678`, or `0:5678,1:5679`."""
 RANK_AND_PORT = re.compile(r"\s*(\d{1,6}):(\d{1,5})\s*", re.ASCII)
 MAX_PORT = 65_535
-PATIENCE = timedelta(days=7)
-"""Gloo's own half an hour, and NCCL's ten minutes, are soon over."""
+AT_TERMINAL = timedelta(hours=1)
+"""Gloo's own half an hour, and NCCL's ten minutes, are soon over; but a run at a terminal may just as well hang."""
+IN_EDITOR = timedelta(days=7)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,9 @@ class Debugging:
     @property
     def patience(self) -> timedelta | None:
         """How long collectives wait for a rank that somebody may look at; None: as long as they usually do."""
-        return PATIENCE if self.terminal is not None or self.ports else None
+        if self.ports:
+            return IN_EDITOR
+        return AT_TERMINAL if self.terminal is not None else None
 
 
 def _identity(descriptor: int) -> tuple[int, ...]:
