@@ -27,9 +27,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.debugger import Prompt
 from flytekitplugins.daskpytorch.rank.main import _Link
 
 
@@ -404,6 +406,7 @@ from pathlib import Path
 import torch
 
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.debugger import Prompt
 from flytekitplugins.daskpytorch.context import Progress
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -505,9 +508,10 @@ def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
     ours, theirs = Pipe()
     with ours, theirs:
         link = _Link(ours, 2)
-        link._follow(current_rank(), Provided(1))
+        prompt = Prompt(0, Debugging(), link.send)
+        link._follow(current_rank(), Provided(1), prompt)
         assert not link.provided.done()
-        link._follow(current_rank(), NotProvided(2, "the driver hung up"))
+        link._follow(current_rank(), NotProvided(2, "the driver hung up"), prompt)
         assert link.provided.result(0) == NotProvided(2, "the driver hung up")
 
 

@@ -87,9 +87,9 @@ class RankCheckpoint(Checkpoint):
             return None
         import torch
 
-        # Any object of the user's. It comes from our own ranks; between two attempts of a task it lies where Flyte
-        # keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
-        # All ranks of a node share its pages, until one writes to a tensor, which then has pages of its own.
+        # All ranks of a node share the file's pages, until one writes to a tensor, which then has pages of its own.
+        # It holds any object of the user's. It comes from our own ranks; between two attempts of a task it lies where
+        # Flyte keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
         state = torch.load(self._await_file(self.start), map_location="cpu", weights_only=False, mmap=True)
         self.progress.reach(self.start.step, anew=True)
         return state
