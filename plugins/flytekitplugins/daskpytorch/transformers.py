@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.rank.libraries import require
 
 __all__ = ["GangCallback"]
 
-require("transformers", "5.0")  # 4.46 cannot go on from a checkpoint on CPUs with today's torch
+require("transformers", "5.19")  # those before cannot go on from a checkpoint on CPUs with today's torch
 
 
 class GangCallback(TrainerCallback):  # type: ignore[misc]
