@@ -12,12 +12,14 @@ not count.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,22 +108,32 @@ def rows() -> list[Row]:
 def seconds_of(row: Row, folder: Path) -> float:
     """Seconds from the last step, or from Ctrl-C, to the end of the command."""
     mark = folder / "mark"
+    (folder / "script.py").write_text(TORCHRUN)
+    (folder / "program.py").write_text(PYFLYTE)
+    with started(row.command, folder) as process:
+        began_at = wait_and_interrupt(process, mark) if row.is_interrupted else None
+        code = process.wait(TIME_LIMIT)
+        ended_at = time.time()
+    if not mark.exists() or (code != 0) != row.is_interrupted:
+        raise SystemExit(f"{row.label} ended with {code}:\n{(folder / 'log').read_text()}")
+    return ended_at - (began_at or float(mark.read_text()))
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a training of `TRAIN`, which marks its steps and writes its log there; killed if it still runs."""
+    mark = folder / "mark"
     mark.unlink(missing_ok=True)
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            row.command, cwd=folder, env=os.environ | {MARK: str(mark)}, stdout=log, stderr=log, start_new_session=True
+            command, cwd=folder, env=os.environ | {MARK: str(mark)}, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            began_at = wait_and_interrupt(process, mark) if row.is_interrupted else None
-            code = process.wait(TIME_LIMIT)
-            ended_at = time.time()
+            yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if not mark.exists() or (code != 0) != row.is_interrupted:
-        raise SystemExit(f"{row.label} ended with {code}:\n{(folder / 'log').read_text()}")
-    return ended_at - (began_at or float(mark.read_text()))
 
 
 def wait_and_interrupt(process: subprocess.Popen[bytes], mark: Path) -> float:
@@ -134,30 +146,35 @@ def wait_and_interrupt(process: subprocess.Popen[bytes], mark: Path) -> float:
     return time.time()
 
 
-def main() -> None:
-    """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measured(rows: list[Row], seconds: Callable[[Row, Path], float], about: str | None) -> dict[Row, list[float]]:
+    """What each takes, in as many rounds as the command line says; the first one does not count."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: 5)")
     parser.add_argument("--quick", action="store_true", help="one round")
     arguments = parser.parse_args()
-    times: dict[Row, list[float]] = {row: [] for row in rows()}
-    on_what = machine()
-    with tempfile.TemporaryDirectory(prefix="ending-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "script.py").write_text(TORCHRUN)
-        (folder / "program.py").write_text(PYFLYTE)
+    times: dict[Row, list[float]] = {row: [] for row in rows}
+    with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
         for number in range((1 if arguments.quick else arguments.rounds) + 1):
-            for row, measured in times.items():
-                seconds = seconds_of(row, folder)
-                print(f"round {number}: {row.label}: {seconds:.2f} s", flush=True)
-                if number:
-                    measured.append(seconds)
+            for row, taken in times.items():
+                taken.append(seconds(row, Path(folder)))
+                print(f"round {number}: {row.label}: {taken[-1]:.2f} s", flush=True)
+    return {row: taken[1:] for row, taken in times.items()}
+
+
+def spread(seconds: list[float]) -> str:
+    """Two cells of a table."""
+    return f"{statistics.median(seconds):.2f} s | {min(seconds):.2f}-{max(seconds):.2f} s"
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    on_what = machine()
+    times = measured(rows(), seconds_of, __doc__)
     torchrun = next(iter(times.values()))
     print(f"\n{on_what}\n\n| to the prompt | median | min-max | more than `torchrun` |\n|---|---|---|---|")
-    for row, measured in times.items():
-        more = statistics.median(mine - theirs for mine, theirs in zip(measured, torchrun, strict=True))
-        spread = f"{min(measured):.2f}-{max(measured):.2f} s"
-        print(f"| {row.label} | {statistics.median(measured):.2f} s | {spread} | {more:+.2f} s |")
+    for row, taken in times.items():
+        more = statistics.median(mine - theirs for mine, theirs in zip(taken, torchrun, strict=True))
+        print(f"| {row.label} | {spread(taken)} | {more:+.2f} s |")
 
 
 if __name__ == "__main__":
