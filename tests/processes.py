@@ -200,7 +200,14 @@ def nothing_left_behind() -> Iterator[str]:
 
 def fork_server() -> psutil.Process:
     """The one that this process owns; its other children may be those of other tests, which have ended."""
-    [server] = _running(psutil.Process().children(), "daskpytorch.node.fork_server")
+    found: list[psutil.Process] = []
+
+    def started() -> bool:  # the kernel gives the command of a program that is just being started as empty
+        found[:] = _running(psutil.Process().children(), "daskpytorch.node.fork_server")
+        return bool(found)
+
+    until(started, "the fork server")
+    [server] = found
     return server
 
 
