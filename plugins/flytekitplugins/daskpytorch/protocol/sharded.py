@@ -1,0 +1,81 @@
+"""A checkpoint of which each rank writes its own part, as ranks, driver and storage name it to each other.
+
+Its objects lie in one folder that one attempt of the gang alone writes to: the ranks' parts, what is in them
+(`layout.json`) and, for plain `torch.distributed.checkpoint.load`, the same as torch has it (`.metadata`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["LAYOUT", "ShardedCheckpoint", "StoredItem", "StoredPart", "WrittenShards", "folder_name"]
+
+LAYOUT = "layout.json"
+"""The object that says what is where in the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPart:
+    """One object that a rank has written."""
+
+    name: str
+    """In the checkpoint's folder."""
+    size: int
+    """In bytes."""
+    digest: str
+    """SHA-256 of it, in hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredItem:
+    """A chunk of a tensor, or a value of another kind, and where it is; read whole, and only with the right digest."""
+
+    key: str
+    """Its name in the flattened state."""
+    offset: tuple[int, ...] | None
+    """Where in the whole tensor the chunk begins; None: it is no tensor."""
+    index: int | None
+    """Which of the tensor's chunks, as torch numbers them."""
+    part: str
+    """The object that it is in."""
+    start: int
+    """Where it begins in there, in bytes."""
+    length: int
+    """In bytes."""
+    digest: str
+    """SHA-256 of these bytes, in hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenShards:
+    """What one rank has written of a checkpoint."""
+
+    attempt: int
+    """The incarnation of the gang that wrote it."""
+    step: int
+    parts: tuple[StoredPart, ...]
+    items: tuple[StoredItem, ...]
+    state: str | None
+    """Of rank 0: the state's keys, with shapes, dtypes and chunks, as JSON; None of the others."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedCheckpoint:
+    """A whole one, as the manifest has it and as the ranks of a later attempt are told of it."""
+
+    attempt: int
+    step: int
+    world_size: int
+    """Ranks that wrote it."""
+    uri: str
+    """Its folder: a path or an fsspec URL."""
+    size: int
+    """Of all its parts, in bytes."""
+    layout_digest: str
+    """SHA-256 of `layout.json`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def folder_name(attempt: int, nonce: str, step: int) -> str:
+    """A checkpoint's folder, below where all of the gang's are: of one attempt of one gang alone."""
+    return f"step-{step}/{attempt}-{nonce}"
