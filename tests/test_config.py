@@ -17,6 +17,7 @@ from flytekitplugins.daskpytorch import (
     DaskDDP,
     EarlyStopping,
     Gang,
+    Keep,
     Scheduler,
     SpawnDDP,
     Wandb,
@@ -54,6 +55,8 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
         ("key", "../other", "None or up to 100 of the characters"),
         ("key", 7, "None or up to 100 of the characters"),
         ("hang_timeout", True, "None or seconds from 0.1 to 1209600"),
+        ("keep", 3, "a Keep"),
+        ("keep", None, "a Keep"),
     ],
 )
 def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
@@ -93,6 +96,30 @@ def test_gang_accepts_what_it_allows() -> None:
 def test_gang_starts_again_and_does_not_watch_for_hangs_unless_told() -> None:
     assert (Gang().max_restarts, Gang().hang_timeout) == (3, None)
     assert (Gang(max_restarts=0).max_restarts, Gang(hang_timeout=30).hang_timeout) == (0, 30)
+
+
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        ({"last": 0}, "Keep(last=0): must be a whole number from 1 to 1000000"),
+        ({"last": True}, "Keep(last=True): must be a whole number from 1 to 1000000"),
+        ({"best": -1}, "Keep(best=-1): must be a whole number from 0 to 1000000"),
+        ({"best": 1.0, "last": 2}, "Keep(best=1.0): must be a whole number from 0 to 1000000"),
+        ({"best": 2}, "Keep(best=2): must be 0 without a metric to be best by"),
+        ({"metric": "loss"}, "Keep(metric='loss'): must be None, unless best says how many are kept by it"),
+        ({"metric": " ", "best": 1}, "Keep(metric=' '): must be None or a metric's name"),
+        ({"mode": "least"}, "Keep(mode='least'): must be one of min, max"),
+    ],
+)
+def test_keep_error_has_field_value_and_what_is_allowed(values: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        Keep(**values)
+    assert str(caught.value) == refusal
+
+
+def test_by_default_the_last_two_checkpoints_stay_and_no_best_one() -> None:
+    assert Gang().keep == Keep(last=2, best=0, metric=None, mode="min")
+    assert Gang(keep=Keep(best=1, metric="loss")).keep.last == 2
 
 
 def test_early_stopping_names_all_its_problems_in_one_error() -> None:
@@ -254,7 +281,9 @@ def test_ranks_per_worker_as_asked_overrides_the_gpus() -> None:
     assert DaskDDP(workers=workers, gang=Gang(ranks_per_worker=2)).ranks_per_worker == 2
 
 
-@pytest.mark.parametrize("config", [DaskDDP(), DaskCluster(), EarlyStopping(metric="m"), Gang(), Wandb(project="p")])
+@pytest.mark.parametrize(
+    "config", [DaskDDP(), DaskCluster(), EarlyStopping(metric="m"), Gang(), Keep(), Wandb(project="p")]
+)
 def test_configs_are_frozen(config: Any) -> None:
     name = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -263,7 +292,14 @@ def test_configs_are_frozen(config: Any) -> None:
 
 @pytest.mark.parametrize(
     ("config", "value"),
-    [(DaskDDP, Scheduler()), (DaskCluster, Scheduler()), (EarlyStopping, "loss"), (Gang, "gloo"), (Wandb, "p")],
+    [
+        (DaskDDP, Scheduler()),
+        (DaskCluster, Scheduler()),
+        (EarlyStopping, "loss"),
+        (Gang, "gloo"),
+        (Keep, 3),
+        (Wandb, "p"),
+    ],
 )
 def test_configs_take_keywords_only(config: Any, value: Any) -> None:
     with pytest.raises(TypeError, match="positional argument"):

@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch import (
     DaskDDP,
     EarlyStopping,
     Gang,
+    Keep,
     Scheduler,
     SpawnDDP,
     StrictInputs,
@@ -36,11 +37,13 @@ from flytekitplugins.daskpytorch.driver import futures
 from flytekitplugins.daskpytorch.driver import request as calls
 from flytekitplugins.daskpytorch.driver.blame import FailurePolicy
 from flytekitplugins.daskpytorch.driver.request import Keys
+from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from flytekitplugins.daskpytorch.sweep.halving import Halving
 from processes import nothing_left_behind
 from test_task import make, serialised
@@ -103,6 +106,7 @@ GANG = some(
     start_timeout=SECONDS,
     hang_timeout=SECONDS | st.none(),
     key=st.from_regex(r"\A\w[\w.-]{0,9}\Z", fullmatch=True) | st.none(),
+    keep=st.builds(Keep, last=COUNTS),
 )
 WANDB = st.builds(
     lambda project, rest: {"project": project, **rest},
@@ -195,6 +199,21 @@ def test_early_stopping(values: dict[str, Any]) -> None:
     if stop is not None:
         assert pickle.loads(pickle.dumps(stop)) == stop
         Halving(stop, 3)
+
+
+@thoroughly
+@given(some(last=COUNTS, best=st.integers(0, 3), metric=WORDS | st.none(), mode=st.sampled_from(["min", "max"])))
+def test_keep(values: dict[str, Any]) -> None:
+    keep = built(Keep, values)
+    if keep is not None:
+        assert pickle.loads(pickle.dumps(keep)) == keep
+        entries = [
+            WrittenShards(attempt=0, step=step, parts=(), items=(), state=None, metrics={str(keep.metric): 1.0 / step})
+            for step in range(1, 9)
+        ]
+        staying = retained(entries, keep)
+        assert staying[-1] is entries[-1]
+        assert max(keep.last, keep.best) <= len(staying) <= keep.last + keep.best
 
 
 @thoroughly

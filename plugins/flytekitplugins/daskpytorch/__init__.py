@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.process import streams
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Search, Wandb
 
 streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
 
@@ -39,6 +39,7 @@ __all__ = [
     "GangError",
     "GangHungError",
     "GangStartError",
+    "Keep",
     "LogRecord",
     "Observer",
     "PreemptedError",

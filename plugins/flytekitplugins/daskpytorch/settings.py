@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import optuna
     from flytekit import Secret
 
-__all__ = ["EarlyStopping", "Gang", "Search", "Wandb"]
+__all__ = ["EarlyStopping", "Gang", "Keep", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -41,6 +41,35 @@ KEY = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 A_KEY = "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two"
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
 """What Weights & Biases takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which of a gang's checkpoints stay, on the driver's disk and in storage; the others are removed.
+
+    A gang that starts again, and the task's next attempt, go on from the newest, never from the best.
+    """
+
+    last: int = 2
+    """The newest ones: that, and those before it should it turn out to be damaged."""
+    best: int = 0
+    """And so many of the best of all, by `metric`; of equal ones the earlier."""
+    metric: str | None = None
+    """What the best are best by: a name in the `metrics` that `checkpoint.save` was given. A checkpoint without it, or
+    one where it is not a number (NaN), is never among the best."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+
+    def __post_init__(self) -> None:
+        problems = Problems("Keep", self)
+        problems.unless(is_count(self.last), "last", COUNT)
+        has_best = is_whole(self.best, 1, MAX_COUNT)
+        problems.unless(has_best or is_whole(self.best, 0, 0), "best", f"a whole number from 0 to {MAX_COUNT}")
+        problems.unless(self.metric is None or is_text(self.metric), "metric", "None or a metric's name")
+        problems.unless(not has_best or self.metric is not None, "best", "0 without a metric to be best by")
+        problems.unless(has_best or self.metric is None, "metric", "None, unless best says how many are kept by it")
+        problems.unless(is_among(self.mode, MODES), "mode", f"one of {', '.join(MODES)}")
+        problems.raise_any()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +112,8 @@ class Gang:
     """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
     twice there; with `dispatch.map` the experiment's index is added. None is the function's name and which of its calls
     in the task this is: give a key where attempts may make other calls, or the same in another order, as by threads."""
+    keep: Keep = field(default_factory=Keep)
+    """Which checkpoints stay; by default the last two."""
     debug: bool = False
     """Train in one rank that is the calling process, with a process group of its own: no fork, no Dask, no restarts, so
     that breakpoints, profilers and `pytest --pdb` work as in any program. `DASKPYTORCH_DEBUG=1` asks it of all gangs.
@@ -111,6 +142,7 @@ class Gang:
         )
         problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
         problems.unless(isinstance(self.hints, bool), "hints", "True or False")
+        problems.unless(isinstance(self.keep, Keep), "keep", "a Keep")
         problems.unless(isinstance(self.debug, bool), "debug", "True or False")
         problems.unless(
             self.key is None or is_key(self.key),
