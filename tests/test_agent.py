@@ -86,12 +86,8 @@ def job(function: Callable[[], object]) -> Job:
         gang="g",
         attempt=0,
         call=code.pack_call(function, (), {}),
-        pass_local_rank=False,
         backend="gloo",
-        store=None,
         timeout=60.0,
-        checkpoint=None,
-        pulse=None,
     )
 
 

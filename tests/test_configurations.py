@@ -169,14 +169,11 @@ def test_gangs(values: dict[str, Any]) -> None:
         gang="gang",
         attempt=0,
         call=b"",
-        pass_local_rank=False,
         backend=backend,
         store=("127.0.0.1", 1),
         timeout=gang.start_timeout,
         devices=gang.devices,
         max_restarts=gang.max_restarts,
-        checkpoint=None,
-        pulse=None,
     )
     variables = environment({}, places[1][0], job, "lo", Path("/scratch"))
     assert variables["WORLD_SIZE"] == str(2 * ranks)

@@ -22,12 +22,8 @@ def variables(
         gang="g",
         attempt=0,
         call=b"",
-        pass_local_rank=False,
         backend="gloo",
-        store=None,
         timeout=1.0,
-        checkpoint=None,
-        pulse=None,
         **given,
     )
     [here] = place_ranks([node], 2, job.devices)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class LogRecord:
         """The epoch that it says it belongs to, where that can be counted."""
         value = self.metrics.get("epoch")
         return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
+
+    def bare(self) -> LogRecord:
+        """The same with only the numbers and texts, which a driver that knows none of the user's classes can read."""
+        values = {name: _bare(value) for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
+        return replace(self, metrics=values)
 
 
 class Checkpoint:
@@ -266,6 +271,15 @@ def _plain(value: Any) -> Any:
     if num_elements == 1 and hasattr(value, "item"):
         return value.item()
     return _as_float(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value
+
+
+def _bare(value: float | str) -> float | str:
+    """The number or text itself, also of an instance of a class of its own."""
+    if type(value) in (int, float, bool, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
 
 
 def _as_float(value: float) -> float:

@@ -66,7 +66,9 @@ class InProcess:
                 [[place]] = self._placed()
                 job = self._job()
                 stack.enter_context(_changed(orders.environment(os.environ, place, job, None, folder)))
-                stack.enter_context(_process_group(place, job))
+                process_group.install()
+                stack.callback(process_group.leave)
+                process_group.join(place, job, None)
                 stack.enter_context(_entered(rank := self._context(folder, checkpoints)))
                 self._observers.tell("formed", 0.0)
                 try:
@@ -101,17 +103,7 @@ class InProcess:
         return places
 
     def _job(self) -> orders.Job:
-        return orders.Job(
-            gang="debug",
-            attempt=0,
-            call=b"",
-            pass_local_rank=False,
-            backend="gloo",
-            store=None,
-            timeout=self._settings.start_timeout,
-            checkpoint=None,
-            pulse=None,
-        )
+        return orders.Job(gang="debug", attempt=0, call=b"", backend="gloo", timeout=self._settings.start_timeout)
 
     def _context(self, folder: Path, checkpoints: Checkpoints) -> RankContext:
         provided: Future[orders.Provided | orders.NotProvided] = Future()
@@ -143,8 +135,7 @@ class InProcess:
 
     def _log(self, record: LogRecord) -> None:
         self._rank_observers.tell("logged", record)
-        plain = {name: value for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
-        if (wish := self._observers.tell("logged", LogRecord(**{**vars(record), "metrics": plain}))) is not None:
+        if (wish := self._observers.tell("logged", record.bare())) is not None:
             raise wish
 
     def _submit(self, key: str, path: str, data: bytes) -> None:
@@ -164,20 +155,6 @@ def _changed(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = before[name]
             else:
                 os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def _process_group(place: Place, job: orders.Job) -> Iterator[None]:
-    from torch import distributed
-
-    process_group.install()
-    process_group.join(place, job, None)
-    try:
-        yield
-    finally:
-        if distributed.is_initialized():  # the function may have closed it
-            distributed.destroy_process_group()
-        process_group.leave()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flytekitplugins.daskpytorch.node import hugepages
 from flytekitplugins.daskpytorch.process import sigterm
@@ -358,7 +358,12 @@ def _import_for_training() -> Iterator[float]:
 def _no_exit_functions() -> Iterator[None]:
     """Have nothing registered that undoes what ends anyway: triton's takes 3 ms at the end of each rank."""
     register = atexit.register
-    atexit.register = lambda function, *_, **__: function  # type: ignore[assignment]
+
+    def passed_over(function: Any, *args: Any, **kwargs: Any) -> Any:
+        is_over = atexit.register is register  # and a module has kept this one by its name
+        return register(function, *args, **kwargs) if is_over else function
+
+    atexit.register = passed_over  # type: ignore[assignment]
     try:
         yield
     finally:

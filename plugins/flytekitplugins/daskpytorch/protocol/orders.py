@@ -31,9 +31,9 @@ class Job:
     """Which incarnation of the gang; each has rendezvous keys of its own."""
     call: bytes
     """From `code.pack_call`."""
-    pass_local_rank: bool
+    pass_local_rank: bool = False
     backend: str
-    store: tuple[str, int] | None
+    store: tuple[str, int] | None = None
     """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
     timeout: float
     """Seconds for all ranks to meet."""
@@ -41,9 +41,9 @@ class Job:
     """Which of its worker's GPUs a rank sees."""
     max_restarts: int = 0
     """How often a gang may start again, for code that asks."""
-    checkpoint: CheckpointFile | None
+    checkpoint: CheckpointFile | None = None
     """What the attempt starts from."""
-    pulse: float | None
+    pulse: float | None = None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
     hints: bool = False
     """Tell (`Hint`) of what looks forgotten."""

@@ -273,8 +273,7 @@ def _context(
         if order.job.hints:
             link.hint(hints.of_loss(record))
         observers.tell("logged", record)
-        plain = {name: _bare(value) for name, value in record.metrics.items() if isinstance(value, (int, float, str))}
-        link.send(LogRecord(**{**vars(record), "metrics": plain}))
+        link.send(record.bare())
 
     place = order.place
     checkpoint = RankCheckpoint(
@@ -301,15 +300,6 @@ def _context(
         progress=progress,
         worker_data=order.data,
     )
-
-
-def _bare(value: float | str) -> float | str:
-    """The number or text itself, also of an instance of a class that the driver may not know."""
-    if type(value) in (int, float, bool, str):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
 
 
 @contextlib.contextmanager

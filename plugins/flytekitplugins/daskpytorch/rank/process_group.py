@@ -94,8 +94,12 @@ def join(place: Place, job: Job, device: torch.device | None) -> None:
 
 def leave() -> None:
     """Be no rank any more: what asks for a process group from now on gets an ordinary one."""
+    from torch import distributed
+
     global _membership
     _membership = None
+    if distributed.is_initialized():  # the function may have closed it
+        distributed.destroy_process_group()
 
 
 def _enter(
