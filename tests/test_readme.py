@@ -125,10 +125,10 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     done = run([sys.executable, "script.py"], tmp_path)
     found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
     assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01", "0.003", "0.001"], done.stdout + done.stderr
-    assert float(found[0][1]) == pytest.approx(3 - 3 * 0.7**8)  # the best is trained to its end
-    assert found[0][2] == "8"
-    assert [weight for _, weight, _ in found[2:]] == ["None"] * 4  # they start when there is something to compare with
-    assert all(int(epochs) < 8 for _, _, epochs in found[2:])
+    assert found[0][2] == "8"  # the best is trained to its end
+    for rate, weight, epochs in found:  # how many others are stopped before they return depends on who is quicker
+        assert (weight == "None") == (int(epochs) < 8), found
+        assert weight == "None" or float(weight) == pytest.approx(3 - 3 * (1 - float(rate)) ** 8)
     assert done.stdout.splitlines()[-1] == "best: {'lr': 0.3}"
 
 
