@@ -263,6 +263,10 @@ class Brain:
             case reports.Saved(file):
                 attempt.steps[rank] = file.step
                 self._fetches.fetch(peer, file)
+            case reports.ShardsWritten(shards):
+                attempt.steps[rank] = shards.step
+            case reports.ShardsNotWritten(step):
+                attempt.steps[rank] = step
             case Part():
                 self._received.add(report)
             case reports.FolderWanted():

@@ -12,6 +12,7 @@ from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 STOPPED = 143
@@ -43,6 +44,8 @@ class Job:
     """How often a gang may start again, for code that asks."""
     checkpoint: CheckpointFile | None = None
     """What the attempt starts from."""
+    sharding: Sharding | None = None
+    """Where sharded checkpoints go and come from; None: nowhere."""
     pulse: float | None = None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
     hints: bool = False
@@ -86,6 +89,15 @@ class Release:
     """Let those calls through: they return False up to this one, True from the next."""
 
     last_call: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All that will be done for the sharded checkpoint of this step has been done: the next one may be written."""
+
+    step: int
+    committed: bool
+    """It is whole, and named in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ class Quit:
     """Seconds until it is killed."""
 
 
-OrderToAll = Hold | Release | Locate | Prompt | Interrupt | Leave
+OrderToAll = Hold | Release | Settled | Locate | Prompt | Interrupt | Leave
 Order = OrderToAll | Provided | NotProvided | Quit
 
 

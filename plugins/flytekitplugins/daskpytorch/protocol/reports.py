@@ -12,6 +12,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 MAX_TOGETHER = 1 << 14
 """Bytes of reports in one message; more would make what waits in the driver large, and hardly any cheaper."""
@@ -27,6 +28,21 @@ class Saved:
     """It has written a checkpoint, which its agent can send."""
 
     file: CheckpointFile
+
+
+@dataclass(frozen=True)
+class ShardsWritten:
+    """It has written its part of a sharded checkpoint, which is one once all ranks have."""
+
+    shards: WrittenShards
+
+
+@dataclass(frozen=True)
+class ShardsNotWritten:
+    """It has given up writing its part of the sharded checkpoint of this step, for this reason."""
+
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,8 @@ ShortReport = (
     Ready
     | LogRecord
     | Saved
+    | ShardsWritten
+    | ShardsNotWritten
     | Moved
     | Hint
     | Held

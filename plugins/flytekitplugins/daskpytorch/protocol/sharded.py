@@ -7,7 +7,7 @@ Its objects lie in one folder that one attempt of the gang alone writes to: the 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["LAYOUT", "ShardedCheckpoint", "StoredItem", "StoredPart", "WrittenShards", "folder_name"]
+__all__ = ["LAYOUT", "ShardedCheckpoint", "Sharding", "StoredItem", "StoredPart", "WrittenShards", "folder_name"]
 
 LAYOUT = "layout.json"
 """The object that says what is where in the others."""
@@ -20,9 +20,7 @@ class StoredPart:
     name: str
     """In the checkpoint's folder."""
     size: int
-    """In bytes."""
-    digest: str
-    """SHA-256 of it, in hexadecimal digits."""
+    """In bytes; its items, each with a digest, are all there is in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +72,20 @@ class ShardedCheckpoint:
     layout_digest: str
     """SHA-256 of `layout.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Where the ranks of an attempt write their shards, and what they may start from."""
+
+    base: str
+    """The folder, or fsspec URL, below which a folder is made for each checkpoint."""
+    nonce: str
+    """Drawn at the start of the attempt: no other one, of any driver, writes to the same folders."""
+    token: str | None = None
+    """The name of a file in a local `base`, by which a rank knows that this is the driver's machine; None: a URL."""
+    start: tuple[ShardedCheckpoint, ...] = ()
+    """What there is, the newest first."""
 
 
 def folder_name(attempt: int, nonce: str, step: int) -> str:

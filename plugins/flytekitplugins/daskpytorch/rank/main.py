@@ -175,6 +175,8 @@ class _Link:
                 self.send(reports.Held(rank.stop_signal.hold()))
             case orders.Release(last_call):
                 rank.stop_signal.release(last_call)
+            case orders.Settled():
+                pass  # no rank writes shards yet
             case orders.Locate():
                 stacks = _stacks()
                 num_moves, num_collectives = rank.progress.num_moves, process_group.num_collectives()
