@@ -265,7 +265,7 @@ class Brain:
                 self._fetches.fetch(peer, file)
             case reports.ShardsWritten(shards):
                 attempt.steps[rank] = shards.step
-            case reports.ShardsNotWritten(step):
+            case reports.ShardsNotWritten(step=step):
                 attempt.steps[rank] = step
             case Part():
                 self._received.add(report)

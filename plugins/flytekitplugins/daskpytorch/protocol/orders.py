@@ -93,8 +93,10 @@ class Release:
 
 @dataclass(frozen=True)
 class Settled:
-    """All that will be done for the sharded checkpoint of this step has been done: the next one may be written."""
+    """All that will be done for this sharded checkpoint has been done: the next one may be written."""
 
+    number: int
+    """As in `WrittenShards`."""
     step: int
     committed: bool
     """It is whole, and named in the manifest."""

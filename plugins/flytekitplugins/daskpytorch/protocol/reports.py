@@ -39,8 +39,10 @@ class ShardsWritten:
 
 @dataclass(frozen=True)
 class ShardsNotWritten:
-    """It has given up writing its part of the sharded checkpoint of this step, for this reason."""
+    """It has given up writing its part of a sharded checkpoint, for this reason."""
 
+    number: int
+    """As in `WrittenShards`."""
     step: int
     reason: str
 

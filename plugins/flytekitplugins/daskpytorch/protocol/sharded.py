@@ -49,6 +49,8 @@ class WrittenShards:
 
     attempt: int
     """The incarnation of the gang that wrote it."""
+    number: int
+    """Which of the attempt's calls of `save_sharded` it was, from 0: a step may be saved more than once."""
     step: int
     parts: tuple[StoredPart, ...]
     items: tuple[StoredItem, ...]
@@ -83,11 +85,11 @@ class Sharding:
     nonce: str
     """Drawn at the start of the attempt: no other one, of any driver, writes to the same folders."""
     token: str | None = None
-    """The name of a file in a local `base`, by which a rank knows that this is the driver's machine; None: a URL."""
+    """The path of a file of the driver's, by which a rank knows that a local `base` is its own, too; None: a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
     """What there is, the newest first."""
 
 
-def folder_name(attempt: int, nonce: str, step: int) -> str:
-    """A checkpoint's folder, below where all of the gang's are: of one attempt of one gang alone."""
-    return f"step-{step}/{attempt}-{nonce}"
+def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
+    """A checkpoint's folder, below where all of the gang's are: of one save of one attempt of one gang alone."""
+    return f"step-{step}/{attempt}-{number}-{nonce}"
