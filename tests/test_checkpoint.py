@@ -267,7 +267,9 @@ def sharded_states(part: Any) -> dict[str, tuple[Any, str]]:
 def test_sharded_state_is_refused_by_every_rank(rank: Rank, mesh: DeviceMesh, kind: str, is_main: bool) -> None:
     state, name = sharded_states(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))[kind]
     checkpoint = rank.checkpoint(is_main=is_main)
-    with pytest.raises(TypeError, match=rf"is sharded: {name} is a \w+ of shape \(4, 2\), .*full_state_dict=True"):
+    with pytest.raises(
+        TypeError, match=rf"is sharded: {name} is a \w+ of shape \(4, 2\), .*save_sharded\(state, step\)"
+    ):
         checkpoint.save(state, 1)
     checkpoint.flush()
     assert not list(rank.folder.iterdir())
@@ -523,8 +525,10 @@ def test_load_does_not_wait_for_ever(rank: Rank, saved: CheckpointFile) -> None:
 def test_outside_a_gang_nothing_is_kept() -> None:
     checkpoint = Checkpoint()
     checkpoint.save(threading.Lock(), 1)
+    checkpoint.save_sharded({"weights": torch.ones(2)}, 1, {"loss": 0.5})
     checkpoint.flush()
     assert checkpoint.load() is None
+    assert checkpoint.load_sharded({"weights": torch.ones(2)}) is None
 
 
 # ---- What the hang detector sees of it ------------------------------------------------------------------------------

@@ -78,6 +78,48 @@ class Checkpoint:
         """
         return None
 
+    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Keep a state that is spread over the ranks as the newest checkpoint; each rank writes its own part.
+
+        All ranks call this together. It returns when the state is copied to host memory; the parts go from there
+        straight to storage (`Gang(checkpoint_uri=...)`) while the training goes on, and the checkpoint counts once all
+        are there. One is written at a time: a newer one takes the place of one that still waits for its turn. In host
+        memory there is room for two copies of this rank's part.
+
+        What is no `DTensor` counts as the same on all ranks: one of them writes it.
+
+        Args:
+            state: What `torch.distributed.checkpoint.save` takes: a dictionary, nested as you like, of `DTensor`s,
+                tensors, plain values and `Stateful` objects; such as
+                `dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))` of
+                `torch.distributed.checkpoint.state_dict`.
+            step: The training step that the state belongs to, the same on all ranks.
+            metrics: Numbers to be kept with it; rank 0's count.
+
+        Raises:
+            TypeError: Something in it is neither a tensor nor plain data.
+            ValueError: The ranks save different steps, or their parts do not make up a whole.
+        """
+
+    def load_sharded(self, state: dict[str, Any]) -> int | None:
+        """Fill a state with the newest one that `save_sharded` kept, at any number of ranks, each reading its own part.
+
+        All ranks call this together. Tensors are filled in place; plain values are replaced in `state`, and `Stateful`
+        objects take theirs. A model and an optimizer then take it with `set_state_dict` of
+        `torch.distributed.checkpoint.state_dict`.
+
+        Args:
+            state: One with the same keys and shapes as that which was saved.
+
+        Returns:
+            The step it was saved at; None on a fresh start, which leaves `state` as it is.
+
+        Raises:
+            OSError: The storage does not answer, or what it holds is damaged and `state` has been changed.
+            ValueError: `state` has other keys or shapes.
+        """
+        return None
+
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds."""
 

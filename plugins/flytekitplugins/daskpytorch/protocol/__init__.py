@@ -32,6 +32,9 @@ to have of it (`program`).
       │ ─── Fetch(file) ───────────────────────▶ │                                        │
       │ ◀══ Upload(file), its bytes ════════════ │                                        │
       │                                          │                                        │
+      │ ◀── Reported ─────────────────────────── │ ◀── ShardsWritten ──────────────────── │ each, its part: to storage
+      │ all have, it is whole: ─── Tell ───────▶ │ ─── Settled(number) ─────────────────▶ │ writes what waits
+      │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ here or on another node
       │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed
       │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵

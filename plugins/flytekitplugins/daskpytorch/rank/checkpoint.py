@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ class RankCheckpoint(Checkpoint):
     """Whether the file that `start` names is in the folder, once that is known."""
     timeout: float
     """Seconds to wait for that file."""
+    sharded: ShardedCheckpoints | None = None
+    """None: nobody keeps them."""
     _writing: threading.Thread | None = None
 
     def save(self, state: Any, step: int) -> None:
@@ -76,6 +79,22 @@ class RankCheckpoint(Checkpoint):
         """Wait until the newest state is written, or for `timeout` seconds."""
         if self._writing is not None:
             self._writing.join(timeout)
+        if self.sharded is not None:
+            self.sharded.flush(timeout)
+
+    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Keep a state that is spread over the ranks; see `Checkpoint`."""
+        step = int(step)
+        self.progress.reach(step, anew=True)
+        if self.sharded is not None:
+            self.sharded.save(state, step, {name: float(value) for name, value in (metrics or {}).items()})
+
+    def load_sharded(self, state: dict[str, Any]) -> int | None:
+        """Fill a state with the newest that was kept so; see `Checkpoint`."""
+        step = None if self.sharded is None else self.sharded.load(state)
+        if step is not None:
+            self.progress.reach(step, anew=True)
+        return step
 
     def load(self) -> Any | None:
         """Read what this attempt starts from.
@@ -240,10 +259,12 @@ def _sharded_types() -> tuple[type, ...]:
 def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
     return TypeError(
         f"the state to be saved is sharded: {_name_in(state, tensor)} is a {type(tensor).__name__} of shape "
-        f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Gather it before, "
-        "on all ranks, and save that: get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
-        "cpu_offload=True)) of torch.distributed.checkpoint.state_dict for a model and its optimizer (after load, "
-        "set_state_dict with the same options spreads it again), full_tensor() for a single DTensor."
+        f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Use "
+        "checkpoint.save_sharded(state, step) and load_sharded(state), by which each rank keeps its own part. Or, if "
+        "it fits one process, gather it before, on all ranks, and save that: get_state_dict(model, optimizer, "
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict "
+        "for a model and its optimizer (after load, set_state_dict with the same options spreads it again), "
+        "full_tensor() for a single DTensor."
     )
 
 

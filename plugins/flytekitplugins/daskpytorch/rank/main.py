@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS,
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.rank import debugger, hints, imports, libraries, numa, process_group, sources
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +104,8 @@ class _Link:
         """Set when every rank of the gang has finished."""
         self.provided: Future[orders.Provided | orders.NotProvided] = Future()
         """Whether the checkpoint to start from is here, once that is known."""
+        self.sharded: ShardedCheckpoints | None = None
+        """Hears of what the driver has done with the rank's shards."""
         self._has_delivered = False
         self._hinted: set[str] = set()
 
@@ -158,6 +161,8 @@ class _Link:
                 self._follow(rank, order, prompt)
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
+        if self.sharded is not None:
+            self.sharded.close()
         rank.checkpoint.flush(0.6 * order.grace)
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
@@ -175,8 +180,9 @@ class _Link:
                 self.send(reports.Held(rank.stop_signal.hold()))
             case orders.Release(last_call):
                 rank.stop_signal.release(last_call)
-            case orders.Settled():
-                pass  # no rank writes shards yet
+            case orders.Settled(number):
+                if self.sharded is not None:
+                    self.sharded.settle(number)
             case orders.Locate():
                 stacks = _stacks()
                 num_moves, num_collectives = rank.progress.num_moves, process_group.num_collectives()
@@ -278,6 +284,8 @@ def _context(
         link.send(record.bare())
 
     place = order.place
+    if (sharding := order.job.sharding) is not None:
+        link.sharded = ShardedCheckpoints(sharding, attempt=order.job.attempt, rank=place.rank, report=link.send)
     checkpoint = RankCheckpoint(
         folder=Path(order.scratch),
         attempt=order.job.attempt,
@@ -286,6 +294,7 @@ def _context(
         progress=progress,
         announce=lambda file: link.send(reports.Saved(file)),
         provided=link.provided,
+        sharded=link.sharded,
         timeout=order.job.timeout,
     )
     return RankContext(

@@ -1,0 +1,239 @@
+"""Reads what a rank needs of a sharded checkpoint, at any number of ranks. Runs in a rank.
+
+layout --planned by torch--> ranges --several at a time--> digests checked --> tensors, in place
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
+
+from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem
+from flytekitplugins.daskpytorch.protocol.torch_metadata import from_layout
+from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
+
+__all__ = ["DamagedError", "DiffersError", "ShardReader"]
+
+NUM_READERS = 8
+"""Ranges that are read, and turned into tensors, at the same time."""
+MAX_RANGE = 32 << 20
+"""Bytes in one range, unless a single item has more."""
+MAX_GAP = 64 << 10
+"""Bytes between two items that are rather read than asked around."""
+RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before storage that failed is asked again."""
+MAX_TOLD = 8
+"""Keys that an error names, of each kind."""
+T = TypeVar("T")
+
+
+class DamagedError(Exception):
+    """Something is missing, or is not what was written."""
+
+
+class DiffersError(Exception):
+    """The state is not the one that was saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Range:
+    """Items that lie together in a part."""
+
+    part: str
+    items: Sequence[StoredItem]
+
+    @property
+    def start(self) -> int:
+        return self.items[0].start
+
+    @property
+    def end(self) -> int:
+        return self.items[-1].start + self.items[-1].length
+
+
+class ShardReader:
+    """Reads one checkpoint into the state of one rank."""
+
+    def __init__(self, files: Any, checkpoint: ShardedCheckpoint, state: dict[str, Any]) -> None:
+        self._files = files
+        """An fsspec file system."""
+        self._checkpoint = checkpoint
+        self._state = state
+        self._content = as_dicts(state)
+        self._planner = _Planner()
+        self._wanted: dict[StoredItem, list[ReadItem]] = defaultdict(list)
+        self.unread: frozenset[str] = frozenset()
+        """Keys of the checkpoint's that this rank's state does not have."""
+
+    def prepare(self) -> None:
+        """Plan what to read, and look whether it is there, before anything is changed.
+
+        Raises:
+            DamagedError: It is not there, or not whole.
+            DiffersError: The state has other keys or shapes.
+            OSError: The storage does not answer.
+        """
+        layout = self._read_layout()
+        metadata = from_layout(layout)
+        self._planner.set_up_planner(self._content, metadata)
+        _check(self._planner.state_dict, metadata.state_dict_metadata)
+        self.unread = frozenset(metadata.state_dict_metadata.keys() - self._planner.state_dict.keys())
+        items = _items(layout)
+        for read in self._planner.create_local_plan().items:
+            self._wanted[items[read.storage_index]].append(read)
+        self._check_sizes({part["name"]: part["size"] for part in layout["parts"]})
+
+    def read(self) -> None:
+        """Read it into the state.
+
+        Raises:
+            DamagedError: Something is not what was written.
+            OSError: The storage does not answer.
+        """
+        with ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
+            readings = [pool.submit(self._take, together) for together in _ranges(self._wanted)]
+            try:
+                for reading in readings:
+                    reading.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for key, value in self._state.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(self._content[key])
+            else:
+                self._state[key] = self._content[key]
+
+    def _read_layout(self) -> Mapping[str, Any]:
+        data: bytes = self._patiently(functools.partial(self._files.cat_file, f"{self._checkpoint.uri}/{LAYOUT}"))
+        if hashlib.sha256(data).hexdigest() != self._checkpoint.layout_digest:
+            raise DamagedError(f"its {LAYOUT} is not the one that was written")
+        layout: Mapping[str, Any] = json.loads(data)
+        return layout
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        names = sorted({item.part for item in self._wanted})
+        paths = [f"{self._checkpoint.uri}/{name}" for name in names]
+        found = self._patiently(lambda: self._files.sizes(paths))
+        for name, size in zip(names, found, strict=True):
+            if size != sizes[name]:
+                raise DamagedError(f"{name} has {size:,} bytes of {sizes[name]:,}")
+
+    def _take(self, together: _Range) -> None:
+        path = f"{self._checkpoint.uri}/{together.part}"
+        data = memoryview(
+            self._patiently(functools.partial(self._files.cat_file, path, start=together.start, end=together.end))
+        )
+        for item in together.items:
+            start = item.start - together.start
+            piece = data[start : start + item.length]
+            if hashlib.sha256(piece).hexdigest() != item.digest:
+                raise DamagedError(f"{item.key} in {item.part} is not what was written")
+            self._planner.put(piece, self._wanted[item])
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        for wait in RETRY_AFTER:
+            try:
+                return ask()
+            except FileNotFoundError as error:
+                raise DamagedError(f"a file of it is missing ({error})") from error
+            except Exception:  # whatever a store's client raises
+                time.sleep(wait)
+        return ask()
+
+
+class _Planner(DefaultLoadPlanner):
+    """Writes into the state, and unpickles no more than data."""
+
+    def put(self, data: memoryview, reads: Sequence[ReadItem]) -> None:
+        """What has been read of one item goes to all the places that want some of it."""
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for read in reads:
+            if read.type is LoadItemType.BYTE_IO:
+                _put(self.original_state_dict, self.mappings[read.dest_index.fqn], loaded)
+            else:
+                piece = loaded
+                for dim, (start, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
+                    piece = piece.narrow(dim, start, length)
+                self.resolve_tensor(read).detach().copy_(piece)
+
+
+def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
+    """Replace a value; torch has keys of all kinds as text."""
+    *above, last = path
+    for part in above:
+        state = state[_key(state, part)]
+    state[_key(state, last)] = value
+
+
+def _key(container: Any, part: str | int) -> Any:
+    if isinstance(container, list) or part in container:
+        return part
+    return next(key for key in container if str(key) == part)
+
+
+def _items(layout: Mapping[str, Any]) -> Mapping[MetadataIndex, StoredItem]:
+    items = (
+        StoredItem(**{**item, "offset": None if item["offset"] is None else tuple(item["offset"])})
+        for item in layout["items"]
+    )
+    return {MetadataIndex(item.key, item.offset): item for item in items}
+
+
+def _ranges(items: Iterable[StoredItem]) -> Iterator[_Range]:
+    together: list[StoredItem] = []
+    for item in sorted(items, key=lambda item: (item.part, item.start)):
+        if together and not _belongs(item, together):
+            yield _Range(part=together[0].part, items=together)
+            together = []
+        together.append(item)
+    if together:
+        yield _Range(part=together[0].part, items=together)
+
+
+def _belongs(item: StoredItem, together: Sequence[StoredItem]) -> bool:
+    first, last = together[0], together[-1]
+    is_near = item.part == last.part and item.start - (last.start + last.length) <= MAX_GAP
+    return is_near and item.start + item.length - first.start <= MAX_RANGE
+
+
+def _check(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Whether a state can be filled with what was saved."""
+    missing = [key for key in state if key not in saved]
+    differing = [
+        f"{key}: {_kind(value)}, saved as {_saved_kind(saved[key])}"
+        for key, value in state.items()
+        if key in saved and _kind(value) != _saved_kind(saved[key])
+    ]
+    if not missing and not differing:
+        return
+    surplus = [key for key in saved if key not in state] if missing else []
+    kinds = [("not in the checkpoint", missing), ("only in the checkpoint", surplus), ("of another shape", differing)]
+    raise DiffersError("; ".join(f"{kind}: {_named(keys)}" for kind, keys in kinds if keys))
+
+
+def _kind(value: Any) -> str:
+    return str(tuple(value.size())) if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def _saved_kind(entry: Any) -> str:
+    return str(tuple(entry.size)) if isinstance(entry, TensorStorageMetadata) else "no tensor"
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - MAX_TOLD} more" if len(keys) > MAX_TOLD else ""
+    return ", ".join(keys[:MAX_TOLD]) + more

@@ -1,0 +1,143 @@
+"""Writes a rank's shards straight to storage, in the format of `torch.distributed.checkpoint`. Runs in a rank.
+
+copied pieces --several parts at a time--> streams that take digests --> storage
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.shard_plan import Piece
+
+__all__ = ["ShardWriter"]
+
+NUM_WRITERS = 4
+"""Parts that are written at the same time."""
+SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
+"""Bytes: fewer are not worth a part of their own, of more there are more parts than writers."""
+CHUNK = 8 << 20
+"""Bytes that are handed on at a time: a file of a remote storage keeps what it is given until it has sent it."""
+RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before a part that could not be written is written again."""
+
+
+class ShardWriter:
+    """Writes one save of one rank."""
+
+    def __init__(self, files: Any, folder: str, rank: int, step: int) -> None:
+        self._files = files
+        """An fsspec file system."""
+        self._folder = folder
+        self._rank = rank
+        self._step = step
+        self._lock = threading.Lock()
+        self._has_complained = False
+
+    def write(self, pieces: Sequence[Piece]) -> tuple[list[StoredPart], list[StoredItem]]:
+        """Write all; what is where.
+
+        Raises:
+            Exception: Whatever the storage says, for as long as it was tried again.
+        """
+        shares = {f"__{self._rank}_{number}.distcp": share for number, share in enumerate(_divided(pieces))}
+        with ThreadPoolExecutor(NUM_WRITERS, "daskpytorch-shards") as pool:
+            written = [pool.submit(self._write_patiently, name, share) for name, share in shares.items()]
+        parts = [future.result() for future in written]
+        return [part for part, _ in parts], [item for _, items in parts for item in items]
+
+    def _write_patiently(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
+        for wait in RETRY_AFTER:
+            try:
+                return self._write(name, share)
+            except Exception as error:  # whatever a store's client raises
+                self._complain(error)
+                time.sleep(wait)
+        return self._write(name, share)
+
+    def _write(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
+        path = f"{self._folder}/{name}"
+        try:
+            with self._open(path) as file:
+                stream = _Stream(file)
+                items = [_written(piece, stream, name) for piece in share]
+        except BaseException:
+            with contextlib.suppress(Exception):  # where the disk is full, it is in the way
+                self._files.rm_file(path)
+            raise
+        return StoredPart(name=name, size=stream.position), items
+
+    def _open(self, path: str) -> Any:
+        try:
+            return self._files.open(path, "wb")
+        except FileNotFoundError:  # a storage that has folders
+            self._files.makedirs(self._folder, exist_ok=True)
+            return self._files.open(path, "wb")
+
+    def _complain(self, error: Exception) -> None:
+        with self._lock:
+            if not self._has_complained:
+                print(
+                    f"the shards of step {self._step} could not be written to {self._folder} ({type(error).__name__}: "
+                    f"{error}); trying again, while the training goes on",
+                    file=sys.stderr,
+                )
+            self._has_complained = True
+
+
+class _Stream:
+    """A file to write to, as torch asks for one, that takes digests on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.position = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK):
+            chunk = view[start : start + CHUNK]
+            self.digest.update(chunk)
+            self._file.write(chunk)
+        self.position += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """The file is closed in the end."""
+
+
+def _written(piece: Piece, stream: _Stream, part: str) -> StoredItem:
+    start, stream.digest = stream.position, hashlib.sha256()
+    piece.write(stream)  # type: ignore[arg-type]
+    index = piece.item.index
+    return StoredItem(
+        key=index.fqn,
+        offset=None if index.offset is None else tuple(index.offset),
+        index=index.index,
+        part=part,
+        start=start,
+        length=stream.position - start,
+        digest=stream.digest.hexdigest(),
+    )
+
+
+def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """In parts of about the same size, the largest piece first."""
+    size = sum(piece.size for piece in pieces)
+    num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
+    shares: list[tuple[int, int, list[Piece]]] = [(0, number, []) for number in range(num_parts)]
+    for piece in sorted(pieces, key=lambda piece: piece.size, reverse=True):
+        filled, number, share = shares[0]
+        share.append(piece)
+        heapq.heapreplace(shares, (filled + piece.size, number, share))
+    return [share for *_, share in shares if share]

@@ -1,0 +1,254 @@
+"""A rank's side of sharded checkpoints: each rank writes and reads its own part. Runs in a rank.
+
+save: planned and copied, by all ranks at once --in a thread--> storage --reported--> the driver, which commits it.
+load: the newest whole one of those that this attempt may start from, straight from storage.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
+from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
+from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots, View
+from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans, Staged
+    from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
+
+__all__ = ["ShardedCheckpoints"]
+
+MAX_TOLD = 8
+"""Keys that a line names."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the ranks tell each other before a save."""
+
+    step: int
+    view: View
+    has_new_plan: bool
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """What keeps a rank from loading a checkpoint."""
+
+    kind: Literal["failure", "damage", "difference"]
+    text: str
+
+
+class ShardedCheckpoints:
+    """Saves and loads this rank's part of states, together with the other ranks."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        *,
+        attempt: int,
+        rank: int,
+        report: Callable[[ShardsWritten | ShardsNotWritten], None],
+    ) -> None:
+        self._sharding = sharding
+        self._attempt = attempt
+        self._rank = rank
+        self._report = report
+        self._slots: SaveSlots[Staged] = SaveSlots(self._start)
+        self._num_saves = 0
+        self._plans: SavePlans | None = None
+        self._files: Any = None
+        self._writing: threading.Thread | None = None
+
+    def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
+        """Copy this rank's part of a state, and have it written as soon as may be.
+
+        Raises:
+            Exception: On all ranks, where one of them cannot save it.
+        """
+        number, self._num_saves = self._num_saves, self._num_saves + 1
+        with self._slots.placing() as view:
+            has_new_plan, error = False, None
+            try:
+                plans = self._opened()
+                has_new_plan = plans.look_at(state)
+            except Exception as failure:  # the others are waiting to hear of it
+                error = failure
+            heard = gathered(_Said(step, view, has_new_plan, _told(error)))
+            if error is not None:
+                raise error
+            _check(heard)
+            if any(other.has_new_plan for other in heard):
+                plans.agree()
+            self._slots.catch_up([other.view for other in heard])
+            self._slots.put(plans.stage(number, step, metrics))
+
+    def load(self, state: dict[str, Any]) -> int | None:
+        """Fill a state with the newest checkpoint that is whole; its step, None where there is none.
+
+        Raises:
+            OSError: The storage does not answer, or what it gave was damaged and there is no checkpoint before.
+            ValueError: The state is not the one that was saved.
+        """
+        from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
+
+        is_touched = False
+        for checkpoint in self._sharding.start:
+            reader = ShardReader(current_execution().filesystem(checkpoint.uri), checkpoint, state)
+            if not self._together(checkpoint, functools.partial(self._prepare, reader)):
+                continue
+            is_touched = True
+            if self._together(checkpoint, reader.read):
+                self._tell_unread(checkpoint, frozenset.intersection(*gathered(reader.unread)))
+                return checkpoint.step
+        if is_touched:
+            raise OSError(
+                "no sharded checkpoint is whole, and the state has been changed before that was found; rank 0's log "
+                "says what is damaged. Without the damaged ones the training starts afresh."
+            )
+        if self._sharding.start:
+            self._say("no sharded checkpoint is whole; the training starts afresh")
+        return None
+
+    def settle(self, number: int) -> None:
+        """The driver has done with a save."""
+        self._slots.settle(number)
+
+    def close(self) -> None:
+        """The driver will say nothing more."""
+        self._slots.close()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the newest save is written, or for `timeout` seconds."""
+        self._slots.flush(timeout)
+
+    def _opened(self) -> SavePlans:
+        from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans
+
+        if self._plans is None:
+            self._check_place()
+            self._files = current_execution().filesystem(self._sharding.base)
+            self._plans = SavePlans()
+        return self._plans
+
+    def _prepare(self, reader: ShardReader) -> None:
+        self._check_place()
+        reader.prepare()
+
+    def _check_place(self) -> None:
+        token = self._sharding.token
+        if token is not None and not Path(token).exists():
+            raise RuntimeError(
+                f"rank {self._rank} does not see {self._sharding.base}, where the shards are kept: it is a folder of "
+                "the driver's machine. Name a storage that all ranks reach: Gang(checkpoint_uri=...), with a shared "
+                "folder or a URL such as s3://bucket/folder."
+            )
+
+    def _start(self, save: Staged) -> None:
+        self._writing = threading.Thread(
+            target=self._write, args=(save, self._writing), name="daskpytorch-sharded", daemon=True
+        )
+        self._writing.start()
+
+    def _write(self, save: Staged, before: threading.Thread | None) -> None:
+        if before is not None:  # given up by another rank, and so by the driver
+            before.join()
+        folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
+        try:
+            parts, items = ShardWriter(self._files, folder, self._rank, save.step).write(save.pieces)
+        except Exception as error:  # whatever a store's client raises
+            self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))
+        else:
+            written = WrittenShards(
+                attempt=self._attempt,
+                number=save.number,
+                step=save.step,
+                parts=tuple(parts),
+                items=tuple(items),
+                state=save.state,
+                metrics=save.metrics,
+            )
+            self._report(ShardsWritten(written))
+        finally:
+            save.drop()
+            self._slots.note_written()
+
+    def _together(self, checkpoint: ShardedCheckpoint, act: Callable[[], object]) -> bool:
+        """Do it on all ranks; whether the checkpoint is whole, as far as all of them can say."""
+        error = _error_of(act)
+        heard: list[_Trouble | None] = gathered(_trouble_of(error))
+        where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
+        if (failure := _first(heard, "failure")) is not None:
+            raise OSError(f"{where} cannot be read: {failure}") from error
+        if (damage := _first(heard, "damage")) is not None:
+            self._say(f"{where} is damaged: {damage}")
+            return False
+        if (difference := _first(heard, "difference")) is not None:
+            raise ValueError(f"{where} is of another state than the one that it is loaded into: {difference}")
+        return True
+
+    def _tell_unread(self, checkpoint: ShardedCheckpoint, unread: frozenset[str]) -> None:
+        if unread:
+            more = " ..." if len(unread) > MAX_TOLD else ""
+            self._say(
+                f"the sharded checkpoint of step {checkpoint.step} has values that no rank's state has a place for: "
+                f"{', '.join(sorted(unread)[:MAX_TOLD])}{more}"
+            )
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            print(text, file=sys.stderr)
+
+
+def _check(heard: Sequence[_Said]) -> None:
+    for rank, said in enumerate(heard):
+        if said.problem is not None:
+            raise RuntimeError(f"rank {rank} cannot save its part: {said.problem}")
+    if len({said.step for said in heard}) > 1:
+        steps = ", ".join(f"rank {rank} step {said.step}" for rank, said in enumerate(heard))
+        raise ValueError(f"all ranks are to save the same step at the same time; they save {steps}")
+
+
+def _told(error: Exception | None) -> str | None:
+    return None if error is None else _text(error)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _error_of(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:  # the others are waiting to hear of it
+        return error
+    return None
+
+
+def _trouble_of(error: Exception | None) -> _Trouble | None:
+    from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError, DiffersError
+
+    match error:
+        case None:
+            return None
+        case DamagedError():
+            return _Trouble("damage", str(error))
+        case DiffersError():
+            return _Trouble("difference", str(error))
+    return _Trouble("failure", _text(error))
+
+
+def _first(heard: Sequence[_Trouble | None], kind: str) -> str | None:
+    """Of this kind, that of the first rank that has it."""
+    texts = (f"{said.text} (rank {rank})" for rank, said in enumerate(heard) if said is not None and said.kind == kind)
+    return next(texts, None)

@@ -1,0 +1,342 @@
+"""Sharded checkpoints of a single rank: what is refused, damaged, or cannot be written at first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from flytekitplugins.daskpytorch.context import Progress
+from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
+from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint
+from flytekitplugins.daskpytorch.rank import shard_reader, shard_writer, sharded
+from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from shards import Rank
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_writer, "RETRY_AFTER", (0.0, 0.0))
+    monkeypatch.setattr(shard_reader, "RETRY_AFTER", (0.0, 0.0))
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {
+        "weights": {"a": torch.full((3, 4), value), "b": torch.full((5,), value).to(torch.bfloat16)},
+        "groups": [{"lr": value, "params": [0, 1]}],
+        "empty": torch.zeros(0, 3),
+        "single": torch.tensor(value),
+        "epoch": int(value),
+    }
+
+
+def assert_is(content: dict[str, Any], value: float) -> None:
+    wanted = state(value)
+    assert content["weights"]["a"].equal(wanted["weights"]["a"])
+    assert content["weights"]["b"].equal(wanted["weights"]["b"])
+    assert content["single"].equal(wanted["single"])
+    assert content["groups"] == wanted["groups"]
+    assert content["epoch"] == wanted["epoch"]
+
+
+def parts_of(entry: ShardedCheckpoint) -> list[Path]:
+    return sorted(Path(entry.uri).glob("*.distcp"))
+
+
+def test_a_state_comes_back_in_place(tmp_path: Path) -> None:
+    entry = Rank(tmp_path).save(state(2.0), 7)
+    content = state()
+    weights = content["weights"]["a"]
+    assert Rank(tmp_path, [entry]).checkpoints.load(content) == 7
+    assert_is(content, 2.0)
+    assert content["weights"]["a"] is weights
+    assert entry.size == sum(path.stat().st_size for path in parts_of(entry))
+
+
+def test_what_changes_after_the_call_is_not_written(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    changing = state(1.0)
+    for step in (1, 2):  # the second time into the first one's memory
+        changing["weights"]["a"].fill_(step)
+        rank.checkpoints.save(changing, step, {})
+        changing["weights"]["a"].fill_(9.0)
+        changing["groups"][0]["params"].append(9)
+        entry = rank.commit()
+        changing["groups"][0]["params"].pop()
+        content = state()
+        Rank(tmp_path, [entry]).checkpoints.load(content)
+        assert content["weights"]["a"].equal(torch.full((3, 4), float(step)))
+        assert content["groups"][0]["params"] == [0, 1]
+
+
+def test_a_state_that_grows_is_planned_anew(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.save(state(1.0), 1)
+    entry = rank.save({**state(2.0), "more": torch.ones(2)}, 2)
+    content = {**state(), "more": torch.zeros(2)}
+    assert Rank(tmp_path, [entry]).checkpoints.load(content) == 2
+    assert content["more"].equal(torch.ones(2))
+
+
+def test_objects_say_what_is_theirs_and_take_it(tmp_path: Path) -> None:
+    def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(steps)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + steps), momentum=0.9)
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(2)
+    entry = Rank(tmp_path).save({"model": model, "optimizer": optimizer}, 2)
+    other, other_optimizer = trained(1)
+    Rank(tmp_path, [entry]).checkpoints.load({"model": other, "optimizer": other_optimizer})
+    assert other.weight.equal(model.weight)
+    assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+    momentum = [each.state_dict()["state"][0]["momentum_buffer"] for each in (optimizer, other_optimizer)]
+    assert momentum[0].equal(momentum[1])
+
+
+def test_what_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"loader\.lock of the state to be saved is a PosixPath"):
+        Rank(tmp_path).checkpoints.save({"loader": {"lock": Path("here")}}, 1, {})
+
+
+@pytest.mark.parametrize("harm", ["removed", "shortened", "changed", "no layout", "another layout"])
+def test_of_damaged_ones_that_before_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+    rank = Rank(tmp_path)
+    entries = [rank.save(state(float(step)), step) for step in (1, 2)]
+    do_harm(entries[1], harm)
+    content = state()
+    assert Rank(tmp_path, entries[::-1]).checkpoints.load(content) == 1
+    assert_is(content, 1.0)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "step 2" in told
+    assert "is damaged" in told
+
+
+def do_harm(entry: ShardedCheckpoint, harm: str) -> None:
+    part, layout = parts_of(entry)[0], Path(entry.uri) / LAYOUT
+    match harm:
+        case "removed":
+            part.unlink()
+        case "shortened":
+            part.write_bytes(part.read_bytes()[:-1])
+        case "changed":
+            data = bytearray(part.read_bytes())
+            data[0] ^= 1
+            part.write_bytes(data)
+        case "no layout":
+            layout.unlink()
+        case "another layout":
+            layout.write_text(json.dumps({**json.loads(layout.read_text()), "items": []}))
+
+
+def test_where_none_is_whole_and_nothing_was_changed_the_start_is_fresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = Rank(tmp_path).save(state(1.0), 1)
+    do_harm(entry, "removed")
+    content = state()
+    assert Rank(tmp_path, [entry]).checkpoints.load(content) is None
+    assert_is(content, 0.0)
+    assert "the training starts afresh" in capsys.readouterr().err
+
+
+def test_where_none_is_whole_and_the_state_was_changed_that_is_an_error(tmp_path: Path) -> None:
+    entry = Rank(tmp_path).save(state(1.0), 1)
+    do_harm(entry, "changed")
+    with pytest.raises(OSError, match="the state has been changed"):
+        Rank(tmp_path, [entry]).checkpoints.load(state())
+
+
+def test_a_state_of_another_structure_is_refused_and_left_alone(tmp_path: Path) -> None:
+    entry = Rank(tmp_path).save(state(1.0), 1)
+    other = state()
+    other["weights"] = {"A": torch.zeros(3, 4), "b": torch.zeros(6), "c": torch.zeros(1)}
+    other["single"] = 5
+    with pytest.raises(ValueError, match="another state") as refused:
+        Rank(tmp_path, [entry]).checkpoints.load(other)
+    text = str(refused.value)
+    assert "not in the checkpoint: weights.A, weights.c" in text
+    assert "only in the checkpoint: weights.a" in text
+    assert "weights.b: (6,), saved as (5,)" in text
+    assert "single: no tensor, saved as ()" in text
+    assert other["groups"][0]["lr"] == 0.0
+
+
+def test_what_the_state_has_no_place_for_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = Rank(tmp_path).save({**state(1.0), "rng": {"2": torch.zeros(3)}}, 1)
+    content = state()
+    assert Rank(tmp_path, [entry]).checkpoints.load(content) == 1
+    assert_is(content, 1.0)
+    assert "no rank's state has a place for: rng.2" in capsys.readouterr().err
+
+
+def test_a_pickle_in_the_storage_is_not_run(tmp_path: Path) -> None:
+    """Whoever can write there, digests and all, gives data and no code."""
+
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "harmed",))
+
+    entry = Rank(tmp_path).save({"epoch": 1}, 1)
+    torch.save(Harmful(), parts_of(entry)[0])
+    data = parts_of(entry)[0].read_bytes()
+    layout = json.loads((Path(entry.uri) / LAYOUT).read_text())
+    layout["items"][0] |= {"length": len(data), "digest": hashlib.sha256(data).hexdigest()}
+    layout["parts"][0]["size"] = len(data)
+    (Path(entry.uri) / LAYOUT).write_text(json.dumps(layout))
+    digest = hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+    forged = ShardedCheckpoint(**{**vars(entry), "layout_digest": digest})
+    with pytest.raises(OSError, match="Weights only load failed"):
+        Rank(tmp_path, [forged]).checkpoints.load({"epoch": 0})
+    assert not (tmp_path / "harmed").exists()
+
+
+class Failing(LocalFileSystem):
+    """A storage that fails so often before it works."""
+
+    cachable = False
+
+    def __init__(self, num_failures: int) -> None:
+        super().__init__()
+        self.num_failures = num_failures
+        self.lock = threading.Lock()
+
+    def _fail(self) -> None:
+        with self.lock:
+            self.num_failures -= 1
+            if self.num_failures >= 0:
+                raise PermissionError("the token has expired")
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        file = super().open(path, mode, **how)
+        if "w" in mode:
+            write = file.write
+
+            def failing(data: Any) -> int:
+                write(data)
+                self._fail()
+                return len(data)
+
+            file.write = failing
+        return file
+
+    def cat_file(self, *args: Any, **how: Any) -> Any:
+        self._fail()
+        return super().cat_file(*args, **how)
+
+
+def on(files: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+    class There:
+        def filesystem(self, uri: str) -> Failing:
+            return files
+
+    monkeypatch.setattr(sharded, "current_execution", There)
+
+
+def test_what_fails_in_the_middle_of_a_write_is_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(Failing(2), monkeypatch)
+    entry = Rank(tmp_path).save(state(2.0), 1)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "the shards of step 1 could not be written" in told
+    assert "the token has expired" in told
+    content = state()
+    assert Rank(tmp_path, [entry]).checkpoints.load(content) == 1
+    assert_is(content, 2.0)
+
+
+def test_what_cannot_be_written_at_all_is_given_up_and_the_next_one_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Failing(1000)
+    on(files, monkeypatch)
+    rank = Rank(tmp_path)
+    rank.checkpoints.save(state(1.0), 1, {})
+    rank.checkpoints.save(state(2.0), 2, {})
+    while not rank.reports:
+        pass
+    refused = rank.reports.pop()
+    assert refused == ShardsNotWritten(number=0, step=1, reason="PermissionError: the token has expired")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    files.num_failures = 0
+    rank.checkpoints.settle(0)
+    rank.checkpoints.flush()
+    assert isinstance(rank.reports[0], ShardsWritten)
+    assert rank.reports[0].shards.step == 2
+
+
+def test_a_storage_that_does_not_answer_is_asked_again_and_is_no_fresh_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = Rank(tmp_path).save(state(2.0), 1)
+    on(Failing(2), monkeypatch)
+    assert Rank(tmp_path, [entry]).checkpoints.load(state()) == 1
+    on(Failing(1000), monkeypatch)
+    with pytest.raises(OSError, match="cannot be read: PermissionError: the token has expired"):
+        Rank(tmp_path, [entry]).checkpoints.load(state())
+
+
+def test_a_ranks_checkpoint_saves_names_the_step_and_waits_for_what_is_written(tmp_path: Path) -> None:
+    rank, progress = Rank(tmp_path), Progress()
+
+    def checkpoint(of: Rank) -> RankCheckpoint:
+        return RankCheckpoint(
+            folder=tmp_path,
+            attempt=0,
+            start=None,
+            is_main=True,
+            progress=progress,
+            announce=print,
+            provided=Future(),
+            timeout=1.0,
+            sharded=of.checkpoints,
+        )
+
+    first = checkpoint(rank)
+    first.save_sharded(state(1.0), torch.tensor(5), metrics={"loss": torch.tensor(0.5)})  # type: ignore[arg-type, dict-item]
+    first.flush()
+    assert progress.step == 5
+    entry = rank.commit()
+    assert entry.metrics == {"loss": 0.5}
+    progress.reach(9)
+    assert checkpoint(Rank(tmp_path, [entry])).load_sharded(state()) == 5
+    assert progress.step == 5
+
+
+def test_a_rank_on_another_machine_says_how_to_reach_it(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, token=str(tmp_path / "not here"))
+    with pytest.raises(RuntimeError, match=r"Gang\(checkpoint_uri=\.\.\.\)"):
+        rank.checkpoints.save(state(), 1, {})
+    entry = Rank(tmp_path).save(state(), 1)
+    with pytest.raises(OSError, match=r"Gang\(checkpoint_uri=\.\.\.\)"):
+        Rank(tmp_path, [entry], token=str(tmp_path / "not here")).checkpoints.load(state())
+
+
+def test_pieces_are_divided_into_parts_of_the_same_size_and_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_writer, "SMALL_PART", 1 << 16)
+    monkeypatch.setattr(shard_writer, "CHUNK", 1000)
+    tensors = {str(number): torch.randn(10_000 + number) for number in range(20)}
+    entry = Rank(tmp_path).save({"weights": tensors}, 1)
+    sizes = [path.stat().st_size for path in parts_of(entry)]
+    assert len(sizes) == shard_writer.NUM_WRITERS
+    assert max(sizes) < 1.1 * min(sizes)
+    monkeypatch.setattr(shard_reader, "MAX_RANGE", 100_000)
+    content = {"weights": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
+    Rank(tmp_path, [entry]).checkpoints.load(content)
+    assert all(content["weights"][name].equal(tensor) for name, tensor in tensors.items())

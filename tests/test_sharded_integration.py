@@ -1,0 +1,150 @@
+"""Sharded checkpoints in groups of real processes: written by each rank, read again at other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
+from gangs import run_ranks
+from seaweed import Weed
+from shards import Rank
+
+
+def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model whose sizes no number of ranks divides."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (current_rank().world_size,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.linspace(step, step + 1, 6).reshape(2, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def load(rank: Rank, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+    state = state_of(model, optimizer)
+    step = rank.checkpoints.load(state)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return step
+
+
+def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a training goes on from, gathered and copied."""
+    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return flatten_state_dict(copy.deepcopy(dict(zip(("model", "optimizer"), states, strict=True))))[0]
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert len(one) > 20
+    for key, value in one.items():
+        same = value.equal(other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        assert same, key
+
+
+def save_and_train_on(base: str, directory: Path) -> dict[str, Any]:
+    model, optimizer = make(seed=1)
+    train(model, optimizer, range(3))
+    entry = Rank(base).save(state_of(model, optimizer), 3, loss=0.5)
+    saved = whole(model, optimizer)
+    train(model, optimizer, range(3, 6))
+    return {"entry": entry, "saved": saved, "trained": whole(model, optimizer), "alike": save_alike(f"{base}/alike")}
+
+
+def save_alike(base: str) -> Any:
+    """What this rank writes of a state of which some is the same on all ranks, and some not."""
+    rank = Rank(base)
+    tensors = {str(number): torch.full((1000,), float(number)) for number in range(8)}
+    own = {f"only {current_rank().rank}": torch.full((2,), float(current_rank().rank))}
+    rank.checkpoints.save({"alike": tensors, "own": own, "epoch": 3}, 1, {})
+    rank.checkpoints.flush()
+    return rank.reports[0].shards  # type: ignore[union-attr]
+
+
+def go_on(base: str, entry: ShardedCheckpoint, directory: Path) -> dict[str, Any]:
+    """Load it, and see what torch alone makes of the same files; then train."""
+    model, optimizer = make(seed=3)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=entry.uri)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    by_torch = whole(model, optimizer)
+
+    model, optimizer = make(seed=2)
+    rank = Rank(base, [entry], attempt=1)
+    step = load(rank, model, optimizer)
+    loaded = whole(model, optimizer)
+    saved_again = rank.save(state_of(model, optimizer), 4)
+    train(model, optimizer, range(3, 6))
+    trained = whole(model, optimizer)
+    return {"step": step, "by torch": by_torch, "loaded": loaded, "trained": trained, "entry": saved_again}
+
+
+def run(function: Callable[[Path], dict[str, Any]], world_size: int, folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    return run_ranks(function, world_size, folder)
+
+
+def test_a_training_under_fsdp2_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    base = str(tmp_path / "base")
+    ranks = run(partial(save_and_train_on, base), 2, tmp_path / "first")
+    again = run(partial(go_on, base, ranks[0]["entry"]), 2, tmp_path / "again")[0]
+    assert ranks[0]["entry"].metrics == {"loss": 0.5}
+    assert again["step"] == 3
+    for name in ("by torch", "loaded"):
+        assert_same(again[name], ranks[0]["saved"])
+    assert_same(again["trained"], ranks[0]["trained"])
+    assert_written_once([rank["alike"] for rank in ranks])
+
+
+def assert_written_once(written: list[WrittenShards]) -> None:
+    """What all ranks have is written by one of them, and each writes about as much."""
+    keys = [[item.key for item in shards.items] for shards in written]
+    alike = [f"alike.{number}" for number in range(8)]
+    assert sorted(keys[0] + keys[1]) == [*alike, "epoch", "own.only 0", "own.only 1"]
+    assert "own.only 1" in keys[1]
+    sizes = [sum(part.size for part in shards.parts) for shards in written]
+    assert max(sizes) < 1.5 * min(sizes)
+    assert written[1].state is None
+
+
+def test_four_ranks_then_three_then_one_have_the_same_state(tmp_path: Path) -> None:
+    base = str(tmp_path / "base")
+    first = run(partial(save_and_train_on, base), 4, tmp_path / "four")[0]
+    three = run(partial(go_on, base, first["entry"]), 3, tmp_path / "three")[0]
+    one = run(partial(go_on, base, three["entry"]), 1, tmp_path / "one")[0]
+    for loaded in (three, one):
+        for name in ("by torch", "loaded"):
+            assert_same(loaded[name], first["saved"])
+
+
+def test_shards_go_to_a_bucket_and_come_back(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weed.make_bucket("shards")
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    first = run(partial(save_and_train_on, "s3://shards/base"), 2, tmp_path / "first")[0]
+    again = run(partial(go_on, "s3://shards/base", first["entry"]), 2, tmp_path / "again")[0]
+    for name in ("by torch", "loaded"):
+        assert_same(again[name], first["saved"])
+    assert_same(again["trained"], first["trained"])
