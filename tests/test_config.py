@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch import (
     SpawnDDP,
     Wandb,
     WorkerGroup,
+    settings,
 )
 
 NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
@@ -57,6 +58,12 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
         ("hang_timeout", True, "None or seconds from 0.1 to 1209600"),
         ("keep", 3, "a Keep"),
         ("keep", None, "a Keep"),
+        ("checkpoint_uri", "", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", 7, "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", Path("/kept"), "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", "s4://bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", "s3://", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", "memory://kept", "None, a folder or an fsspec URL such as s3://bucket/prefix, which every"),
     ],
 )
 def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
@@ -64,6 +71,17 @@ def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, 
         Gang(**{field: value})
     shown = repr(value) if value != 10**400 else f"1{'0' * 199}... (401 characters)"
     assert f"Gang({field}={shown}): must be {allowed}" in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept"])
+def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str | None) -> None:
+    assert Gang(checkpoint_uri=uri).checkpoint_uri == uri
+
+
+def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"Gang\(checkpoint_uri='oci://b/kept'\): must be reached by .* Install ocifs"):
+        Gang(checkpoint_uri="oci://b/kept")
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, 10**100_000, list(range(100_000))], ids=["text", "number", "list"])

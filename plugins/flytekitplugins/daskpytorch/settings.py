@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -118,6 +119,11 @@ class Gang:
     """Train in one rank that is the calling process, with a process group of its own: no fork, no Dask, no restarts, so
     that breakpoints, profilers and `pytest --pdb` work as in any program. `DASKPYTORCH_DEBUG=1` asks it of all gangs.
     `dispatch.map` trains as ever."""
+    checkpoint_uri: str | None = None
+    """Where the ranks write sharded checkpoints: a folder that all workers have, or an fsspec URL (`s3://bucket/prefix`);
+    for each gang a folder is made below. None is where Flyte keeps the task's checkpoints; without Flyte a folder of
+    the driver's that goes with it, and that ranks on other machines cannot reach. Outside a Flyte task all that is
+    needed to go on lies there, so a later call with the same URI goes on from it: two at a time must not use one."""
     observers: tuple[Callable[[], Any], ...] = ()
     """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
 
@@ -149,6 +155,8 @@ class Gang:
             "key",
             f"None or {A_KEY}",
         )
+        if self.checkpoint_uri is not None and (allowed := _allowed_instead_of(self.checkpoint_uri)) is not None:
+            problems.unless(False, "checkpoint_uri", allowed)
         problems.unless(
             isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
             "observers",
@@ -277,6 +285,24 @@ class Wandb:
             self.dir is None or isinstance(self.dir, os.PathLike) or is_text(self.dir), "dir", "None or a folder's path"
         )
         problems.raise_any()
+
+
+def _allowed_instead_of(uri: object) -> str | None:
+    """What to give in place of a URI that no file system is known for; None: it is a good one."""
+    allowed = "None, a folder or an fsspec URL such as s3://bucket/prefix"
+    if not is_text(uri):
+        return allowed
+    protocol, separator, rest = str(uri).partition("://")
+    if not separator:
+        return None
+    from fsspec.registry import known_implementations, registry
+
+    if protocol == "memory" or not rest.strip("/") or protocol not in {*registry, *known_implementations}:
+        return f"{allowed}, which every rank can reach" if protocol == "memory" else allowed
+    package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
+    if protocol in registry or find_spec(package) is not None:
+        return None
+    return f"reached by a package that is not installed: {known_implementations[protocol].get('err', package)}"
 
 
 def is_local() -> bool:
