@@ -25,7 +25,8 @@ from flytekit.core.data_persistence import FileAccessProvider
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StorageUpload
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until

@@ -17,7 +17,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import LiteralMap
 from flytekit.types.file import FlyteFile
 
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StorageUpload
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.flyte import context, local_runs
 from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, begun, local_run
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of

@@ -27,7 +27,7 @@ from distributed import Client
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import checkpoints
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.rank import checkpoint as rank_checkpoint
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, until
 from tasks import char_lstm

@@ -22,7 +22,8 @@ from flytekit.core.data_persistence import FileAccessProvider
 
 from flytekitplugins.daskpytorch import StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, StorageUpload
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import Execution

@@ -15,7 +15,7 @@ from distributed import Client
 
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
-from flytekitplugins.daskpytorch.sweep.storage import _Files
+from flytekitplugins.daskpytorch.driver.files import Files
 from processes import Cluster, dask_cluster, end, nothing_left_behind, until
 
 VICTIM = REPOSITORY / "tests" / "sweep_victim.py"
@@ -93,13 +93,13 @@ def test_a_stopped_model_keeps_its_last_value_and_checkpoint(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is stopped after its first epoch that counts, since the first has been there with a better loss."""
-    put = _Files.put
+    put = Files.put_data
 
     def put_slowly(*args: Any) -> None:
         time.sleep(1.0)  # a checkpoint is on its way when its model is stopped
         put(*args)
 
-    monkeypatch.setattr(_Files, "put", put_slowly)
+    monkeypatch.setattr(Files, "put_data", put_slowly)
     never = tmp_path / "never"
     grid = [
         {"trace": str(tmp_path / "0"), "loss": 1.0},

@@ -18,7 +18,8 @@ from flytekit.core.data_persistence import FileAccessProvider
 from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST, MAX_READ_ATTEMPTS, NUM_KEPT, StorageUpload
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.upload import MAX_READ_ATTEMPTS, NUM_KEPT, StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from processes import until

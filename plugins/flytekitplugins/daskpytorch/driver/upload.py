@@ -5,7 +5,6 @@ that dies before its first checkpoint passes on what it was given. A manifest, w
 """
 
 import functools
-import json
 import sys
 import threading
 import time
@@ -14,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+from flytekitplugins.daskpytorch.driver.manifest import Manifest, read_manifest
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 __all__ = ["StorageUpload"]
 
-MANIFEST = "manifest.json"
 NUM_KEPT = 2
 """How many checkpoints the manifest names: the newest, and one before it should it turn out to be damaged."""
 RETRY_AFTER = 2.0
@@ -37,7 +36,7 @@ class StorageUpload:
         self._retry_after = retry_after
         self._changed = threading.Condition()
         self._offered: tuple[CheckpointFile, Path] | None = None
-        self._listed: list[CheckpointFile] = []
+        self.manifest = Manifest(paths)
         self._is_busy = False
         self._is_urgent = False
         """Somebody waits: the pauses between attempts stay short."""
@@ -51,10 +50,12 @@ class StorageUpload:
         if not previous:
             return None
         try:
-            manifest = self._patiently(functools.partial(self._read_manifest, previous, folder))
+            files, self.manifest.sharded = self._patiently(
+                functools.partial(read_manifest, self._paths.file_access, previous)
+            )
             if previous == self._paths.own:  # what is there already need not be copied, and is to be removed some day
-                self._listed = manifest
-            for file in manifest:
+                self.manifest.files = files
+            for file in files:
                 target = folder / file.name
                 self._patiently(functools.partial(self._fetch, f"{previous}/{file.name}", target))
                 if target.is_file() and digest_of(target) == file.digest:
@@ -119,17 +120,11 @@ class StorageUpload:
                     self._changed.notify_all()
 
     def _copy(self, file: CheckpointFile, path: Path) -> None:
-        own, access = self._paths.own, self._paths.file_access
-        if all(file.name != other.name for other in self._listed):
+        own, access, before = self._paths.own, self._paths.file_access, self.manifest.files
+        if all(file.name != other.name for other in before):
             access.put_data(str(path), f"{own}/{file.name}")
-        listed = [file, *(other for other in self._listed if other.name != file.name)]
-        manifest = path.with_name(f"{path.name}.manifest")
-        manifest.write_text(json.dumps({"checkpoints": [asdict(entry) for entry in listed[:NUM_KEPT]]}))
-        try:
-            access.put_data(str(manifest), f"{own}/{MANIFEST}")
-        finally:
-            manifest.unlink(missing_ok=True)
-        self._listed = listed[:NUM_KEPT]
+        listed = [file, *(other for other in before if other.name != file.name)]
+        self.manifest.write(files=listed[:NUM_KEPT])
         for old in listed[NUM_KEPT:]:
             self._remove(old)
 
@@ -146,16 +141,6 @@ class StorageUpload:
                     file=sys.stderr,
                 )
             self._has_complained = True
-
-    def _read_manifest(self, previous: str, folder: Path) -> list[CheckpointFile]:
-        local = folder / f"previous-{MANIFEST}"
-        self._fetch(f"{previous}/{MANIFEST}", local)
-        if not local.is_file():
-            return []
-        try:
-            return [CheckpointFile(**entry) for entry in json.loads(local.read_text())["checkpoints"]]
-        except (ValueError, TypeError, KeyError):  # torn
-            return []
 
     def _fetch(self, remote: str, to: Path) -> None:
         if self._paths.file_access.get_filesystem_for_path(remote).exists(remote):

@@ -24,7 +24,7 @@ from typing import IO, Any
 import fsspec
 from flytekit.models.literals import Literal, LiteralMap
 
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, entries_of
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
@@ -59,9 +59,9 @@ class LocalRun:
 
     def newest_step(self) -> int | None:
         """The step of the newest checkpoint that a next run would find."""
-        with contextlib.suppress(OSError, ValueError, LookupError):
+        with contextlib.suppress(OSError, LookupError):
             manifests = sorted(self.folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
-            return int(json.loads(manifests[-1].read_text())["checkpoints"][0]["step"])
+            return max((kind[0].step for kind in entries_of(manifests[-1]) if kind), default=None)
         return None
 
     def advice(self) -> str:
@@ -82,7 +82,7 @@ class LocalRun:
         """Make the folder, with a lock that says that the run goes on; and room for it."""
         if self._record is not None:
             return
-        self.folder.mkdir(parents=True, mode=0o700)
+        self.folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # ranks may have written shards there
         record = {"task": self.task, "inputs": self.inputs, "source": self.source}
         self._record = (self.folder / RECORD).open("w")
         with contextlib.suppress(OSError):  # some file systems have no locks

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import functools
 import pickle
-import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 from dask.base import normalize_token, tokenize
-from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.upload import MANIFEST
+from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
@@ -65,7 +62,7 @@ class SweepStorage:
 
     def __init__(self, uri: str, name: str) -> None:
         folder = f"{uri.rstrip('/')}/{name}"
-        self.files = _Files(current_execution().filesystem(folder))
+        self.files = Files(current_execution().filesystem(folder))
         self.folder = self.files.path(folder)
 
     def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, Kept]:
@@ -124,7 +121,7 @@ class SweepStorage:
 class ModelStorage:
     """One model's folder; what its gang's checkpoints go through, too."""
 
-    files: _Files
+    files: Files
     folder: str
     about: Callable[[], dict[str, Any]]
     """The experiment, the records up to now, and Optuna's trial where there is one."""
@@ -156,62 +153,15 @@ class ModelStorage:
         """Upload a file; before the manifest, which makes a checkpoint count, what was logged until then."""
         if remote_path.endswith(f"/{MANIFEST}"):
             self.note_begin()
-        self.files.put(local_path, remote_path)
+        self.files.put_data(local_path, remote_path)
 
     def get_data(self, remote_path: str, local_path: str) -> None:
         """Download a file."""
-        self.files.get(remote_path, local_path)
+        self.files.get_data(remote_path, local_path)
 
     def get_filesystem_for_path(self, path: str) -> Any:
         """That of all."""
         return self.files.fs
-
-
-class _Files:
-    """A file system, in which files appear whole or not at all."""
-
-    def __init__(self, fs: Any) -> None:
-        self.fs = fs
-        self._is_local = isinstance(fs, LocalFileSystem)
-        """Where a file is renamed into its place; object stores do it by themselves."""
-
-    def path(self, folder: str) -> str:
-        """A folder's full name."""
-        return str(self.fs._strip_protocol(folder)) if self._is_local else folder  # noqa: SLF001 - fsspec's own way
-
-    def below(self, folder: str) -> list[str]:
-        """All files in it, as seen from there."""
-        self.fs.invalidate_cache()
-        root = self.fs._strip_protocol(folder)  # noqa: SLF001
-        return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
-
-    def read(self, path: str) -> bytes:
-        return bytes(self.fs.cat_file(path))
-
-    def get(self, path: str, to: str) -> None:
-        self.fs.get_file(path, to)
-
-    def write(self, path: str, data: bytes) -> None:
-        if self._is_local:
-            self._rename_into(path, lambda unfinished: unfinished.write_bytes(data))
-        else:
-            self.fs.pipe_file(path, data)
-
-    def put(self, local: str, path: str) -> None:
-        if self._is_local:
-            self._rename_into(path, functools.partial(shutil.copyfile, local))
-        else:
-            self.fs.put_file(local, path)
-
-    def _rename_into(self, path: str, write: Callable[[Path], object]) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
-        try:
-            write(unfinished)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
 def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, Kept]]:

@@ -1,0 +1,73 @@
+"""A file system of fsspec's, in which files appear whole or not at all. Runs in the driver."""
+
+import functools
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+__all__ = ["Files"]
+
+
+class Files:
+    """One file system; also a host's storage, see `protocol.host`."""
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+        self.is_local = isinstance(fs, LocalFileSystem)
+        """Where a file is renamed into its place; object stores do it by themselves."""
+
+    def path(self, folder: str) -> str:
+        """A folder's full name."""
+        return str(self.fs._strip_protocol(folder)) if self.is_local else folder.rstrip("/")  # noqa: SLF001 - its way
+
+    def below(self, folder: str) -> list[str]:
+        """All files in it, as seen from there."""
+        self.fs.invalidate_cache()
+        root = self.fs._strip_protocol(folder)  # noqa: SLF001
+        return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
+
+    def read(self, path: str) -> bytes:
+        """What is in a file."""
+        return bytes(self.fs.cat_file(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Have a file of this."""
+        if self.is_local:
+            self._rename_into(path, lambda unfinished: unfinished.write_bytes(data))
+        else:
+            self.fs.pipe_file(path, data)
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder with all that is in it; nothing, where it is gone."""
+        self.fs.invalidate_cache()
+        if self.fs.exists(folder):
+            self.fs.rm(folder, recursive=True)
+
+    def get_data(self, remote_path: str, local_path: str) -> None:
+        """Download a file."""
+        self.fs.get_file(remote_path, local_path)
+
+    def put_data(self, local_path: str, remote_path: str) -> None:
+        """Upload a file."""
+        if self.is_local:
+            self._rename_into(remote_path, functools.partial(shutil.copyfile, local_path))
+        else:
+            self.fs.put_file(local_path, remote_path)
+
+    def get_filesystem_for_path(self, path: str) -> Any:
+        """That of all."""
+        return self.fs
+
+    def _rename_into(self, path: str, write: Callable[[Path], object]) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+        try:
+            write(unfinished)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
