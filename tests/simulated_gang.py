@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.events import Event, Gone, NotLaunched, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.events import Committed, Event, Gone, NotLaunched, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.sharded import Committer, ShardStorage, Worker
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages
@@ -25,7 +29,7 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-from flytekitplugins.daskpytorch.protocol.orders import Hold, Leave, Locate, OrderToAll, Release
+from flytekitplugins.daskpytorch.protocol.orders import Hold, Leave, Locate, OrderToAll, Release, Settled
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.protocol.reports import (
     Held,
@@ -33,9 +37,12 @@ from flytekitplugins.daskpytorch.protocol.reports import (
     Ready,
     Returned,
     Saved,
+    ShardsNotWritten,
+    ShardsWritten,
     ShortReport,
     StoppedEarly,
 )
+from flytekitplugins.daskpytorch.protocol.sharded import StoredPart, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -92,6 +99,10 @@ class Rank:
     is_ready: bool = False
     has_delivered: bool = False
     has_failed: bool = False
+    number: int = 0
+    """Which sharded checkpoint it writes, or will write next."""
+    has_written: bool = False
+    """It has reported what came of that."""
 
 
 @dataclass(eq=False)
@@ -134,11 +145,39 @@ class Pieces:
         return self._data[:size]
 
 
+class MoodyFiles(Files):
+    """A file system that may fail."""
+
+    fails = False
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.fails:
+            raise OSError("the storage is not in the mood")
+        super().write(path, data)
+
+
+class Jobs(Worker):
+    """What is to be done in the thread of the storage is done when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.num_pauses = 0
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self.waiting.append(job)
+
+    def pause(self, seconds: float, least: float) -> bool:
+        self.num_pauses += 1
+        return True
+
+
 class Watcher(Observer):
     """Remembers what was said."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.kept_steps: list[int] = []
         self.reasons: list[str] = []
         self.resumed: list[int | None] = []
         self.num_formed = 0
@@ -146,6 +185,9 @@ class Watcher(Observer):
 
     def noted(self, text: str) -> None:
         self.notes.append(text)
+
+    def kept(self, step: int) -> None:
+        self.kept_steps.append(step)
 
     def restarting(self, reason: str, step: int | None) -> None:
         self.reasons.append(reason)
@@ -170,6 +212,16 @@ class World:
         self.watcher = Watcher()
         self.received = ReceivedResults()
         self.events: deque[Event] = deque()
+        self.jobs = Jobs()
+        shards = ShardStorage(base=str(folder / "shards"), filesystem=lambda _: LocalFileSystem())
+        self.files = vars(shards)["files"] = MoodyFiles(LocalFileSystem())
+        self.committer = Committer(shards, None, self._hear_of_commit, worker=self.jobs)
+        self.settled: list[Settled] = []
+        """What rank 0 was told."""
+        self.written: dict[tuple[int, int], set[int]] = {}
+        """By attempt and number: the ranks that have written their parts, and said so in time."""
+        self.commits: set[tuple[int, int]] = set()
+        self.given_up: set[tuple[int, int]] = set()
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
         """The first order of each attempt."""
@@ -196,6 +248,7 @@ class World:
             request,
             self.register,
             self.checkpoints,
+            self.committer,
             self,
             Observers([self.watcher]),
             self.received,
@@ -337,6 +390,8 @@ class World:
                     self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
                 case Locate():
                     self.report(agent, rank.rank, Located(1, "stack", -1))
+                case Settled():
+                    self._settle(agent, rank, order)
                 case Leave() if rank.has_delivered:
                     self.leave(agent, rank.rank, 0)
 
@@ -362,6 +417,11 @@ class World:
         step = order.job.checkpoint.step if order.job.checkpoint else None
         if step != self.committed:
             self.complaints.append(f"attempt {order.job.attempt} starts from {step}; {self.committed} was kept")
+        sharding = order.job.sharding
+        found = sharding.start[0].uri.rpartition("/")[2].split("-")[:2] if sharding and sharding.start else None
+        newest = max(self.commits, default=None)
+        if found != (None if newest is None else list(map(str, newest))):
+            self.complaints.append(f"attempt {order.job.attempt} starts from the shards {found}; {newest} were kept")
 
     # ---- ranks
 
@@ -408,6 +468,69 @@ class World:
             except ValueError as refusal:
                 error = refusal
         self.feed(Uploaded(file, error))
+
+    def write_shards(self, agent: Agent, *ranks: int, fails: bool = False) -> None:
+        """These of its ranks, or all, report that they have written their parts of a sharded checkpoint, or cannot."""
+        for rank in [rank for rank in agent.ranks.values() if rank.rank in ranks or not ranks]:
+            if rank.has_written or rank.has_delivered or not rank.is_ready:
+                continue
+            rank.has_written = True
+            step = 100 + rank.number
+            if fails:
+                self.report(agent, rank.rank, ShardsNotWritten(rank.number, step, "PermissionError: no rights"))
+            else:
+                self.report_shards(agent, self.shards(agent.attempt or 0, rank.rank, step, rank.number))
+
+    def shards(self, attempt: int, rank: int, step: int, number: int) -> tuple[int, WrittenShards]:
+        """A rank's part, which lies where it should."""
+        sharding = self.starts[-1].job.sharding
+        assert sharding is not None
+        folder = Path(sharding.base, folder_name(attempt, sharding.nonce, step, number))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"part-{rank}").write_bytes(b"shard")
+        return rank, WrittenShards(
+            attempt=attempt,
+            number=number,
+            step=step,
+            parts=(StoredPart(name=f"part-{rank}", size=5),),
+            items=(),
+            state="{}" if rank == 0 else None,
+        )
+
+    def report_shards(self, agent: Agent, written: tuple[int, WrittenShards]) -> None:
+        rank, shards = written
+        if not agent.is_gone and not agent.is_hung_up:
+            self.written.setdefault((shards.attempt, shards.number), set()).add(rank)
+        self.report(agent, rank, ShardsWritten(shards))
+
+    def save_shards(self) -> None:
+        """All ranks write a sharded checkpoint, which is committed."""
+        for agent in self.connected():
+            self.write_shards(agent)
+        self.work()
+        self.obey_all()
+
+    def work(self) -> None:
+        """Storage is written to, as far as there is something to write."""
+        while self.jobs.waiting:
+            self.jobs.waiting.popleft()()
+            self.feed()
+
+    def _hear_of_commit(self, committed: Committed) -> None:
+        if committed.error is None:
+            self.commits.add((committed.attempt, committed.number))
+        else:
+            self.given_up.add((committed.attempt, committed.number))
+        self.events.append(committed)
+
+    def _settle(self, agent: Agent, rank: Rank, order: Settled) -> None:
+        if rank.rank == 0:
+            self.settled.append(order)
+        if order.number != rank.number or not rank.has_written:
+            self.complaints.append(f"rank {rank.rank} was told {order}, which it has not written")
+        if order.committed and (agent.attempt, order.number) not in self.commits:
+            self.complaints.append(f"rank {rank.rank} was told {order}, but nothing was committed")
+        rank.number, rank.has_written = order.number + 1, False
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""
@@ -458,6 +581,7 @@ class World:
                     self.upload(agent)
                 self.deliver(agent)
             self.obey_all()
+            self.work()
             self.wait(1.0)
 
 

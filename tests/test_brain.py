@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver import brain
+from flytekitplugins.daskpytorch.driver import brain, sharded
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Preempted
@@ -29,7 +31,7 @@ from flytekitplugins.daskpytorch.errors import (
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.orders import Locate
+from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Saved
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
@@ -487,6 +489,224 @@ def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(wor
     assert sum("a bad disk" in note for note in world.watcher.notes) == 1
 
 
+# ---- Sharded checkpoints --------------------------------------------------------------------------------------------
+
+
+def folders(world: World) -> list[str]:
+    """Those of all sharded checkpoints that lie in storage, without the gang's nonce."""
+    found = (world.folder / "shards").glob("step-*/*")
+    return sorted(f"{path.parent.name}/{path.name.rpartition('-')[0]}" for path in found)
+
+
+def steps_to_start_from(world: World) -> list[int]:
+    sharding = world.starts[-1].job.sharding
+    assert sharding is not None
+    return [entry.step for entry in sharding.start]
+
+
+def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_layout(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.write_shards(world.agent(W1))
+    world.work()
+    assert world.commits == set()
+    world.write_shards(world.agent(W2))
+    world.obey_all()
+    assert world.settled == []  # all have written, but nothing is committed
+    world.work()
+    world.obey_all()
+    assert world.settled == [Settled(0, 100, committed=True)]
+    assert world.watcher.kept_steps == [100]
+    newest = world.committer.newest()
+    assert newest is not None
+    assert (newest.step, newest.world_size, newest.size) == (100, 2, 10)
+    layout = Path(newest.uri, "layout.json").read_bytes()
+    assert hashlib.sha256(layout).hexdigest() == newest.layout_digest
+    assert [part["name"] for part in json.loads(layout)["parts"]] == ["part-0", "part-1"]
+    assert world.complaints == []
+
+
+def test_gang_goes_on_from_the_newest_shards_and_keeps_no_more_than_needed(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    for _ in range(4):
+        world.save_shards()
+    world.kill_worker(W2)
+    world.new_worker()
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert steps_to_start_from(world) == [103, 102]
+    assert world.watcher.resumed == [103]
+    assert "train: going on from step 103" in world.watcher.notes
+    assert folders(world) == ["step-102/0-2", "step-103/0-3"]
+    world.finish()
+    assert world.results == [0, 1]
+    assert world.complaints == []
+
+
+def test_shards_that_one_rank_cannot_write_are_given_up_once_all_have_said_so(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.write_shards(world.agent(W2), fails=True)
+    world.work()
+    assert world.settled == []  # rank 0 still writes
+    world.write_shards(world.agent(W1))
+    world.work()
+    world.obey_all()
+    assert world.settled == [Settled(0, 100, committed=False)]
+    assert world.watcher.notes[-1] == (
+        "train: the sharded checkpoint of step 100 was not kept: rank 1 could not write its part "
+        "(PermissionError: no rights)"
+    )
+    assert folders(world) == []
+    world.save_shards()
+    assert world.settled[-1] == Settled(1, 101, committed=True)
+    assert folders(world) == ["step-101/0-1"]
+
+
+def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alone(
+    world_of: MakeWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = world_of()
+    world.form()
+    world.save_shards()
+    world.files.fails = True
+    world.save_shards()
+    assert world.jobs.num_pauses == sharded.MAX_COMMIT_ATTEMPTS
+    assert world.settled[-1] == Settled(1, 101, committed=False)
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
+    assert world.watcher.notes[-1] == (
+        "train: the sharded checkpoint of step 101 was not kept: the storage is not in the mood"
+    )
+    assert world.watcher.kept_steps == [100]
+    assert folders(world) == ["step-100/0-0"]
+    world.files.fails = False
+    world.save_shards()
+    assert world.watcher.kept_steps == [100, 102]
+
+
+def test_ranks_lost_in_the_middle_of_a_save_leave_the_one_before(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.save_shards()
+    world.write_shards(world.agent(W1))
+    world.kill_worker(W2)
+    world.new_worker()
+    world.obey_all()
+    world.wait(1.0)
+    world.work()
+    assert folders(world) == ["step-100/0-0"]
+    world.form()
+    assert steps_to_start_from(world) == [100]
+    assert world.complaints == []
+
+
+def test_shards_of_an_older_attempt_are_refused(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    late = [world.shards(0, rank, 100, 0) for rank in (0, 1)]
+    world.fail(world.agent(W1), 0, ConnectionResetError("reset by peer"))
+    world.kill_worker(W2)
+    second = world.new_worker()
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert len(world.starts) == 2
+    world.report_shards(world.agent(W1), late[0])  # by the same agents, or others at their places
+    world.report_shards(world.agent(second), late[1])
+    world.work()
+    assert world.commits == set()
+    assert world.committer.newest() is None
+    world.save_shards()
+    assert folders(world) == ["step-100/1-0"]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_gang_that_starts_again_waits_for_what_is_being_committed(world_of: MakeWorld, arrives: bool) -> None:
+    world = world_of(start_timeout=30.0)
+    world.form()
+    for agent in world.connected():
+        world.write_shards(agent)
+    world.kill_worker(W2)
+    world.new_worker()
+    world.obey_all()
+    world.wait(5.0)
+    assert world.watcher.reasons == []
+    if arrives:
+        world.work()
+    else:
+        world.wait(30.0)
+    assert world.watcher.resumed == ([100] if arrives else [None])
+
+
+def test_last_shards_are_committed_before_the_results_are_given_out(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    for agent in world.connected():
+        world.write_shards(agent)
+        world.deliver(agent)
+    world.obey_all()
+    world.wait(1.0)
+    assert world.results is None
+    world.work()
+    assert world.results == [0, 1]
+    assert world.commits == {(0, 0)}
+
+
+def test_gang_whose_last_shards_cannot_be_committed_has_its_results_all_the_same(world_of: MakeWorld) -> None:
+    world = world_of()
+    world.form()
+    world.files.fails = True
+    for agent in world.connected():
+        world.write_shards(agent)
+        world.deliver(agent)
+    world.obey_all()
+    world.work()
+    assert world.results == [0, 1]
+    assert "was not kept: the storage is not in the mood" in world.watcher.notes[-1]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(world_of: MakeWorld, arrives: bool) -> None:
+    world = world_of()
+    world.heeds = True
+    world.form()
+    world.train()
+    world.save_shards()
+    for agent in world.connected():
+        world.write_shards(agent)
+    world.feed(Preempted(REASON))
+    world.obey_all()  # they hold
+    world.obey_all()  # they stop
+    world.upload(world.agent(W1))  # what rank 0 has saved, too
+    world.obey_all()  # they leave
+    if arrives:
+        world.work()
+    else:
+        world.wait(30.0)
+    told = str(raised(world))
+    if arrives:
+        assert told.endswith("; the newest checkpoint was that of step 101")
+    else:
+        assert told.endswith(
+            "; the newest checkpoint was that of step 100; that of step 101 could not be committed in time"
+        )
+
+
+def test_shards_count_as_progress_and_let_the_gang_grow(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    shrunk(world)
+    world.join(world.new_worker())
+    world.write_shards(world.agent(W1))
+    world.wait(2.0)
+    assert world.watcher.reasons.count("more workers have come") == 0
+    world.work()
+    world.obey_all()
+    assert world.watcher.reasons.count("more workers have come") == 1
+
+
 # ---- Agents ---------------------------------------------------------------------------------------------------------
 
 
@@ -822,6 +1042,26 @@ class AnyOrder(RuleBasedStateMachine):
             errors = [None, None, ConnectionResetError("reset"), ValueError("damaged")]
             world.upload(uploading[0], data.draw(st.sampled_from(errors)))
 
+    @happening
+    def ranks_write_shards(self, world: World, data: st.DataObject) -> None:
+        if agent := an_agent(world, data):
+            world.write_shards(agent, fails=data.draw(st.sampled_from([False, False, False, True])))
+
+    @happening
+    def all_write_shards(self, world: World, data: st.DataObject) -> None:
+        for agent in world.connected():
+            world.write_shards(agent)
+
+    @happening
+    def shards_are_saved(self, world: World, data: st.DataObject) -> None:
+        world.save_shards()
+
+    @happening
+    def storage_is_written_to(self, world: World, data: st.DataObject) -> None:
+        world.files.fails = data.draw(st.sampled_from([False, False, True]))
+        world.work()
+        world.files.fails = False
+
     # ---- the rest of the world
 
     @happening
@@ -864,6 +1104,14 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.world.watcher.reasons.count("more workers have come") <= len(self.world.agents)
 
     @invariant()
+    def what_is_committed_is_whole_and_stays(self) -> None:
+        for entry in self.world.committer._kept:
+            attempt, number, _ = Path(entry.uri).name.split("-")
+            assert self.world.written[int(attempt), int(number)] == set(range(entry.world_size))
+            parts = {f"part-{rank}" for rank in range(entry.world_size)}
+            assert {path.name for path in Path(entry.uri).iterdir()} == {"layout.json", ".metadata", *parts}
+
+    @invariant()
     def no_budget_is_exceeded(self) -> None:
         failures = [reason for reason in self.world.watcher.reasons if reason != "more workers have come"]
         assert len(failures) <= 2 * self.world.settings.max_restarts
@@ -882,6 +1130,11 @@ class AnyOrder(RuleBasedStateMachine):
         error = world.error
         if error is None:
             assert world.results is not None
+            last = len(world.watcher.reasons)
+            everybody = set(range(len(world.results)))
+            whole = {save for save, ranks in world.written.items() if save[0] == last and ranks == everybody}
+            event(f"sharded checkpoints of the last attempt: {len(whole)}")
+            assert whole == {save for save in world.commits | world.given_up if save[0] == last}
             assert world.results == list(range(len(world.results)))
             return
         if not isinstance(error, (GangError, GangCancelledError, OwnError, ConnectionResetError)):

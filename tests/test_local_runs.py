@@ -17,11 +17,12 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import LiteralMap
 from flytekit.types.file import FlyteFile
 
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, Manifest
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.flyte import context, local_runs
 from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, begun, local_run
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
 
 @pytest.fixture
@@ -68,6 +69,10 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
         assert upload.flush(60)
     (scratch / file.name).unlink()
     return file
+
+
+def sharded_checkpoint(step: int) -> ShardedCheckpoint:
+    return ShardedCheckpoint(attempt=0, step=step, world_size=1, uri="/nowhere", size=5, layout_digest="d")
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
@@ -214,6 +219,29 @@ def test_the_oldest_runs_are_removed_where_all_take_too_much(
     monkeypatch.setattr(local_runs, "MAX_BYTES", int(2.5 * size))
     local_runs.clean(root)
     assert [run.exists() for run in (oldest, middle, newest)] == [False, True, True]
+
+
+def test_shards_of_a_run_that_ended_before_its_first_checkpoint_was_whole_are_removed_when_they_are_old(
+    root: Path, tmp_path: Path
+) -> None:
+    with run_of() as run:
+        part = run.folder / "gang" / "step-1" / "0-0-abc" / "part"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(b"shard")
+    local_runs.clean(root)
+    assert part.exists()
+    for path in run.folder.rglob("*"):
+        os.utime(path, (0, 0))
+    local_runs.clean(root)
+    assert not run.folder.exists()
+
+
+def test_a_run_goes_on_from_shards(root: Path, tmp_path: Path) -> None:
+    with run_of() as run:
+        (run.folder / "gang" / "step-3" / "0-0-abc").mkdir(parents=True)  # as ranks do, before there is a record
+        Manifest(run.paths("gang")).write(sharded=[sharded_checkpoint(3)])
+        assert run.newest_step() == 3
+        assert "the checkpoint of step 3 is kept" in run.advice()
 
 
 def test_a_run_that_is_training_is_never_removed_nor_is_what_no_run_has_left(root: Path, tmp_path: Path) -> None:

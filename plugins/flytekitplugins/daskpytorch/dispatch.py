@@ -22,6 +22,7 @@ from flytekitplugins.daskpytorch.driver.request import (
     key_of,
     named,
     request_for,
+    storage_of,
     take_keys,
 )
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -209,7 +210,7 @@ def _run_here(
         settings,
         [Echo(), *(make() for make in settings.observers)],
         received,
-        storage=current_execution().checkpoint_paths(key),
+        storage=storage_of(current_execution(), key, settings),
     )
 
     def call() -> Any:

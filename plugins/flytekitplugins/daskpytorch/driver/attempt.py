@@ -17,7 +17,8 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.protocol.reports import Located
+from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 __all__ = ["Attempt"]
 
@@ -41,6 +42,8 @@ class Attempt:
     """How often each rank has called `should_stop`, once it was asked to hold."""
     has_saved: bool = False
     """A checkpoint of its own is safe."""
+    shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)
+    """Of each sharded checkpoint that is being written, by its number, what the ranks have said."""
     stopped_early: set[int] = field(default_factory=set)
     """Ranks whose `should_stop` has turned true."""
     located: dict[int, Located] = field(default_factory=dict)
@@ -148,6 +151,16 @@ class Attempt:
         self.failures[rank] = failure
         self.prompts.forget(rank)
         self._has_earnest_failure |= not failure.is_consequence
+
+    def note_shards(
+        self, rank: int, said: WrittenShards | ShardsNotWritten
+    ) -> dict[int, WrittenShards | ShardsNotWritten] | None:
+        """A rank has written its part of a sharded checkpoint, or has not; what all have said, once they have."""
+        all_said = self.shards.setdefault(said.number, {})
+        all_said[rank] = said
+        if len(all_said) < len(self.places):
+            return None
+        return self.shards.pop(said.number)
 
     def note_exit(self, exited: Exited) -> None:
         """A rank ended."""

@@ -27,6 +27,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_h
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.sharded import Committer
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages, orders, placement, reports
@@ -38,6 +39,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 __all__ = ["Brain", "GangCancelledError", "Rendezvous"]
 
@@ -83,6 +85,7 @@ class Brain:
         request: Request,
         agents: Agents,
         checkpoints: Checkpoints,
+        committer: Committer,
         rendezvous: Rendezvous,
         observers: Observers,
         received: ReceivedResults,
@@ -103,6 +106,7 @@ class Brain:
         self._deadlines = Deadlines(request.settings.grace_period)
         self._agents = agents
         self._checkpoints = checkpoints
+        self._committer = committer
         self._rendezvous = rendezvous
         self._observers = observers
         self._received = received
@@ -124,6 +128,8 @@ class Brain:
         self._stopped_early: StoppedEarlyError | None = None
         self._stop_request: StopRequest | None = None
         self._has_kept = False
+        self._commits: dict[tuple[int, int], int] = {}
+        """Steps of sharded checkpoints that are about to be committed, by the attempt's number and the save's."""
         # What the gang is in the middle of.
         self._attempt: Attempt | None = None
         self._carriers: list[Peer] = []
@@ -170,7 +176,7 @@ class Brain:
 
     # ---- what happens
 
-    def take(self, event: events.Event) -> None:
+    def take(self, event: events.Event) -> None:  # noqa: C901 - a case for each event
         """Record one thing that has happened."""
         match event:
             case events.Said(connection, message):
@@ -183,6 +189,8 @@ class Brain:
                 self._agents.refuse(worker, error, launch)
             case events.Uploaded(file, failure):
                 self._note_kept(file, failure)
+            case events.Committed():
+                self._note_committed(event)
             case events.Preempted(reason):
                 self._request_stop(reason, ends_gang=True)
             case events.Cancelled():
@@ -264,9 +272,9 @@ class Brain:
                 attempt.steps[rank] = file.step
                 self._fetches.fetch(peer, file)
             case reports.ShardsWritten(shards):
-                attempt.steps[rank] = shards.step
-            case reports.ShardsNotWritten(step=step):
-                attempt.steps[rank] = step
+                self._note_shards(attempt, rank, shards)
+            case reports.ShardsNotWritten():
+                self._note_shards(attempt, rank, report)
             case Part():
                 self._received.add(report)
             case reports.FolderWanted():
@@ -326,12 +334,45 @@ class Brain:
     def _note_kept(self, file: CheckpointFile, error: Exception | None) -> None:
         if error is None:
             self._fetches.note_end(file)
-            self._has_kept = True
-            if self._attempt is not None and file.attempt == self._attempt.number:
-                self._attempt.has_saved = True
-            self._observe("kept", file.step)
+            self._count_as_kept(file.attempt, file.step)
         elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
             self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
+
+    def _note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
+        """Once all ranks have said what came of a sharded checkpoint, have it committed; or give it up."""
+        if isinstance(said, WrittenShards) and said.attempt != attempt.number:
+            return
+        attempt.steps[rank] = said.step
+        if (all_said := attempt.note_shards(rank, said)) is None:
+            return
+        written = [each for _, each in sorted(all_said.items()) if isinstance(each, WrittenShards)]
+        if len(written) == attempt.world_size:
+            self._commits[attempt.number, said.number] = said.step
+            self._committer.commit(written)
+            return
+        failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
+        self._note(
+            f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
+            f"({why.reason})"
+        )
+        self._committer.sweep(attempt.number, said.number)
+        self._tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
+
+    def _note_committed(self, commit: events.Committed) -> None:
+        self._commits.pop((commit.attempt, commit.number), None)
+        if commit.error is None:
+            self._count_as_kept(commit.attempt, commit.step)
+        else:
+            self._note(f"the sharded checkpoint of step {commit.step} was not kept: {commit.error}")
+        self._committer.sweep(commit.attempt, commit.number)
+        if (attempt := self._attempt) is not None and attempt.number == commit.attempt and not attempt.is_over:
+            self._tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
+
+    def _count_as_kept(self, attempt: int, step: int) -> None:
+        self._has_kept = True
+        if self._attempt is not None and attempt == self._attempt.number:
+            self._attempt.has_saved = True
+        self._observe("kept", step)
 
     def _note_leaving(self, peer: Peer) -> None:
         self._agents.leaving.add(peer.node.worker)
@@ -430,6 +471,7 @@ class Brain:
             devices=self._settings.devices,
             max_restarts=self._settings.max_restarts,
             checkpoint=self._checkpoint,
+            sharding=self._committer.sharding(),
             hints=self._settings.hints,
             debugging=self._debugging,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
@@ -565,17 +607,28 @@ class Brain:
 
     def _begin_to_settle(self) -> Phase:
         attempt = self._gang
+        self._ended_at = self._now()
         if attempt.has_delivered and not attempt.stopped_early and not self._is_cancelled:
-            self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
             if (num_workers := len(attempt.ranks_of)) < self._num_wanted:
                 self._note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
-        self._ended_at = self._now()
+            return self._conclude
+        if self._is_last():
+            self._committer.hurry()
         return self._settle
+
+    def _conclude(self) -> Phase | None:
+        """Give the results out once the last sharded checkpoint is committed."""
+        attempt, limit = self._gang, self._ended_at + self._settings.start_timeout
+        if self._is_cancelled:
+            raise self._cancelled()
+        if self._commits and self._now() < limit:
+            self._give_notice("waiting for the newest checkpoint to be committed")
+            return self._wait(limit)
+        self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
+        return None
 
     def _settle(self) -> Phase | None:
         """Wait for checkpoints that are on their way, as long as whoever sends them is there."""
-        if self._results is not None:
-            return None
         if self._is_cancelled:
             raise self._cancelled()
         if self._stopped_early is not None:
@@ -583,7 +636,7 @@ class Brain:
         if self._late:
             raise self._gang.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
-        if self._fetches.is_busy and self._now() < self._ended_at + limit:
+        if (self._fetches.is_busy or self._commits) and self._now() < self._ended_at + limit:
             self._give_notice("waiting for the newest checkpoint, which is on its way")
             return self._wait(self._ended_at + limit)
         self._fetches.clear()
@@ -594,8 +647,9 @@ class Brain:
         self._is_growing, self._stop_request = False, None
         self._number += 1
         self._checkpoints.fence(self._number)
+        self._committer.sweep(self._number)
         self._checkpoint = self._checkpoints.newest()
-        step = self._checkpoint.step if self._checkpoint else None
+        step = self._newest_step()
         self._observe("restarting", reason, step)
         start = f"step {step}" if step is not None else "the beginning, since no checkpoint was saved"
         self._note(reason)
@@ -633,7 +687,8 @@ class Brain:
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # A rank that was about to be stopped may fail for that reason alone.
-        gets_further = attempt.has_saved or self._fetches.is_busy or self._stop_request is not None
+        is_saving = self._fetches.is_busy or bool(self._commits)
+        gets_further = attempt.has_saved or is_saving or self._stop_request is not None
         return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
 
     def _cancelled(self) -> Exception:
@@ -642,18 +697,26 @@ class Brain:
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
         reason = SCHEDULER_LOST if request.is_workers and self._has_lost_scheduler() else request.reason
-        newest = self._checkpoints.newest()
+        self._checkpoint = self._checkpoints.newest()
+        newest = self._newest_step()
         is_stored = self._checkpoints.flush(self._deadlines.storage)
         if newest is None:
             rest = "there is no checkpoint, so the next attempt starts afresh"
         elif self._request.storage is None:
-            rest = f"the newest checkpoint was that of step {newest.step}"
+            rest = f"the newest checkpoint was that of step {newest}"
         elif is_stored:
-            rest = f"the next attempt goes on from the checkpoint of step {newest.step}"
+            rest = f"the next attempt goes on from the checkpoint of step {newest}"
         else:
-            rest = f"the checkpoint of step {newest.step} did not reach {self._request.storage.own} in time"
+            rest = f"the checkpoint of step {newest} did not reach {self._request.storage.own} in time"
+        for step in self._commits.values():
+            rest += f"; that of step {step} could not be committed in time"
         failed = f" while it was failing ({failure})" if failure else ""
         return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)
+
+    def _newest_step(self) -> int | None:
+        """Of the checkpoints of both kinds that there are."""
+        newest = (self._checkpoint, self._committer.newest())
+        return max((one.step for one in newest if one is not None), default=None)
 
     # ---- hanging
 

@@ -9,7 +9,18 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import FromAgent
 from flytekitplugins.daskpytorch.protocol.reports import ShortReport
 
-__all__ = ["Cancelled", "Event", "Gone", "Interrupted", "NotLaunched", "Preempted", "RankSaid", "Said", "Uploaded"]
+__all__ = [
+    "Cancelled",
+    "Committed",
+    "Event",
+    "Gone",
+    "Interrupted",
+    "NotLaunched",
+    "Preempted",
+    "RankSaid",
+    "Said",
+    "Uploaded",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,17 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
+class Committed:
+    """A sharded checkpoint has been committed, or will not be, for this reason."""
+
+    attempt: int
+    number: int
+    """Which of the attempt's saves it is."""
+    step: int
+    error: Exception | None
+
+
+@dataclass(frozen=True)
 class NotLaunched:
     """An agent could not be started, or ended in an error."""
 
@@ -71,4 +93,4 @@ class Interrupted:
     """Ctrl-C was pressed while a rank's debugger had the terminal."""
 
 
-Event = Said | RankSaid | Gone | Uploaded | NotLaunched | Preempted | Cancelled | Interrupted
+Event = Said | RankSaid | Gone | Uploaded | Committed | NotLaunched | Preempted | Cancelled | Interrupted

@@ -1,5 +1,6 @@
 """A file system of fsspec's, in which files appear whole or not at all. Runs in the driver."""
 
+import contextlib
 import functools
 import shutil
 import uuid
@@ -29,6 +30,17 @@ class Files:
         self.fs.invalidate_cache()
         root = self.fs._strip_protocol(folder)  # noqa: SLF001
         return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
+
+    def folders(self, folder: str) -> list[str]:
+        """The names of the folders in it; none where it is not there."""
+        self.fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return [
+                each["name"].rpartition("/")[2]
+                for each in self.fs.ls(folder, detail=True)
+                if each["type"] == "directory"
+            ]
+        return []
 
     def read(self, path: str) -> bytes:
         """What is in a file."""

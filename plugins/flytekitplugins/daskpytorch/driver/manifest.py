@@ -17,9 +17,10 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import Storage, StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
-__all__ = ["MANIFEST", "Manifest", "entries_of", "read_manifest"]
+__all__ = ["MANIFEST", "Manifest", "named_in", "read_manifest"]
 
 MANIFEST = "manifest.json"
+Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
 
 
 class Manifest:
@@ -30,6 +31,8 @@ class Manifest:
         self._lock = threading.Lock()
         self.files: list[CheckpointFile] = []
         self.sharded: list[ShardedCheckpoint] = []
+        self.is_known = False
+        """What the manifest before this one names was read, so that what is left of others can be told apart."""
 
     def write(
         self, *, files: Sequence[CheckpointFile] | None = None, sharded: Sequence[ShardedCheckpoint] | None = None
@@ -51,8 +54,8 @@ class Manifest:
             self.files, self.sharded = files, sharded
 
 
-def read_manifest(storage: Storage, folder: str) -> tuple[list[CheckpointFile], list[ShardedCheckpoint]]:
-    """What a folder's manifest names; nothing where there is none, or none that is whole.
+def read_manifest(storage: Storage, folder: str) -> Named | None:
+    """What a folder's manifest names, which is nothing where there is none; None: it cannot be told.
 
     Raises:
         Exception: Whatever a store's client raises.
@@ -60,18 +63,19 @@ def read_manifest(storage: Storage, folder: str) -> tuple[list[CheckpointFile], 
     uri = f"{folder}/{MANIFEST}"
     with tempfile.TemporaryDirectory(prefix="daskpytorch-manifest-") as here:
         local = Path(here, MANIFEST)
-        if storage.get_filesystem_for_path(uri).exists(uri):
-            storage.get_data(uri, str(local))
-        return entries_of(local)
+        if not storage.get_filesystem_for_path(uri).exists(uri):
+            return [], []
+        storage.get_data(uri, str(local))
+        return named_in(local)
 
 
-def entries_of(path: Path) -> tuple[list[CheckpointFile], list[ShardedCheckpoint]]:
-    """The same of a manifest that is a file here."""
+def named_in(path: Path) -> Named | None:
+    """What a manifest that is a file here names; None: it is torn, or of a later version."""
     try:
         named = json.loads(path.read_bytes())
         return (
             [CheckpointFile(**entry) for entry in named["checkpoints"]],
             [ShardedCheckpoint(**entry) for entry in named.get("sharded", ())],
         )
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return [], []
+    except (ValueError, TypeError, KeyError):
+        return None

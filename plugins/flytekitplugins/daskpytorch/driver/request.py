@@ -1,6 +1,7 @@
 """What one gang is asked to do, and what it is called in all attempts of its task. Made by whoever starts it."""
 
 import contextlib
+import hashlib
 import inspect
 import re
 import threading
@@ -10,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
+from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = ["Keys", "Request", "key_of", "named", "request_for", "take_keys"]
+__all__ = ["Keys", "Request", "key_of", "named", "request_for", "storage_of", "take_keys"]
 
 MAX_NAME = 100
 """Characters of a function's name, of which the last count."""
@@ -105,8 +107,23 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def named(request: Request, key: str) -> Request:
-    """The same under a key, by which its checkpoints are found in the host's storage."""
-    return replace(request, key=key, storage=current_execution().checkpoint_paths(key))
+    """The same under a key, by which its checkpoints are found in storage."""
+    return replace(request, key=key, storage=storage_of(current_execution(), key, request.settings))
+
+
+def storage_of(
+    execution: Execution, key: str, settings: Gang, paths: StoragePaths | None = None
+) -> StoragePaths | None:
+    """Where the gang of this key keeps its checkpoints; `paths` in place of what the host says of it."""
+    paths, uri = paths or execution.checkpoint_paths(key), settings.checkpoint_uri
+    if uri is None:
+        return paths
+    if paths is None:  # nobody else keeps anything: all that the next call needs is there
+        files = Files(execution.filesystem(uri))
+        own = f"{files.path(uri)}/{key}"
+        return StoragePaths(file_access=files, previous=own, own=own)
+    of_attempt = hashlib.sha256(paths.own.encode()).hexdigest()[:16]
+    return replace(paths, shards=f"{uri.rstrip('/')}/{execution.name or key}/{of_attempt}")
 
 
 class Keys:

@@ -8,6 +8,7 @@ import os
 import queue
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.driver.agents import Agents
@@ -19,12 +20,13 @@ from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.sharded import Committer, ShardStorage
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
-from flytekitplugins.daskpytorch.protocol.host import running
+from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
@@ -46,6 +48,7 @@ class Supervisor:
     ) -> None:
         self._request = request
         self._deadlines = Deadlines(request.settings.grace_period)
+        self._execution = current_execution()
         self._launcher = launcher
         self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
@@ -90,14 +93,18 @@ class Supervisor:
                 storage = StorageUpload(self._request.storage) if self._request.storage else None
                 checkpoints = Checkpoints(folder, storage)
                 stack.callback(checkpoints.close)
+                committer = self._committer(folder, storage)
+                stack.callback(committer.close)
                 self._agents = self._listen(checkpoints, stack)
                 try:
-                    return self._see_through(checkpoints)
+                    return self._see_through(checkpoints, committer)
                 except GangCancelledError:
                     checkpoints.flush(self._deadlines.cancelled)  # for a run that goes on from here
+                    committer.flush(self._deadlines.cancelled)
                     raise
                 except Exception:
                     checkpoints.flush(self._deadlines.storage)  # for the next attempt, if Flyte makes one
+                    committer.flush(self._deadlines.storage)
                     raise
         except Exception as caught:
             error = from_user(caught)
@@ -107,6 +114,11 @@ class Supervisor:
             if self._debugging.terminal is not None:
                 self._debugging.terminal.restore()
             self._observers.tell("ended", error)
+
+    def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:
+        is_users = self._request.settings.checkpoint_uri is not None
+        place = ShardStorage.of(self._request.storage, self._execution.filesystem, folder, is_users=is_users)
+        return Committer(place, storage.manifest if storage is not None else None, self._events.put)
 
     def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
         token = os.urandom(32)
@@ -124,12 +136,14 @@ class Supervisor:
         stack.callback(listener.close)
         return agents
 
-    def _see_through(self, checkpoints: Checkpoints) -> list[Any]:
+    def _see_through(self, checkpoints: Checkpoints, committer: Committer) -> list[Any]:
         self._agents.launch(self._launcher.workers)
         code = self._request.code or pack_code()  # while the agents are on their way
-        if (checkpoint := checkpoints.restore()) is not None:
-            text = f"going on from the previous attempt's checkpoint of step {checkpoint.step}"
-            self._observers.tell("resumed", checkpoint.step)
+        checkpoint = checkpoints.restore()
+        committer.begin()
+        if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
+            text = f"going on from the previous attempt's checkpoint of step {max(steps)}"
+            self._observers.tell("resumed", max(steps))
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
             if self._launcher.num_wanted * self._request.ranks_per_worker > 1:
@@ -138,6 +152,7 @@ class Supervisor:
                 self._request,
                 self._agents,
                 checkpoints,
+                committer,
                 rendezvous,
                 self._observers,
                 self.received,

@@ -50,9 +50,9 @@ class StorageUpload:
         if not previous:
             return None
         try:
-            files, self.manifest.sharded = self._patiently(
-                functools.partial(read_manifest, self._paths.file_access, previous)
-            )
+            named = self._patiently(functools.partial(read_manifest, self._paths.file_access, previous))
+            files, self.manifest.sharded = named or ([], [])
+            self.manifest.is_known = named is not None
             if previous == self._paths.own:  # what is there already need not be copied, and is to be removed some day
                 self.manifest.files = files
             for file in files:

@@ -24,7 +24,7 @@ from typing import IO, Any
 import fsspec
 from flytekit.models.literals import Literal, LiteralMap
 
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, entries_of
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
@@ -35,6 +35,8 @@ FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 """`1` or `last`: go on from the task's newest run; else the folder of a run."""
 RECORD = "daskpytorch.json"
+A_RUN = "????????-??????-??????"
+"""A run's folder, also before it has a record: ranks may write the shards of its first checkpoint."""
 MAX_AGE = 14 * 86_400.0
 """Seconds since its last checkpoint after which a run is removed."""
 MAX_BYTES = 10 << 30
@@ -61,7 +63,7 @@ class LocalRun:
         """The step of the newest checkpoint that a next run would find."""
         with contextlib.suppress(OSError, LookupError):
             manifests = sorted(self.folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
-            return max((kind[0].step for kind in entries_of(manifests[-1]) if kind), default=None)
+            return max((kind[0].step for kind in named_in(manifests[-1]) or () if kind), default=None)
         return None
 
     def advice(self) -> str:
@@ -144,10 +146,11 @@ def begun(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> Iterat
 def clean(root: Path) -> None:
     """Remove runs that are too old, and the oldest of too many; none that goes on."""
     total = 0
-    for changed_at, folder in sorted(_runs(root), reverse=True):
+    for changed_at, folder in sorted(_runs(root, f"*/{A_RUN}"), reverse=True):
         with contextlib.suppress(OSError):  # another process cleans as well
             total += sum(path.stat().st_size for path in folder.rglob("*"))
-            if (time.time() - changed_at > MAX_AGE or total > MAX_BYTES) and not _goes_on(folder):
+            is_too_much = total > MAX_BYTES and (folder / RECORD).exists()
+            if (time.time() - changed_at > MAX_AGE or is_too_much) and not _goes_on(folder):
                 shutil.rmtree(folder)
 
 
@@ -198,14 +201,17 @@ def _previous(runs_of_task: Path) -> Path | None:
     return folder
 
 
-def _runs(root: Path) -> Iterator[tuple[float, Path]]:
+def _runs(root: Path, which: str = f"*/*/{RECORD}") -> Iterator[tuple[float, Path]]:
     """When each run has last written something, and its folder."""
-    for record in root.glob(f"*/*/{RECORD}"):
+    for found in root.glob(which):
+        folder = found if found.is_dir() else found.parent
         with contextlib.suppress(OSError):
-            yield max(path.stat().st_mtime for path in record.parent.rglob("*")), record.parent
+            yield max((path.stat().st_mtime for path in folder.rglob("*")), default=folder.stat().st_mtime), folder
 
 
 def _goes_on(run: Path) -> bool:
+    if not (run / RECORD).exists():
+        return False
     with (run / RECORD).open() as record:
         try:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -31,7 +31,7 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.request import check_function
+from flytekitplugins.daskpytorch.driver.request import check_function, storage_of
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.flyte import context, local_runs
 from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
@@ -209,7 +209,7 @@ class _InRanks(_Resumable):
                     gang,
                     [display, recorder, *observers],
                     received,
-                    storage=context.current().checkpoint_paths("gang"),
+                    storage=storage_of(context.current(), "gang", gang),
                     ask_for_folder=lambda: results.wanted_folder(received),
                 )
                 with rank.joined():
@@ -305,7 +305,7 @@ class _InRanks(_Resumable):
             # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
             environment=context.rank_environment() | self.environment,
             observers=self._observers(inputs),
-            storage=context.current().checkpoint_paths("gang"),
+            storage=storage_of(context.current(), "gang", config.gang),
         )
 
     def _observers(self, inputs: dict[str, Any]) -> list[Observer]:

@@ -31,6 +31,8 @@ class StoragePaths:
     """The folder of the attempt before."""
     own: str
     """The folder of this attempt."""
+    shards: str | None = None
+    """Where its ranks write those of sharded checkpoints, a path or an fsspec URL; None: in `own`, too."""
 
 
 class Execution:

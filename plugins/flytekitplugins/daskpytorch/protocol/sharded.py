@@ -4,10 +4,20 @@ Its objects lie in one folder that one attempt of the gang alone writes to: the 
 (`layout.json`) and, for plain `torch.distributed.checkpoint.load`, the same as torch has it (`.metadata`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
-__all__ = ["LAYOUT", "ShardedCheckpoint", "Sharding", "StoredItem", "StoredPart", "WrittenShards", "folder_name"]
+__all__ = [
+    "LAYOUT",
+    "ShardedCheckpoint",
+    "Sharding",
+    "StoredItem",
+    "StoredPart",
+    "WrittenShards",
+    "folder_name",
+    "layout_of",
+]
 
 LAYOUT = "layout.json"
 """The object that says what is where in the others."""
@@ -93,3 +103,19 @@ class Sharding:
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
     """A checkpoint's folder, below where all of the gang's are: of one save of one attempt of one gang alone."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
+
+
+def layout_of(written: Sequence[WrittenShards]) -> bytes:
+    """The content of `layout.json`, from what all ranks have written, in their order."""
+    first = written[0]
+    content = {
+        "attempt": first.attempt,
+        "number": first.number,
+        "step": first.step,
+        "world_size": len(written),
+        "metrics": dict(first.metrics),
+        "state": json.loads(first.state or "null"),
+        "parts": [asdict(part) for each in written for part in each.parts],
+        "items": [asdict(item) for each in written for item in each.items],
+    }
+    return json.dumps(content).encode()

@@ -9,7 +9,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
-from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.request import request_for, storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_code
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
@@ -122,10 +122,11 @@ class Sweep:
     def name(self, model: Model) -> None:
         """Give it its key, and with it its place in storage and its run."""
         key = self.keys[model.index]
-        paths = self.execution.checkpoint_paths(key)
         if self.storage is not None:
             model.storage = self.storage.model(model.index, lambda: self._about(model))
-            paths = model.storage.paths
+        paths = storage_of(
+            self.execution, key, self.settings, model.storage.paths if model.storage is not None else None
+        )
         observers = [*model.request.observers]
         if self.runs is not None:
             run = wandb_run.model_settings(self.runs, index=model.index, key=key)
