@@ -54,10 +54,18 @@ class Files:
             self.fs.pipe_file(path, data)
 
     def remove(self, folder: str) -> None:
-        """Remove a folder with all that is in it; nothing, where it is gone."""
+        """Remove a folder with all that is in it; nothing, where it is gone.
+
+        Raises:
+            OSError: It is still there; s3fs, say, passes over objects that it may not remove.
+        """
+        self.fs.invalidate_cache()
+        if not self.fs.exists(folder):
+            return
+        self.fs.rm(folder, recursive=True)
         self.fs.invalidate_cache()
         if self.fs.exists(folder):
-            self.fs.rm(folder, recursive=True)
+            raise OSError(f"{folder} is still there")
 
     def get_data(self, remote_path: str, local_path: str) -> None:
         """Download a file."""

@@ -1,0 +1,554 @@
+"""Sharded checkpoints in storage: what counts, what is removed, and what the next gang goes on from."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from s3fs import S3FileSystem
+
+from flytekitplugins.daskpytorch.driver import sharded
+from flytekitplugins.daskpytorch.driver.events import Committed
+from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read_manifest
+from flytekitplugins.daskpytorch.driver.request import storage_of
+from flytekitplugins.daskpytorch.driver.sharded import Committer, ShardStorage
+from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
+from flytekitplugins.daskpytorch.protocol.sharded import (
+    LAYOUT,
+    ShardedCheckpoint,
+    StoredItem,
+    StoredPart,
+    WrittenShards,
+    folder_name,
+)
+from flytekitplugins.daskpytorch.settings import Gang
+from processes import until
+from seaweed import NO_RIGHTS, WRITER, Weed
+
+PATIENCE = 300.0
+"""Seconds that nothing here takes."""
+STATE = json.dumps(
+    {"weight": {"path": ["weight"], "dtype": "float32", "size": [4], "chunks": [[[0], [2]], [[2], [2]]]}}
+)
+
+
+@dataclass
+class Driver:
+    """What a gang's driver has for its checkpoints, and two ranks that write theirs as they should."""
+
+    uri: str
+    """Of the gang, which keeps everything there."""
+    previous: str | None = None
+    """Where the attempt before has kept everything; None: in the same place."""
+    options: dict[str, Any] = field(default_factory=dict)
+    heard: list[Committed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fs = fsspec.core.url_to_fs(self.uri, **self.options)[0]
+        files = Files(self.fs)
+        self.uri = files.path(self.uri)
+        paths = StoragePaths(file_access=files, previous=self.previous or self.uri, own=self.uri)
+        self.upload = StorageUpload(paths, retry_after=0.05)
+        place = ShardStorage.of(paths, lambda _: self.fs, Path("/nowhere"), is_users="://" not in self.uri)
+        self.committer = Committer(place, self.upload.manifest, self.heard.append, retry_after=0.05)
+
+    def begin(self) -> Driver:
+        """Start, on a disk of its own."""
+        self.upload.restore(Path("/nowhere"))
+        self.committer.begin()
+        return self
+
+    def write(self, step: int, number: int = 0, attempt: int = 0) -> list[WrittenShards]:
+        """Both ranks write their parts."""
+        folder = f"{self.uri}/{folder_name(attempt, self.committer.sharding().nonce, step, number)}"
+        return [self._write(folder, rank, attempt, number, step) for rank in (0, 1)]
+
+    def _write(self, folder: str, rank: int, attempt: int, number: int, step: int) -> WrittenShards:
+        data = step.to_bytes(8, "big")
+        Files(self.fs).write(f"{folder}/part-{rank}", data)
+        item = StoredItem(
+            key="weight",
+            offset=(2 * rank,),
+            index=rank,
+            part=f"part-{rank}",
+            start=0,
+            length=len(data),
+            digest=hashlib.sha256(data).hexdigest(),
+        )
+        return WrittenShards(
+            attempt=attempt,
+            number=number,
+            step=step,
+            parts=(StoredPart(name=f"part-{rank}", size=len(data)),),
+            items=(item,),
+            state=STATE if rank == 0 else None,
+            metrics={"loss": 1 / step},
+        )
+
+    def save(self, step: int, number: int, attempt: int = 0) -> Committed:
+        """A whole checkpoint, committed and swept after as the brain asks."""
+        written = self.write(step, number, attempt)
+        self.committer.commit(written)
+        self.committer.sweep(attempt, number)
+        assert self.flush()
+        return self.heard[-1]
+
+    def flush(self) -> bool:
+        return self.committer.worker.flush(PATIENCE)
+
+    def steps(self) -> list[int]:
+        """Those that ranks would start from."""
+        return [entry.step for entry in self.committer.sharding().start]
+
+    def named(self) -> list[ShardedCheckpoint]:
+        """What the manifest in storage names."""
+        found = read_manifest(Files(self.fs), self.uri)
+        assert found is not None
+        return found[1]
+
+    def folders(self) -> list[str]:
+        """Those that lie in storage: step, attempt and number."""
+        names = {"/".join(path.split("/")[:2]) for path in Files(self.fs).below(self.uri) if path.startswith("step-")}
+        return sorted(name.rpartition("-")[0] for name in names)
+
+    def close(self) -> None:
+        self.upload.close()
+        self.committer.close()
+
+
+MakeDriver = Callable[..., Driver]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[MakeDriver]:
+    """Makes drivers of gangs that keep everything in a folder."""
+    made: list[Driver] = []
+
+    def make(uri: str | None = None, **how: Any) -> Driver:
+        made.append(Driver(uri or str(tmp_path / "kept"), **how))
+        return made[-1].begin()
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_what_all_ranks_have_written_is_a_checkpoint_once_the_manifest_names_it(driver: MakeDriver) -> None:
+    mine = driver()
+    assert mine.save(7, 0).error is None
+    [named] = mine.named()
+    assert named == mine.committer.newest()
+    assert (named.step, named.world_size, named.size, named.metrics) == (7, 2, 16, {"loss": 1 / 7})
+    layout = Path(named.uri, LAYOUT).read_bytes()
+    assert hashlib.sha256(layout).hexdigest() == named.layout_digest
+    content = json.loads(layout)
+    assert content["state"] == json.loads(STATE)
+    assert [(part["name"], part["size"]) for part in content["parts"]] == [("part-0", 8), ("part-1", 8)]
+    assert [(item["part"], item["offset"]) for item in content["items"]] == [("part-0", [0]), ("part-1", [2])]
+    assert sorted(path.name for path in Path(named.uri).iterdir()) == [".metadata", LAYOUT, "part-0", "part-1"]
+
+
+def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it(
+    driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(layout: bytes) -> bytes:
+        raise ImportError("another torch")
+
+    monkeypatch.setattr(sharded.torch_metadata, "metadata_of", fails)
+    mine = driver()
+    assert mine.save(7, 0).error is None
+    assert [entry.step for entry in mine.named()] == [7]
+    assert "can be read by gangs only, not by plain torch: ImportError: another torch" in capsys.readouterr().err
+
+
+def test_manifest_is_written_last(driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    real = Files._rename_into
+    monkeypatch.setattr(
+        Files, "_rename_into", lambda self, path, write: (order.append(Path(path).name), real(self, path, write))
+    )
+    mine = driver()
+    mine.save(7, 0)
+    assert order == ["part-0", "part-1", LAYOUT, ".metadata", MANIFEST]
+
+
+def test_older_ones_are_removed_after_the_manifest_does_without_them(driver: MakeDriver) -> None:
+    mine = driver()
+    for number in range(4):
+        mine.save(10 + number, number)
+    assert mine.steps() == [13, 12]
+    assert mine.folders() == ["step-12/0-2", "step-13/0-3"]
+
+
+def test_step_that_is_saved_twice_is_there_twice_until_it_is_older(driver: MakeDriver) -> None:
+    mine = driver()
+    mine.save(10, 0)
+    mine.save(10, 1)
+    assert mine.folders() == ["step-10/0-0", "step-10/0-1"]
+    mine.save(11, 2)
+    assert mine.folders() == ["step-10/0-1", "step-11/0-2"]
+
+
+def test_what_is_being_written_is_not_removed_but_what_was_given_up_is(driver: MakeDriver) -> None:
+    mine = driver()
+    mine.write(9, 0)  # given up: the next has begun
+    written = mine.write(10, 1)
+    mine.write(11, 2)  # goes on meanwhile, on a rank that was told first
+    mine.committer.commit(written)
+    mine.committer.sweep(0, 1)
+    assert mine.flush()
+    assert mine.folders() == ["step-10/0-1", "step-11/0-2"]
+
+
+def test_attempt_that_starts_removes_what_those_before_have_not_finished_and_what_they_write_later(
+    driver: MakeDriver,
+) -> None:
+    mine = driver()
+    mine.save(10, 0)
+    mine.write(11, 1)
+    mine.committer.sweep(1)
+    assert mine.flush()
+    assert mine.folders() == ["step-10/0-0"]
+    mine.write(12, 2, attempt=0)  # a rank that was suspended wakes up, and writes
+    mine.save(11, 0, attempt=1)
+    assert mine.folders() == ["step-10/0-0", "step-11/1-0"]
+    assert mine.steps() == [11, 10]
+
+
+def test_next_call_with_the_same_uri_goes_on_and_removes_what_was_not_finished(driver: MakeDriver) -> None:
+    first = driver()
+    first.save(10, 0)
+    first.save(11, 1)
+    first.write(12, 2)
+    first.close()
+    second = driver()
+    assert second.steps() == [11, 10]
+    assert second.flush()
+    assert second.folders() == ["step-10/0-0", "step-11/0-1"]
+    second.save(12, 0)
+    assert second.steps() == [12, 11]
+    assert second.folders() == ["step-11/0-1", "step-12/0-0"]
+
+
+@pytest.mark.parametrize("manifest", ["{", '{"checkpoints": [], "sharded": [{"of": "a later version"}]}'])
+def test_manifest_that_cannot_be_read_costs_no_shards(driver: MakeDriver, manifest: str) -> None:
+    first = driver()
+    first.save(10, 0)
+    first.close()
+    Path(first.uri, MANIFEST).write_text(manifest)
+    second = driver()
+    assert second.steps() == []
+    assert second.flush()
+    assert second.folders() == ["step-10/0-0"]
+
+
+def test_next_attempt_of_a_task_names_what_the_one_before_has_left_and_copies_and_removes_nothing(
+    driver: MakeDriver, tmp_path: Path
+) -> None:
+    first = driver(str(tmp_path / "0"))
+    first.save(10, 0)
+    first.save(11, 1)
+    first.close()
+    for number in (1, 2):  # attempts that save nothing themselves
+        later = driver(str(tmp_path / str(number)), previous=str(tmp_path / str(number - 1)))
+        assert later.steps() == [11, 10]
+        assert later.flush()
+        assert [(entry.step, Path(entry.uri).parents[1]) for entry in later.named()] == [
+            (11, tmp_path / "0"),
+            (10, tmp_path / "0"),
+        ]
+        assert later.folders() == []
+    for number in (0, 1):
+        later.save(12 + number, number)
+    assert later.steps() == [13, 12]
+    assert first.folders() == ["step-10/0-0", "step-11/0-1"]  # their own manifest names them
+
+
+def test_manifest_of_a_version_before_names_no_shards(driver: MakeDriver) -> None:
+    kept = Path(driver().uri)
+    kept.mkdir(exist_ok=True)
+    (kept / MANIFEST).write_text('{"checkpoints": []}')
+    assert driver().steps() == []
+
+
+# ---- Storage that fails ---------------------------------------------------------------------------------------------
+
+
+def test_commit_that_fails_is_tried_again_and_told_in_one_line(
+    driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, tries = driver(), []
+    real = Files.put_data
+
+    def put_data(self: Files, local_path: str, remote_path: str) -> None:
+        tries.append(remote_path)
+        if len(tries) < 4:
+            raise OSError("the storage is not in the mood")
+        real(self, local_path, remote_path)
+
+    monkeypatch.setattr(Files, "put_data", put_data)
+    assert mine.save(7, 0).error is None
+    assert len(tries) == 4
+    assert mine.steps() == [7]
+    [told] = capsys.readouterr().err.splitlines()
+    assert "the sharded checkpoint of step 7 could not be committed (OSError: the storage is not in the mood)" in told
+    assert "The training goes on" in told
+
+
+def test_shards_that_a_manifest_may_name_are_not_removed(driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage took the manifest, but its answer was lost: whoever reads it finds what it names."""
+    mine = driver()
+    real = Files.put_data
+
+    def put_data(self: Files, local_path: str, remote_path: str) -> None:
+        real(self, local_path, remote_path)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(sharded, "MAX_COMMIT_ATTEMPTS", 2)
+    monkeypatch.setattr(Files, "put_data", put_data)
+    assert isinstance(mine.save(7, 0).error, TimeoutError)
+    assert [entry.step for entry in mine.named()] == [7]
+    assert mine.folders() == ["step-7/0-0"]
+    assert mine.steps() == []
+    monkeypatch.undo()
+    mine.save(8, 1)
+    assert mine.steps() == [8]
+    assert mine.folders() == ["step-8/0-1"]
+
+
+def test_no_space_for_the_layout_costs_that_checkpoint_alone(
+    driver: MakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "MAX_COMMIT_ATTEMPTS", 2)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        mine = driver(str(disk / "kept"))
+        assert mine.save(7, 0).error is None
+        written = mine.write(8, 1)
+        filler = disk / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(bytes(1 << 20))
+        mine.committer.commit(written)
+        mine.committer.sweep(0, 1)
+        assert mine.flush()
+        assert isinstance(mine.heard[-1].error, OSError)
+        assert [entry.step for entry in mine.named()] == mine.steps() == [7]
+        filler.unlink()
+        assert mine.save(9, 2).error is None
+        assert mine.steps() == [9, 7]
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("at", [LAYOUT, ".metadata", MANIFEST])
+def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
+    driver: MakeDriver, tmp_path: Path, at: str
+) -> None:
+    """A driver of its own, which SIGKILL meets when it is about to write this object."""
+    program = textwrap.dedent(
+        f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_sharded import Driver, Files
+
+        mine = Driver({str(tmp_path / "kept")!r}).begin()
+        mine.save(10, 0)
+        real = Files._rename_into
+
+        def die(self, path, write):
+            if path.endswith({at!r}):
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(self, path, write)
+
+        Files._rename_into = die
+        mine.save(11, 1)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    second = driver()
+    assert second.steps() == [10]
+    assert second.flush()
+    assert second.folders() == ["step-10/0-0"]
+
+
+# ---- A real object store --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(weed: Weed, request: pytest.FixtureRequest) -> Iterator[str]:
+    """One of the test's own."""
+    name = hashlib.sha256(request.node.name.encode()).hexdigest()[:16]
+    weed.make_bucket(name)
+    yield name
+    S3FileSystem.clear_instance_cache()
+    gc.collect()  # its sessions complain when the interpreter ends
+
+
+def options(weed: Weed, **how: Any) -> dict[str, Any]:
+    told = weed.options(**how)
+    return {"key": told["key"], "secret": told["secret"], "endpoint_url": told["endpoint_url"]}
+
+
+def test_s3_keeps_them_from_gang_to_gang(driver: MakeDriver, weed: Weed, bucket: str) -> None:
+    first = driver(f"s3://{bucket}/kept", options=options(weed))
+    for number in range(3):
+        assert first.save(10 + number, number).error is None
+    first.write(13, 3)
+    assert first.folders() == ["step-11/0-1", "step-12/0-2", "step-13/0-3"]
+    first.close()
+    second = driver(f"s3://{bucket}/kept", options=options(weed))
+    assert second.steps() == [12, 11]
+    assert second.flush()
+    assert second.folders() == ["step-11/0-1", "step-12/0-2"]
+    assert second.committer.sharding().token is None
+    second.save(13, 0)
+    assert second.folders() == ["step-12/0-2", "step-13/0-0"]
+
+
+def test_s3_that_forbids_to_remove_keeps_all_and_says_so_once(
+    driver: MakeDriver, weed: Weed, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weed.forbid_deletes(bucket)
+    mine = driver(f"s3://{bucket}/kept", options=options(weed, keys=WRITER))
+    for number in range(4):
+        assert mine.save(10 + number, number).error is None
+    assert mine.steps() == [13, 12]
+    assert len(mine.folders()) == 4
+    [told] = capsys.readouterr().err.splitlines()
+    assert f"cannot be removed from s3://{bucket}/kept and stay there (" in told
+
+
+def test_s3_that_forbids_to_write_costs_the_checkpoint_alone(
+    driver: MakeDriver,
+    weed: Weed,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sharded, "MAX_COMMIT_ATTEMPTS", 2)
+    monkeypatch.setattr(StorageUpload, "restore", lambda *_: None)  # nor may it look for what was there
+    mine = driver(f"s3://{bucket}/kept", options=options(weed, keys=NO_RIGHTS))
+    ranks = driver(f"s3://{bucket}/kept", options=options(weed))  # with other rights
+    mine.committer.commit(ranks.write(10, 0))
+    assert mine.flush()
+    assert isinstance(mine.heard[-1].error, PermissionError)
+    assert mine.steps() == []
+    assert "could not be committed (PermissionError" in capsys.readouterr().err
+
+
+# ---- Where they lie -------------------------------------------------------------------------------------------------
+
+
+class InFlyte(Execution):
+    """Has a folder for each attempt."""
+
+    name = "a1b2"
+
+    def __init__(self, attempt: str) -> None:
+        self.paths = StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own=f"/flyte/{attempt}/gang")
+
+    def checkpoint_paths(self, key: str) -> StoragePaths | None:
+        return self.paths
+
+
+def place_of(paths: StoragePaths | None, scratch: Path, *, is_users: bool = False) -> ShardStorage:
+    return ShardStorage.of(paths, lambda _: LocalFileSystem(), scratch, is_users=is_users)
+
+
+def test_without_storage_they_lie_in_a_folder_that_goes_with_the_driver(tmp_path: Path) -> None:
+    place = place_of(storage_of(Execution(), "train-1", Gang()), tmp_path)
+    assert Path(place.base).parent == tmp_path
+    assert place.token is not None
+    assert place.token.parent == tmp_path
+
+
+def test_in_a_flyte_task_they_lie_beside_the_other_checkpoints_of_the_attempt(tmp_path: Path) -> None:
+    place = place_of(storage_of(InFlyte("n0-0"), "gang", Gang()), tmp_path)
+    assert place.base == "/flyte/n0-0/gang"
+    assert not place.is_reused
+
+
+def test_uri_in_a_flyte_task_holds_the_shards_of_each_attempt_apart_and_flyte_the_manifest(tmp_path: Path) -> None:
+    settings, bases = Gang(checkpoint_uri="s3://bucket/shards/"), set()
+    for attempt in ("n0-0", "n0-1", "n1-0"):
+        paths = storage_of(InFlyte(attempt), "gang", settings)
+        assert paths is not None
+        assert paths.own == f"/flyte/{attempt}/gang"
+        place = place_of(paths, tmp_path, is_users=True)
+        assert place.base.startswith("s3://bucket/shards/a1b2/")
+        assert place.token is None
+        bases.add(place.base)
+    assert len(bases) == 3
+
+
+def test_uri_outside_flyte_holds_all_of_each_gang_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for uri in (str(tmp_path / "kept"), f"file://{tmp_path}/kept/", "kept"):
+        paths = storage_of(Execution(), "train-1", Gang(checkpoint_uri=uri))
+        assert paths is not None
+        assert paths.own == paths.previous == str(tmp_path / "kept" / "train-1")
+        place = place_of(paths, tmp_path, is_users=True)
+        assert place.base == paths.own
+        assert place.is_reused
+        assert place.token is not None
+        assert str(place.token.parent) == paths.own  # a folder that the ranks' machines may share
+
+
+def test_token_is_there_while_the_gang_is(driver: MakeDriver) -> None:
+    mine = driver()
+    token = mine.committer.sharding().token
+    assert token is not None
+    assert Path(token).is_file()
+    mine.close()
+    assert not Path(token).exists()
+
+
+def test_gang_that_saves_no_shards_has_no_thread_for_them_and_no_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(uri: str) -> Any:
+        raise AssertionError("nobody asked for it")
+
+    committer = Committer(ShardStorage.of(None, opened, tmp_path, is_users=False), None, lambda _: None)
+    committer.begin()
+    assert committer.sharding().start == ()
+    assert committer.flush(0.0)
+    committer.close()
+    assert not committer.worker.has_begun
+
+
+def test_closing_ends_the_thread_though_storage_fails(driver: MakeDriver) -> None:
+    mine = driver()
+    mine.committer.retry_after = PATIENCE
+    shards = mine.write(7)
+    shutil.rmtree(mine.uri)
+    Path(mine.uri).write_text("in the way")
+    mine.committer.commit(shards)
+    thread = mine.committer.worker._thread
+    assert thread is not None
+    until(mine.committer.worker._jobs.empty, "the commit")
+    mine.committer.worker.close()
+    thread.join(PATIENCE / 2)
+    assert not thread.is_alive()
+    assert mine.heard[0].error is not None
