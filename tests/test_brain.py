@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver import brain, sharded
+from flytekitplugins.daskpytorch.driver import brain, committer
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Preempted
@@ -573,7 +573,7 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     world.save_shards()
     world.files.fails = True
     world.save_shards()
-    assert world.jobs.num_pauses == sharded.MAX_COMMIT_ATTEMPTS
+    assert world.jobs.num_pauses == committer.MAX_COMMIT_ATTEMPTS
     assert world.settled[-1] == Settled(1, 101, committed=False)
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")

@@ -19,12 +19,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
-from flytekitplugins.daskpytorch.driver import sharded
+from flytekitplugins.daskpytorch.driver import committer
+from flytekitplugins.daskpytorch.driver.committer import Committer, ShardStorage
 from flytekitplugins.daskpytorch.driver.events import Committed
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read_manifest
 from flytekitplugins.daskpytorch.driver.request import storage_of
-from flytekitplugins.daskpytorch.driver.sharded import Committer, ShardStorage
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
@@ -168,7 +168,7 @@ def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it
     def fails(layout: bytes) -> bytes:
         raise ImportError("another torch")
 
-    monkeypatch.setattr(sharded.torch_metadata, "metadata_of", fails)
+    monkeypatch.setattr(committer.torch_metadata, "metadata_of", fails)
     mine = driver()
     assert mine.save(7, 0).error is None
     assert [entry.step for entry in mine.named()] == [7]
@@ -318,7 +318,7 @@ def test_shards_that_a_manifest_may_name_are_not_removed(driver: MakeDriver, mon
         real(self, local_path, remote_path)
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(sharded, "MAX_COMMIT_ATTEMPTS", 2)
+    monkeypatch.setattr(committer, "MAX_COMMIT_ATTEMPTS", 2)
     monkeypatch.setattr(Files, "put_data", put_data)
     assert isinstance(mine.save(7, 0).error, TimeoutError)
     assert [entry.step for entry in mine.named()] == [7]
@@ -333,7 +333,7 @@ def test_shards_that_a_manifest_may_name_are_not_removed(driver: MakeDriver, mon
 def test_no_space_for_the_layout_costs_that_checkpoint_alone(
     driver: MakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded, "MAX_COMMIT_ATTEMPTS", 2)
+    monkeypatch.setattr(committer, "MAX_COMMIT_ATTEMPTS", 2)
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -369,7 +369,7 @@ def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
         f"""
         import os, signal, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_sharded import Driver, Files
+        from test_committer import Driver, Files
 
         mine = Driver({str(tmp_path / "kept")!r}).begin()
         mine.save(10, 0)
@@ -446,7 +446,7 @@ def test_s3_that_forbids_to_write_costs_the_checkpoint_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sharded, "MAX_COMMIT_ATTEMPTS", 2)
+    monkeypatch.setattr(committer, "MAX_COMMIT_ATTEMPTS", 2)
     monkeypatch.setattr(StorageUpload, "restore", lambda *_: None)  # nor may it look for what was there
     mine = driver(f"s3://{bucket}/kept", options=options(weed, keys=NO_RIGHTS))
     ranks = driver(f"s3://{bucket}/kept", options=options(weed))  # with other rights
