@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     WrittenShards,
     folder_name,
 )
-from flytekitplugins.daskpytorch.settings import Gang
+from flytekitplugins.daskpytorch.settings import Gang, Keep
 from processes import until
 from seaweed import NO_RIGHTS, WRITER, Weed
 
@@ -55,6 +55,7 @@ class Driver:
     previous: str | None = None
     """Where the attempt before has kept everything; None: in the same place."""
     options: dict[str, Any] = field(default_factory=dict)
+    keep: Keep = field(default_factory=Keep)
     heard: list[Committed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class Driver:
         paths = StoragePaths(file_access=files, previous=self.previous or self.uri, own=self.uri)
         self.upload = StorageUpload(paths, retry_after=0.05)
         place = ShardStorage.of(paths, lambda _: self.fs, Path("/nowhere"), is_users="://" not in self.uri)
-        self.committer = Committer(place, self.upload.manifest, self.heard.append, retry_after=0.05)
+        self.committer = Committer(place, self.upload.manifest, self.heard.append, self.keep, retry_after=0.05)
 
     def begin(self) -> Driver:
         """Start, on a disk of its own."""
@@ -192,6 +193,20 @@ def test_older_ones_are_removed_after_the_manifest_does_without_them(driver: Mak
         mine.save(10 + number, number)
     assert mine.steps() == [13, 12]
     assert mine.folders() == ["step-12/0-2", "step-13/0-3"]
+
+
+def test_best_ones_stay_beside_the_last_from_gang_to_gang(driver: MakeDriver) -> None:
+    keep = Keep(last=1, best=1, metric="loss", mode="max")  # which falls with the steps
+    mine = driver(keep=keep)
+    for number in range(3):
+        mine.save(10 + number, number)
+    assert mine.steps() == [12, 10]
+    assert mine.folders() == ["step-10/0-0", "step-12/0-2"]
+    mine.close()
+    second = driver(keep=keep)
+    second.save(13, 0)
+    assert second.steps() == [13, 10]
+    assert second.folders() == ["step-10/0-0", "step-13/0-0"]
 
 
 def test_step_that_is_saved_twice_is_there_twice_until_it_is_older(driver: MakeDriver) -> None:

@@ -205,7 +205,15 @@ def test_keep(values: dict[str, Any]) -> None:
     if keep is not None:
         assert pickle.loads(pickle.dumps(keep)) == keep
         entries = [
-            WrittenShards(attempt=0, step=step, parts=(), items=(), state=None, metrics={str(keep.metric): 1.0 / step})
+            WrittenShards(
+                attempt=0,
+                number=step,
+                step=step,
+                parts=(),
+                items=(),
+                state=None,
+                metrics={str(keep.metric): 1.0 / step},
+            )
             for step in range(1, 9)
         ]
         staying = retained(entries, keep)

@@ -24,7 +24,8 @@ from fsspec.implementations.local import LocalFileSystem
 from flytekitplugins.daskpytorch.driver.events import Committed
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
-from flytekitplugins.daskpytorch.driver.upload import NUM_KEPT, RETRY_AFTER
+from flytekitplugins.daskpytorch.driver.retention import retained
+from flytekitplugins.daskpytorch.driver.upload import RETRY_AFTER
 from flytekitplugins.daskpytorch.protocol import torch_metadata
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
@@ -35,6 +36,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     folder_name,
     layout_of,
 )
+from flytekitplugins.daskpytorch.settings import Keep
 
 __all__ = ["Committer", "ShardStorage", "Worker"]
 
@@ -127,13 +129,14 @@ class ShardStorage:
 
 @dataclass
 class Committer:
-    """Makes checkpoints of what the ranks have written, keeps the last few, and removes what is none."""
+    """Makes checkpoints of what the ranks have written, keeps those that are to stay, and removes what is none."""
 
     storage: ShardStorage
     manifest: Manifest | None
     """Names the checkpoints, those that it goes on from included; None: no other gang is to find them."""
     say: Callable[[Committed], object]
     """Hears what came of a commit, in the worker's thread."""
+    keep: Keep = field(default_factory=Keep)
     worker: Worker = field(default_factory=Worker)
     retry_after: float = RETRY_AFTER
     """Seconds before storage that failed is tried again; doubled each time, up to a minute."""
@@ -240,7 +243,7 @@ class Committer:
             layout_digest=hashlib.sha256(layout).hexdigest(),
             metrics=first.metrics,
         )
-        self._name([*(entry for entry in self._kept if entry.uri != uri), made][-NUM_KEPT:])
+        self._name(retained([*(entry for entry in self._kept if entry.uri != uri), made], self.keep))
 
     def _name(self, entries: list[ShardedCheckpoint]) -> None:
         if self.manifest is not None:

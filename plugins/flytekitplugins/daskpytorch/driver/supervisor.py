@@ -116,9 +116,10 @@ class Supervisor:
             self._observers.tell("ended", error)
 
     def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:
-        is_users = self._request.settings.checkpoint_uri is not None
+        settings = self._request.settings
+        is_users = settings.checkpoint_uri is not None
         place = ShardStorage.of(self._request.storage, self._execution.filesystem, folder, is_users=is_users)
-        return Committer(place, storage.manifest if storage is not None else None, self._events.put)
+        return Committer(place, storage.manifest if storage is not None else None, self._events.put, settings.keep)
 
     def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
         token = os.urandom(32)

@@ -66,7 +66,7 @@ class WrittenShards:
     items: tuple[StoredItem, ...]
     state: str | None
     """Of rank 0: the state's keys, with shapes, dtypes and chunks, as JSON; None of the others."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class ShardedCheckpoint:
     """Of all its parts, in bytes."""
     layout_digest: str
     """SHA-256 of `layout.json`."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
