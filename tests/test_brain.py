@@ -578,7 +578,7 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
     assert world.watcher.notes[-1] == (
-        "train: the sharded checkpoint of step 101 was not kept: the storage is not in the mood"
+        "train: the sharded checkpoint of step 101 was not kept (OSError('the storage is not in the mood'))"
     )
     assert world.watcher.kept_steps == [100]
     assert folders(world) == ["step-100/0-0"]
@@ -665,7 +665,7 @@ def test_gang_whose_last_shards_cannot_be_committed_has_its_results_all_the_same
     world.obey_all()
     world.work()
     assert world.results == [0, 1]
-    assert "was not kept: the storage is not in the mood" in world.watcher.notes[-1]
+    assert "was not kept (OSError('the storage is not in the mood'))" in world.watcher.notes[-1]
 
 
 @pytest.mark.parametrize("arrives", [True, False])

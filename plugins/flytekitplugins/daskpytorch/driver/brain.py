@@ -363,7 +363,7 @@ class Brain:
         if commit.error is None:
             self._count_as_kept(commit.attempt, commit.step)
         else:
-            self._note(f"the sharded checkpoint of step {commit.step} was not kept: {commit.error}")
+            self._note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
         self._committer.sweep(commit.attempt, commit.number)
         if (attempt := self._attempt) is not None and attempt.number == commit.attempt and not attempt.is_over:
             self._tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))

@@ -36,7 +36,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     folder_name,
     layout_of,
 )
-from flytekitplugins.daskpytorch.settings import Keep
+from flytekitplugins.daskpytorch.settings import Gang, Keep
 
 __all__ = ["Committer", "ShardStorage", "Worker"]
 
@@ -149,6 +149,20 @@ class Committer:
     """Nobody knows which manifest storage has: it has not answered."""
     _has_complained: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        settings: Gang,
+        paths: StoragePaths | None,
+        manifest: Manifest | None,
+        scratch: Path,
+        filesystem: Callable[[str], Any],
+        say: Callable[[Committed], object],
+    ) -> "Committer":
+        """That of a gang with these settings, whose other checkpoints go to these paths."""
+        place = ShardStorage.of(paths, filesystem, scratch, is_users=settings.checkpoint_uri is not None)
+        return cls(place, manifest, say, settings.keep)
+
     def begin(self) -> None:
         """Go on from the checkpoints that the manifest has by now."""
         self._kept = list(reversed(self.manifest.sharded)) if self.manifest is not None else []
@@ -199,11 +213,13 @@ class Committer:
 
     def _carry_forward(self) -> None:
         """Name what the attempt before has left in a manifest of our own, so that it is found after this one."""
-        self._patiently(lambda: self._name(self._kept), "what the attempt before has left", "named")
+        self._patiently(lambda: self._name(self._kept), "sharded checkpoints of the attempt before", "named")
 
     def _commit(self, written: Sequence[WrittenShards]) -> None:
         of = written[0]
-        error = self._patiently(lambda: self._make_checkpoint(written), f"step {of.step}", "committed")
+        error = self._patiently(
+            lambda: self._make_checkpoint(written), f"sharded checkpoint of step {of.step}", "committed"
+        )
         self.say(Committed(of.attempt, of.number, of.step, error))
 
     def _patiently(self, work: Callable[[], None], what: str, done: str) -> Exception | None:
@@ -218,8 +234,8 @@ class Committer:
                 return None
             if number == 1:
                 print(
-                    f"the sharded checkpoint of {what} could not be {done} ({type(failure).__name__}: {failure}); "
-                    f"trying again for some minutes. The training goes on.",
+                    f"the {what} could not be {done} ({type(failure).__name__}: {failure}); "
+                    "trying again for some minutes. The training goes on.",
                     file=sys.stderr,
                 )
             if not self.worker.pause(wait, self.retry_after):

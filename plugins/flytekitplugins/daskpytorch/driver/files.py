@@ -54,7 +54,7 @@ class Files:
             self.fs.pipe_file(path, data)
 
     def remove(self, folder: str) -> None:
-        """Remove a folder with all that is in it; nothing, where it is gone.
+        """Remove a folder with all that is in it, and the one that it is in where that is empty then.
 
         Raises:
             OSError: It is still there; s3fs, say, passes over objects that it may not remove.
@@ -66,6 +66,9 @@ class Files:
         self.fs.invalidate_cache()
         if self.fs.exists(folder):
             raise OSError(f"{folder} is still there")
+        if self.is_local:
+            with contextlib.suppress(OSError):  # there is something else in it
+                Path(folder).parent.rmdir()
 
     def get_data(self, remote_path: str, local_path: str) -> None:
         """Download a file."""

@@ -14,24 +14,60 @@ from typing import Any
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.events import Committed
+from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import orders, result_frames
+from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 __all__ = ["InProcess"]
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """Left as it is: this process may have used its GPUs before."""
+
+
+class _Shards:
+    """The driver's side of sharded checkpoints, and beside it the rank's."""
+
+    def __init__(
+        self, settings: Gang, paths: StoragePaths | None, manifest: Manifest | None, folder: Path, observers: Observers
+    ) -> None:
+        filesystem = current_execution().filesystem
+        self.committer = Committer.of(settings, paths, manifest, folder, filesystem, self._note_committed)
+        self.committer.begin()
+        self.rank = ShardedCheckpoints(self.committer.sharding(), attempt=0, rank=0, report=self._hear)
+        self._observers = observers
+
+    def _hear(self, said: reports.ShardsWritten | reports.ShardsNotWritten) -> None:
+        if isinstance(said, reports.ShardsWritten):
+            self.committer.commit([said.shards])
+        else:
+            self._settle(said.number, f"the sharded checkpoint of step {said.step} was not kept: {said.reason}")
+
+    def _note_committed(self, commit: Committed) -> None:
+        if commit.error is None:
+            self._observers.tell("kept", commit.step)
+            self._settle(commit.number)
+        else:
+            self._settle(commit.number, f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
+
+    def _settle(self, number: int, failure: str | None = None) -> None:
+        if failure is not None:
+            self._observers.tell("noted", failure)
+        self.committer.sweep(0, number)
+        self.rank.settle(number)
 
 
 class InProcess:
@@ -62,21 +98,24 @@ class InProcess:
         try:
             with contextlib.ExitStack() as stack:
                 folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
-                checkpoints = self._checkpoints(folder, stack)
+                checkpoints, shards = self._checkpoints(folder, stack)
                 [[place]] = self._placed()
                 job = self._job()
                 stack.enter_context(_changed(orders.environment(os.environ, place, job, None, folder)))
                 process_group.install()
                 stack.callback(process_group.leave)
                 process_group.join(place, job, None)
-                stack.enter_context(_entered(rank := self._context(folder, checkpoints)))
+                stack.enter_context(_entered(rank := self._context(folder, checkpoints, shards)))
                 self._observers.tell("formed", 0.0)
                 try:
                     yield
                     rank.checkpoint.flush()
+                    shards.committer.flush(self._settings.start_timeout)
                 except Exception:
                     rank.checkpoint.flush()
-                    checkpoints.flush(Deadlines(self._settings.grace_period).storage)
+                    limit = Deadlines(self._settings.grace_period).storage
+                    checkpoints.flush(limit)
+                    shards.committer.flush(limit)
                     raise
         except Exception as caught:
             error = caught
@@ -85,12 +124,17 @@ class InProcess:
             self._rank_observers.tell("close", int(error is not None), None)
             self._observers.tell("ended", error)
 
-    def _checkpoints(self, folder: Path, stack: contextlib.ExitStack) -> Checkpoints:
-        checkpoints = Checkpoints(folder, StorageUpload(self._storage) if self._storage else None)
+    def _checkpoints(self, folder: Path, stack: contextlib.ExitStack) -> tuple[Checkpoints, _Shards]:
+        storage = StorageUpload(self._storage) if self._storage else None
+        checkpoints = Checkpoints(folder, storage)
         stack.callback(checkpoints.close)
-        if (start := checkpoints.restore()) is not None:
-            self._observers.tell("resumed", start.step)
-        return checkpoints
+        start = checkpoints.restore()
+        manifest = storage.manifest if storage is not None else None
+        shards = _Shards(self._settings, self._storage, manifest, folder, self._observers)
+        stack.callback(shards.committer.close)
+        if steps := [found.step for found in (start, shards.committer.newest()) if found is not None]:
+            self._observers.tell("resumed", max(steps))
+        return checkpoints, shards
 
     def _placed(self) -> list[list[Place]]:
         name = self._name.rpartition(".")[2]
@@ -105,7 +149,7 @@ class InProcess:
     def _job(self) -> orders.Job:
         return orders.Job(gang="debug", attempt=0, call=b"", backend="gloo", timeout=self._settings.start_timeout)
 
-    def _context(self, folder: Path, checkpoints: Checkpoints) -> RankContext:
+    def _context(self, folder: Path, checkpoints: Checkpoints, shards: _Shards) -> RankContext:
         provided: Future[orders.Provided | orders.NotProvided] = Future()
         provided.set_result(orders.Provided(0))
         progress = Progress()
@@ -122,6 +166,7 @@ class InProcess:
             progress=progress,
             announce=keep,
             provided=provided,
+            sharded=shards.rank,
             timeout=self._settings.start_timeout,
         )
         return RankContext(

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.committer import Committer, ShardStorage
+from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Interrupted, NotLaunched, Preempted
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
@@ -97,7 +97,9 @@ class Supervisor:
                 stack.callback(committer.close)
                 self._agents = self._listen(checkpoints, stack)
                 try:
-                    return self._see_through(checkpoints, committer)
+                    results = self._see_through(checkpoints, committer)
+                    committer.flush(self._deadlines.storage)
+                    return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
                     checkpoints.flush(self._deadlines.cancelled)  # for a run that goes on from here
                     committer.flush(self._deadlines.cancelled)
@@ -116,10 +118,9 @@ class Supervisor:
             self._observers.tell("ended", error)
 
     def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:
-        settings = self._request.settings
-        is_users = settings.checkpoint_uri is not None
-        place = ShardStorage.of(self._request.storage, self._execution.filesystem, folder, is_users=is_users)
-        return Committer(place, storage.manifest if storage is not None else None, self._events.put, settings.keep)
+        manifest = storage.manifest if storage is not None else None
+        request, filesystem = self._request, self._execution.filesystem
+        return Committer.of(request.settings, request.storage, manifest, folder, filesystem, self._events.put)
 
     def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
         token = os.urandom(32)

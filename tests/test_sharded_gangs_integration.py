@@ -1,0 +1,200 @@
+"""Sharded checkpoints in whole gangs: ranks that are killed at any moment, other numbers of ranks, folders and S3."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from processes import nothing_left_behind, until
+from seaweed import Weed
+
+NUM_STEPS = 24
+
+
+class Notes(Observer):
+    """What was said of a gang."""
+
+    def __init__(self) -> None:
+        self.kept_steps: list[int] = []
+        self.resumed_steps: list[int | None] = []
+        self.texts: list[str] = []
+
+    def kept(self, step: int) -> None:
+        self.kept_steps.append(step)
+
+    def resumed(self, step: int) -> None:
+        self.resumed_steps.append(step)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        self.resumed_steps.append(step)
+
+    def noted(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def train(stop: int, seed: int | None = None, pause: float = 0.0) -> dict[str, Any]:
+    """Train an FSDP2 model until this step, whatever becomes of the ranks; with a seed one of them is killed at times.
+
+    What there was at the start, and in the end, gathered.
+    """
+    rank = current_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (rank.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = state_of(model, optimizer)
+    first = rank.checkpoint.load_sharded(state) or 0
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    start = whole(model, optimizer)
+    if seed is not None:
+        doom(random.Random(f"{seed} {first} {os.environ['TORCHELASTIC_RESTART_COUNT']}"))
+    for step in range(first, stop):
+        optimizer.zero_grad()
+        model(torch.linspace(step, step + 1, 6).reshape(2, 3)).square().sum().backward()
+        optimizer.step()
+        rank.checkpoint.save_sharded(state_of(model, optimizer), step + 1, metrics={"loss": 1 / (step + 1)})
+        time.sleep(pause)
+        if rank.should_stop():
+            break
+    return {"first": first, "start": start, "end": whole(model, optimizer)}
+
+
+def doom(chance: random.Random) -> None:
+    """Have one of the ranks be killed at a moment that nobody knows before."""
+    victim, moment = chance.randrange(current_rank().world_size), chance.uniform(0.0, 1.2)
+    if current_rank().rank == victim:
+        killer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a training goes on from, gathered and copied."""
+    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return flatten_state_dict(copy.deepcopy(dict(zip(("model", "optimizer"), states, strict=True))))[0]
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert len(one) > 20
+    for key, value in one.items():
+        same = value.equal(other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        assert same, key
+
+
+def gang(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **settings: Any) -> tuple[Supervisor, Notes]:
+    notes = Notes()
+    request = request_for(function, args, {}, Gang(ranks_per_worker=num_ranks, **settings))
+    return Supervisor(named(request, "gang"), OwnNode(), [notes]), notes
+
+
+def run(*args: Any, **how: Any) -> tuple[list[dict[str, Any]], Notes]:
+    """What `train` returns on each rank of a gang."""
+    supervisor, notes = gang(train, *args, **how)
+    return GangFutures(supervisor, how.get("num_ranks", 2)).result(), notes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank_left() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+        fork_client.shutdown()
+
+
+@pytest.fixture
+def places(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """URIs of a kind."""
+
+    def place(kind: str) -> str:
+        if kind == "folder":
+            return str(tmp_path / "kept")
+        for name, value in weed.env().items():
+            monkeypatch.setenv(name, value)
+        weed.make_bucket("shards")
+        return f"s3://shards/{tmp_path.name}"
+
+    return place
+
+
+@pytest.mark.parametrize("kind", ["folder", "S3"])
+def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_alone(
+    kind: str, places: Callable[[str], str]
+) -> None:
+    [alone, _], notes = run(NUM_STEPS)
+    assert alone["first"] == 0
+    assert notes.resumed_steps == []
+    assert notes.kept_steps[-1] == NUM_STEPS
+    [killed, _], notes = run(NUM_STEPS, 7, 0.05, checkpoint_uri=places(kind), max_restarts=30)
+    assert_same(killed["end"], alone["end"])
+    assert len(notes.resumed_steps) >= 2, notes.texts
+    assert killed["first"] == notes.resumed_steps[-1]
+    assert notes.kept_steps[-1] == NUM_STEPS
+
+
+@pytest.mark.parametrize("kind", ["folder", "S3"])
+def test_gangs_of_other_sizes_go_on_from_the_same_place(kind: str, places: Callable[[str], str]) -> None:
+    uri, before = places(kind), None
+    for num_ranks, stop in ((4, 3), (3, 6), (1, 8)):
+        results, notes = run(stop, num_ranks=num_ranks, checkpoint_uri=uri)
+        if before is not None:
+            assert results[0]["first"] == notes.resumed_steps[0]
+            assert_same(results[0]["start"], before)
+        before = results[0]["end"]
+
+
+def test_what_a_gang_leaves_plain_torch_reads_too(tmp_path: Path) -> None:
+    results, _ = run(4, checkpoint_uri=str(tmp_path))
+    there = sorted(path.name for path in (tmp_path / "gang").iterdir())
+    assert there[0] == "manifest.json"
+    assert there[2:] == ["step-4"]  # and the one before, which need not be that of step 3
+    newest = max((tmp_path / "gang").glob("step-4/*"))
+    state = {key: value for key, value in results[0]["end"].items() if isinstance(value, torch.Tensor)}
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(loaded, checkpoint_id=newest)
+    for key, value in state.items():
+        assert value.equal(loaded[key]), key
+
+
+def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: Path) -> None:
+    supervisor, notes = gang(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path))
+    told = threading.Thread(
+        target=lambda: (
+            until(lambda: 5 in notes.kept_steps, "five steps"),
+            supervisor.preempt("the task was told to end"),
+        )
+    )
+    told.start()
+    with pytest.raises(PreemptedError, match="the next attempt goes on from the checkpoint of step") as ended:
+        supervisor.run()
+    told.join()
+    step = int(str(ended.value).rpartition(" ")[2])
+    assert notes.kept_steps[-1] == step
+    [again, _], notes = run(step, checkpoint_uri=str(tmp_path))
+    assert again["first"] == step
+    assert notes.resumed_steps == [step]
