@@ -71,8 +71,8 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
     return file
 
 
-def sharded_checkpoint(step: int) -> ShardedCheckpoint:
-    return ShardedCheckpoint(attempt=0, step=step, world_size=1, uri="/nowhere", size=5, layout_digest="d")
+def sharded_checkpoint(step: int, uri: str = "/nowhere") -> ShardedCheckpoint:
+    return ShardedCheckpoint(attempt=0, step=step, world_size=1, uri=uri, size=5, layout_digest="d")
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
@@ -242,6 +242,31 @@ def test_a_run_goes_on_from_shards(root: Path, tmp_path: Path) -> None:
         Manifest(run.paths("gang")).write(sharded=[sharded_checkpoint(3)])
         assert run.newest_step() == 3
         assert "the checkpoint of step 3 is kept" in run.advice()
+
+
+@pytest.mark.parametrize("why", ["old", "large"])
+def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    with run_of() as first:
+        part = first.folder / "gang" / "step-3" / "0-0-abc" / "part"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(bytes(100_000))
+        Manifest(first.paths("gang")).write(sharded=[sharded_checkpoint(3, str(part.parent))])
+    for path in first.folder.rglob("*"):
+        os.utime(path, (time.time() - 86_400 * (15 if why == "old" else 1),) * 2)
+    if why == "large":
+        monkeypatch.setattr(local_runs, "MAX_BYTES", 50_000)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder))
+    with run_of() as second:
+        # Its first manifest, with which its folder is made, names what it goes on from.
+        Manifest(second.paths("gang")).write(sharded=[sharded_checkpoint(3, str(part.parent))])
+        assert part.exists()
+    local_runs.clean(root)
+    assert part.exists()
+    shutil.rmtree(second.folder)
+    local_runs.clean(root)
+    assert not part.exists()
 
 
 def test_a_run_that_is_training_is_never_removed_nor_is_what_no_run_has_left(root: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class LocalRun:
             fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         json.dump(record, self._record)
         self._record.flush()
-        clean(self.folder.parent.parent)
+        clean(self.folder.parent.parent, self.previous)
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -143,15 +143,28 @@ def begun(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> Iterat
             run.close()
 
 
-def clean(root: Path) -> None:
-    """Remove runs that are too old, and the oldest of too many; none that goes on."""
-    total = 0
+def clean(root: Path, previous: Path | None = None) -> None:
+    """Remove runs that are too old, and the oldest of too many.
+
+    None that goes on, nor any whose shards are those of another, such as one that is about to go on from `previous`.
+    """
+    total, needed = 0, {previous}
     for changed_at, folder in sorted(_runs(root, f"*/{A_RUN}"), reverse=True):
         with contextlib.suppress(OSError):  # another process cleans as well
             total += sum(path.stat().st_size for path in folder.rglob("*"))
             is_too_much = total > MAX_BYTES and (folder / RECORD).exists()
-            if (time.time() - changed_at > MAX_AGE or is_too_much) and not _goes_on(folder):
+            is_over = (time.time() - changed_at > MAX_AGE or is_too_much) and not _goes_on(folder)
+            if is_over and folder not in needed:
                 shutil.rmtree(folder)
+            else:
+                needed |= _folders_named_by(folder, root)
+
+
+def _folders_named_by(run: Path, root: Path) -> set[Path]:
+    """The runs whose shards the checkpoints of this one are: its own, and those of runs that it has gone on from."""
+    named = [named_in(manifest) for manifest in run.glob(f"*/{MANIFEST}")]
+    folders = [Path(entry.uri) for _, sharded in filter(None, named) for entry in sharded]
+    return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}
 
 
 def _begin(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> LocalRun | None:
