@@ -133,27 +133,35 @@ class Execution:
         """After which epoch each rank of an attempt started, every attempt."""
         return [int(line) for rank in range(2) for line in self.lines(f"start-{number}-{rank}")]
 
-    def mirrored(self, number: int) -> list[int]:
+    def mirrored(self, number: int, kind: str = "checkpoints") -> list[int]:
         """The epochs whose checkpoints the attempt has in storage."""
-        path = self.folder / f"attempt-{number}" / "checkpoint" / "daskpytorch" / "gang" / MANIFEST
         try:
-            return [entry["step"] for entry in json.loads(path.read_text())["checkpoints"]]
+            return [entry["step"] for entry in json.loads((self.stored(number) / MANIFEST).read_text()).get(kind, ())]
         except (OSError, ValueError):
             return []
+
+    def stored(self, number: int) -> Path:
+        """Where the attempt keeps its checkpoints."""
+        return self.folder / f"attempt-{number}" / "checkpoint" / "daskpytorch" / "gang"
 
     def runs(self) -> list[Path]:
         """The Weights & Biases runs that its attempts began, in order; the files' names end in the runs' ids."""
         return sorted(self.wandb.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime)
 
     def when_dying(
-        self, number: int, epoch: int, act: Callable[..., None] | None = None, num_runs: int = 0
+        self,
+        number: int,
+        epoch: int,
+        act: Callable[..., None] | None = None,
+        num_runs: int = 0,
+        kind: str = "checkpoints",
     ) -> Callable[..., None]:
         """To meddle with an attempt: as soon as both ranks wait for their end and all else is there, end them."""
 
         def meddle(process: subprocess.Popen[bytes]) -> None:
             dying = [self.traces / f"dying-{number}-{rank}" for rank in range(2)]
             until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch")
-            until(lambda: epoch in self.mirrored(number) or process.poll() is not None, "the stored checkpoint")
+            until(lambda: epoch in self.mirrored(number, kind) or process.poll() is not None, "the stored checkpoint")
             until(lambda: len(self.runs()) >= num_runs or process.poll() is not None, "Weights & Biases")
             if act is not None:
                 act(process)
@@ -361,6 +369,22 @@ def test_55_calls_find_their_checkpoints_in_another_process(
     assert [literal.scalar.primitive.integer for literal in found] == [len(n) for n in ("first", "second", "third")]
     for name in ("first", "second", "third"):
         assert execution.lines(f"resumed-{name}") == [f"{name} {len(name)}"] * 2
+
+
+def test_shards_go_on_through_the_deaths_of_driver_and_ranks_and_lie_where_they_were_written(
+    execution: Execution,
+) -> None:
+    meddle = {
+        0: execution.when_dying(0, 2, lambda process: process.kill(), kind="sharded"),
+        1: execution.when_dying(1, 4, kind="sharded"),
+    }
+    done = execution.attempts("resumable_shards", epochs=6, dies_in="3 5", meddle=meddle)
+    assert [execution.starts(number) for number in range(len(done))] == [[0, 0], [2, 2], [4, 4]]
+    assert result(done[-1]) == expected(6)
+    assert [execution.mirrored(number, "sharded") for number in range(3)] == [[2, 1], [4, 3], [6, 5]]
+    for number, steps in enumerate([{"1", "2"}, {"3", "4"}, {"5", "6"}]):
+        assert {path.name.removeprefix("step-") for path in execution.stored(number).glob("step-*")} == steps
+    assert not list(execution.stored(0).glob("*.pt"))
 
 
 def store(folder: Path, epochs: list[int]) -> Path:

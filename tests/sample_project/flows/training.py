@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from flytekit import Deck, Secret, current_context, task, workflow
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
@@ -121,6 +123,28 @@ def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1,
             _leave(folder, f"stopped-{attempt}-{rank.rank}", epoch)
             break
     return value
+
+
+@task(task_config=DaskDDP(gang=Gang(max_restarts=0)))
+def resumable_shards(folder: str, epochs: int, dies_in: str = "") -> float:
+    """The value of `resumable`, of which each rank has its own part."""
+    rank, attempt, deaths = current_rank(), int(os.environ["FLYTE_ATTEMPT_NUMBER"]), dies_in.split()
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    state = {"epoch": 0, "value": distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [Shard(0)])}
+    rank.checkpoint.load_sharded(state)
+    _leave(folder, "pids", os.getpid())
+    _leave(folder, f"start-{attempt}-{rank.rank}", state["epoch"])
+    for epoch in range(state["epoch"] + 1, epochs + 1):
+        if deaths[attempt : attempt + 1] == [str(epoch)]:
+            _leave(folder, f"dying-{attempt}-{rank.rank}", epoch)
+            while not Path(folder, f"die-{attempt}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        state["epoch"] = epoch
+        state["value"].to_local().mul_(0.5).add_(10.0 * epoch + rank.rank)
+        rank.checkpoint.save_sharded(state, epoch)
+        rank.checkpoint.flush()
+    return float(state["value"].full_tensor().sum())
 
 
 @task(task_config=DaskDDP())
