@@ -84,6 +84,18 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
 
 
+def test_the_example_of_a_sharded_state_trains_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = next(block for block in blocks("python") if block.startswith("# sharded.py:"))
+    (tmp_path / "sharded.py").write_text(example)
+    command = re.match(r"# sharded\.py: (.*)", example)
+    assert command
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
+    done = run(shlex.split(command[1]), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
+    assert len(list(tmp_path.glob("kept/*/*/gang/step-30/*/.metadata"))) == 1
+
+
 @pytest.mark.slow
 def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if block.startswith("# resume.py:")))
