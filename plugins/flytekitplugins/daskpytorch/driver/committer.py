@@ -164,11 +164,13 @@ class Committer:
         return cls(place, manifest, say, settings.keep)
 
     def begin(self) -> None:
-        """Go on from the checkpoints that the manifest has by now."""
+        """Go on from the checkpoints that the manifest has by now.
+
+        Raises:
+            OSError: The user has named a folder that cannot be written.
+        """
         self._kept = list(reversed(self.manifest.sharded)) if self.manifest is not None else []
-        if self.storage.token is not None:
-            self.storage.token.parent.mkdir(parents=True, exist_ok=True)
-            self.storage.token.touch()
+        self._leave_token()
         if self._kept and not self.storage.is_reused:
             self.worker.submit(self._carry_forward)
         if self.storage.is_reused and self.manifest is not None and self.manifest.is_known:
@@ -208,6 +210,17 @@ class Committer:
         if self.storage.token is not None:
             with contextlib.suppress(OSError):
                 self.storage.token.unlink()
+
+    def _leave_token(self) -> None:
+        token = self.storage.token
+        if token is None:
+            return
+        try:
+            token.parent.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            error.add_note(f"Gang(checkpoint_uri=...) must name a folder that the driver can write: {token.parent}")
+            raise
 
     # ---- in the worker's thread
 
