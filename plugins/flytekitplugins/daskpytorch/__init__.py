@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.inputs import StrictInputs
     from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape
+    from flytekitplugins.daskpytorch.rank.export import export_safetensors
 
 __all__ = [
     "DaskCluster",
@@ -56,6 +57,7 @@ __all__ = [
     "WorkerLostError",
     "current_client",
     "current_rank",
+    "export_safetensors",
 ]
 
 
@@ -70,19 +72,26 @@ def current_client() -> Client:
     return cluster.current_client()
 
 
+HOMES = {
+    "DaskCluster": f"{__name__}.flyte.config",
+    "DaskDDP": f"{__name__}.flyte.config",
+    "Observer": f"{__name__}.protocol.observer",
+    "RankObserver": f"{__name__}.protocol.observer",
+    "Scheduler": "flytekitplugins.dask",
+    "Shape": f"{__name__}.protocol.observer",
+    "SpawnDDP": f"{__name__}.flyte.config",
+    "StrictInputs": f"{__name__}.flyte.inputs",
+    "WorkerGroup": "flytekitplugins.dask",
+    "export_safetensors": f"{__name__}.rank.export",
+}
+"""The modules of what is imported when it is first named, with all that it needs."""
+
+
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first named, with all that it needs."""
-    match name:
-        case "data" | "dispatch" | "results":
-            return import_module(f"{__name__}.{name}")
-        case "DaskCluster" | "DaskDDP" | "SpawnDDP":
-            return getattr(import_module(f"{__name__}.flyte.config"), name)
-        case "Scheduler" | "WorkerGroup":
-            return getattr(import_module("flytekitplugins.dask"), name)
-        case "Observer" | "RankObserver" | "Shape":
-            return getattr(import_module(f"{__name__}.protocol.observer"), name)
-        case "StrictInputs":
-            return import_module(f"{__name__}.flyte.inputs").StrictInputs
-        case "__version__":
-            return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
+    if name in ("data", "dispatch", "results"):
+        return import_module(f"{__name__}.{name}")
+    if name in HOMES:
+        return getattr(import_module(HOMES[name]), name)
+    if name == "__version__":
+        return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

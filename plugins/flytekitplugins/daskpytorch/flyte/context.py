@@ -48,6 +48,12 @@ class FlyteExecution(host.Execution):
         """As Flyte's own data."""
         return self._ctx.file_access.get_filesystem_for_path(uri)
 
+    def new_folder(self) -> str | None:
+        """As Flyte names what a task uploads."""
+        state = self._ctx.execution_state
+        is_executing = state is not None and state.mode is not None
+        return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
+
     def secret(self, name: Secret) -> str:
         """As Flyte has mounted it."""
         return str(self._params.secrets.get(name.group, name.key, name.group_version))

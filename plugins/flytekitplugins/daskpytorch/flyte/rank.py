@@ -19,6 +19,8 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.utils.asyn import run_sync
 
+from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - has `current_execution` be Flyte's here, too
+
 __all__ = ["FlyteRank", "TaskOutput", "finish_imports"]
 
 

@@ -53,6 +53,10 @@ class Execution:
 
         return url_to_fs(uri)[0]
 
+    def new_folder(self) -> str | None:
+        """The URI of a folder that nobody else has, among the outputs of the task; None where nothing has outputs."""
+        return None
+
     def secret(self, name: Any) -> str:
         """The value of a secret with this group, key and group version, as `flytekit.Secret` has them.
 

@@ -1,0 +1,168 @@
+"""A model's weights as safetensors, as other tools read them. Runs in ranks, in all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import posixpath
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["export_safetensors"]
+
+INDEX = "model.safetensors.index.json"
+MAX_FILE_SIZE = 5_000_000_000
+"""Bytes of one file's tensors, as Hugging Face's own."""
+
+
+def export_safetensors(
+    state: Mapping[str, torch.Tensor], uri: str | os.PathLike[str] | None = None, *, max_file_size: int = MAX_FILE_SIZE
+) -> str:
+    """Write whole tensors of a state that may be sharded, for `safetensors`, Transformers and the like.
+
+    To be called by all ranks, with the same names. Files are gathered and written one after the other, in turn by each
+    rank, straight to storage: no process holds more than one file's tensors and its own shards, and nothing passes the
+    driver. A task returns them by reference: `return FlyteDirectory(folder, remote_directory=False)`.
+
+    Args:
+        state: Names and tensors, such as `get_model_state_dict(model)` of `torch.distributed.checkpoint.state_dict` or
+            `model.state_dict()`; of a `DTensor` the whole is written, of any other tensor that of the rank whose turn
+            it is.
+        uri: The folder, a path or an fsspec URL, that all ranks reach. None: a new one among the outputs of the Flyte
+            task.
+        max_file_size: Bytes of tensors in a file. One file is `model.safetensors`; several are numbered as Hugging
+            Face's, with `model.safetensors.index.json`, which is written last.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        TypeError: Something in the state is no tensor.
+        ValueError: The ranks have not the same names, or no folder is named outside a Flyte task.
+        OSError: A file cannot be written; on every rank.
+    """
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            'export_safetensors needs safetensors: pip install "flytekitplugins-daskpytorch[export]"'
+        ) from error
+    _check(state)
+    folder = _folder(uri)
+    files = _split(state, max_file_size)
+    for index, names in enumerate(files):
+        _write_in_turn(index, {name: state[name] for name in names}, folder, _name(index, len(files)))
+    if len(files) > 1:
+        with _together():
+            if current_rank().is_main:
+                _write_index(state, files, folder)
+    return folder
+
+
+def _check(state: Mapping[str, object]) -> None:
+    import torch
+
+    if strangers := [
+        f"{name} is a {type(value).__name__}" for name, value in state.items() if not torch.is_tensor(value)
+    ]:
+        raise TypeError(
+            f"export_safetensors takes names and tensors; {strangers[0]}. Give it the model's own state alone, such as "
+            "model.state_dict() or get_model_state_dict(model)."
+        )
+    names = gathered(list(state))
+    for rank, others in enumerate(names):
+        if differing := sorted(set(names[0]) ^ set(others)):
+            raise ValueError(f"export_safetensors: ranks 0 and {rank} differ in {', '.join(differing[:5])}")
+
+
+def _folder(uri: str | os.PathLike[str] | None) -> str:
+    """Rank 0's, so that all have the same."""
+    made: list[str | None] = gathered(os.fspath(uri) if uri is not None else host.current_execution().new_folder())
+    if made[0] is None:
+        raise ValueError("export_safetensors: outside a Flyte task name the folder, uri=...")
+    return made[0].rstrip("/")
+
+
+def _split(state: Mapping[str, torch.Tensor], max_file_size: int) -> list[list[str]]:
+    """Names by file, in the order of the state."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if files[-1] and size + num_bytes > max_file_size:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += num_bytes
+    return files
+
+
+def _name(index: int, num_files: int) -> str:
+    return "model.safetensors" if num_files == 1 else f"model-{index + 1:05}-of-{num_files:05}.safetensors"
+
+
+def _whole(tensor: torch.Tensor, *, is_wanted: bool) -> torch.Tensor | None:
+    """A copy on the CPU that shares no memory, which the format cannot say; of a `DTensor` all ranks must ask."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+        return tensor.cpu().contiguous() if is_wanted else None
+    return tensor.cpu().contiguous().clone() if is_wanted else None
+
+
+def _write_in_turn(index: int, state: Mapping[str, torch.Tensor], folder: str, name: str) -> None:
+    rank = current_rank()
+    rank.progress.move()
+    is_own_turn = index % rank.world_size == rank.rank
+    wholes = {key: whole for key, value in state.items() if (whole := _whole(value, is_wanted=is_own_turn)) is not None}
+    with _together():
+        if is_own_turn:
+            _write(wholes, folder, name)
+
+
+def _write(tensors: dict[str, torch.Tensor], folder: str, name: str) -> None:
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory(prefix="export-") as temporary:
+        path = Path(temporary, name)
+        save_file(tensors, path, metadata={"format": "pt"})
+        _put(path, folder, name)
+
+
+def _write_index(state: Mapping[str, torch.Tensor], files: list[list[str]], folder: str) -> None:
+    total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    places = {name: _name(index, len(files)) for index, names in enumerate(files) for name in names}
+    with tempfile.TemporaryDirectory(prefix="export-") as temporary:
+        path = Path(temporary, INDEX)
+        path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+        _put(path, folder, INDEX)
+
+
+def _put(path: Path, folder: str, name: str) -> None:
+    files = host.current_execution().filesystem(folder)
+    files.makedirs(folder, exist_ok=True)
+    files.put_file(str(path), posixpath.join(folder, name))
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Do something on some ranks, and raise on all if it went wrong on one."""
+    reason: str | None = None
+    try:
+        yield
+    except Exception as error:  # whatever a store's client raises
+        reason = f"{type(error).__name__}: {error}"
+    for rank, found in enumerate(gathered(reason)):
+        if found is not None:
+            raise OSError(f"export_safetensors: rank {rank} could not write its file: {found}")
