@@ -281,7 +281,7 @@ class Watched:
         (self.folder / f"open-{step}").touch()
 
     def wait_for(self, name: str) -> None:
-        until(lambda: (self.folder / name).exists() or self.futures.done(), name)
+        until(lambda: self._lines(name) or self.futures.done(), name)
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
@@ -320,7 +320,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
 
         def kept(self, step: int) -> None:
             self.watched.kept.append(step)
-            (folder / f"kept-{step}").touch()
+            _leave(str(folder), f"kept-{step}", "")
 
         def noted(self, text: str) -> None:
             super().noted(text)

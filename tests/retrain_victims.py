@@ -23,7 +23,7 @@ from tasks.char_lstm import Hyperparameters
 from tasks.registry import Registry
 from workflows.retrain import retrain
 
-BARRIER = multiprocessing.get_context("fork").Barrier(2, timeout=100)
+BARRIER = multiprocessing.get_context("fork").Barrier(2)
 
 
 def die(*_: object) -> None:

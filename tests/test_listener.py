@@ -218,7 +218,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     for each in callers:
         assert_hung_up(each)
     assert set(threading.enumerate()) <= threads
-    assert num_open_files() == files  # although the events still have their connections
+    assert num_open_files() <= files  # although the events still have their connections
     ear.end()
     del taken
 
@@ -232,7 +232,7 @@ def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> Non
     ear.close()
     ear._thread.join()
     ear.end()
-    assert num_open_files() == files
+    assert num_open_files() <= files
     assert [heard(events), heard(events)] == [Heartbeat(), Gone]  # which had its connection until now
 
 
@@ -260,7 +260,7 @@ def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: py
     has_ended.set()
     ending.join()
     assert_hung_up(late)
-    assert num_open_files() == files
+    assert num_open_files() <= files
 
 
 def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -> None:
@@ -282,7 +282,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
         supervisor.run()
     assert_hung_up(agents[0])
     assert set(threading.enumerate()) <= threads
-    assert num_open_files() == files
+    assert num_open_files() <= files
 
 
 # ---- What this process may run out of

@@ -32,7 +32,6 @@ def pet_names(
             env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, "WANDB_DIR": str(cwd), **(env or {})},
             capture_output=True,
             text=True,
-            timeout=170,
             check=False,
         )
 

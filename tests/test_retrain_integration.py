@@ -93,7 +93,6 @@ class Home:
                 env={**environment(self.folder), MARK: mark, "PET_NAMES_REGISTRY": self.registry},
                 capture_output=True,
                 text=True,
-                timeout=170,
                 check=False,
             )
 
@@ -153,7 +152,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, script], cwd=folder, env=env, **pipes) as victims:
         yield Home(folder=folder, victims=victims)
-    until(lambda: not marked(env[MARK]), "the retrainings' processes to end", timeout=5)
+    until(lambda: not marked(env[MARK]), "the retrainings' processes to end")
 
 
 @pytest.fixture(scope="module")
