@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from flytekitplugins.daskpytorch.node import fork_client
+from preload import TESTS_IMPORT
+
 if TYPE_CHECKING:
     from distributed import Client
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 os.environ["DASKPYTORCH_CHECKPOINTS"] = ""  # local runs keep none in the developer's own folder
 os.environ["DASKPYTORCH_LEISURE"] = str(24 * 3600)  # few gangs here train, and after none so many others
+for _name in TESTS_IMPORT:
+    fork_client.import_ahead(_name)
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -54,6 +59,28 @@ def mnist_folder(data_folder: Path) -> Path:
     if not (data_folder / "mnist").is_dir():
         pytest.skip(f"no MNIST at {data_folder / 'mnist'}")
     return data_folder / "mnist"
+
+
+@pytest.fixture(scope="module")
+def one_fork_server() -> Iterator[None]:
+    """For all gangs of this process; a task ends its own otherwise. Nothing is left behind at last."""
+    from processes import nothing_left_behind
+
+    with nothing_left_behind():
+        fork_client.shutdown()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fork_client, "shutdown", lambda: None)
+            yield
+        fork_client.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers on two hosts, for all test files whose tests leave them alive; others have one of their own."""
+    from processes import shared_cluster
+
+    with shared_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+import preload
 from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS
 from flytekitplugins.daskpytorch.node.fork_server import QUIET
 from flytekitplugins.daskpytorch.protocol.framing import Connection
+from preload import TESTS_IMPORT
+from warm import Program, WarmPython
 
 SCRIPTS = Path(sys.executable).parent
 """Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
 MARK = "DASKPYTORCH_TEST_MARK"
 """An environment variable by which a test knows the processes that it caused."""
+
+PRELOAD = str(Path(preload.__file__))
+"""Has a Dask worker's fork server import what is named in a variable."""
+TASKS_IMPORT = (*TESTS_IMPORT, IMPORTED_AHEAD)
+"""What the ranks of tasks need ahead, and those of tests that import flytekit."""
 
 MAX_SECONDS = 55.0
 """From a fault to the next attempt, or to the error, even on a very busy host: whatever waits for a time-out of TCP,
@@ -40,7 +52,16 @@ class Cluster:
     address: str
     scheduler: subprocess.Popen[bytes]
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    starts: list[Callable[[], subprocess.Popen[bytes]]] = field(default_factory=list)
+    """How each worker was started."""
     logs: Path = Path()
+
+    def make_whole(self) -> None:
+        """Start again the workers that a test has killed, and wait for all."""
+        for index, worker in enumerate(self.workers):
+            if worker.poll() is not None:
+                self.workers[index] = self.starts[index]()
+        wait_for_workers(self.address, len(self.workers))
 
     def kill_worker(self, index: int) -> None:
         """Kill a worker with its nanny, as when its pod is lost."""
@@ -57,8 +78,14 @@ class Cluster:
     def worker_process(self, index: int) -> psutil.Process:
         """The worker below its nanny."""
         nanny = psutil.Process(self.workers[index].pid)
-        until(lambda: _running(nanny.children(), "spawn_main"), "the nanny to start its worker")
-        return _running(nanny.children(), "spawn_main")[0]
+        found: list[psutil.Process] = []
+
+        def started() -> bool:
+            found[:] = _running(nanny.children(), "spawn_main")
+            return bool(found)
+
+        until(started, "the nanny to start its worker")
+        return found[0]
 
 
 @contextlib.contextmanager
@@ -69,6 +96,7 @@ def dask_cluster(
     scheduler_host: str = "127.0.0.1",
     hosts: Sequence[str] | None = None,
     memory_limit: str = "2Gi",
+    imported_ahead: Sequence[str] = TESTS_IMPORT,
     prefixes: Mapping[int, Sequence[str]] | None = None,
     worker_environments: Mapping[int, Mapping[str, str]] | None = None,
     wait: bool = True,
@@ -79,7 +107,8 @@ def dask_cluster(
     contact = folder / "scheduler.json"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= GANG_SETTINGS
-    del env["DASK_DISTRIBUTED__WORKER__PRELOAD"]  # most gangs here have no use for torch imported ahead
+    # Most gangs here have no use for a fork server that starts ahead.
+    env |= {"DASK_DISTRIBUTED__WORKER__PRELOAD": PRELOAD, preload.VARIABLE: " ".join(imported_ahead)}
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "cluster.log").open("wb"))
 
@@ -111,10 +140,24 @@ def dask_cluster(
             if hosts:
                 command += ["--host", hosts[index]]
             extra = {"DASK_SCHEDULER_ADDRESS": address, **((worker_environments or {}).get(index, {}))}
-            cluster.workers.append(start(command, extra))
+            cluster.starts.append(functools.partial(start, command, extra))
+            cluster.workers.append(cluster.starts[-1]())
         if wait:
             wait_for_workers(address, num_workers)
         yield cluster
+
+
+@contextlib.contextmanager
+def shared_cluster(folder: Path) -> Iterator[Cluster]:
+    """Two workers on two hosts, for many tests: no mark of one of them is theirs. Nothing is left behind at last."""
+    mark = uuid.uuid4().hex
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MARK, mark)
+            hosts = ["127.0.0.2", "127.0.0.3"]
+            cluster = stack.enter_context(dask_cluster(folder, hosts=hosts, imported_ahead=TASKS_IMPORT))
+        yield cluster
+    until(lambda: not marked(mark), lambda: f"to end: {marked(mark)}")
 
 
 def start_worker(
@@ -146,10 +189,27 @@ def wait_for_workers(address: str, count: int) -> None:
 def run_after_a_pause(client: Any, function: Callable[[], Any]) -> list[Any]:
     """What the ranks of a gang return: none was forked just before, so that a fork server finds time to import more."""
     time.sleep(2 * QUIET)
-    return dispatch.run(client, function).result(60)
+    return dispatch.run(client, function).result()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+@functools.cache
+def warm_python() -> WarmPython:
+    """One for this process; it ends with it."""
+    return WarmPython(MARK)
+
+
+def run_program(
+    command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What becomes of a program of Python's, a script or an installed command, in a fork of `warm_python`."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        program = warm_python().start(command, cwd=cwd, env=os.environ | dict(env or {}), stdout=stdout, stderr=stderr)
+        code = program.wait()
+        said = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (stdout, stderr)]
+    return subprocess.CompletedProcess(command, code, *said)
+
+
+def end(process: subprocess.Popen[bytes] | Program) -> None:
     """End a process that a test started, with all its children."""
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
         tree = psutil.Process(process.pid)

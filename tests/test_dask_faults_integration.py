@@ -20,16 +20,32 @@ from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, c
 from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.events import Event
-from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, start_worker, until
+from processes import (
+    MAX_SECONDS,
+    Cluster,
+    dask_cluster,
+    is_alive,
+    nothing_left_behind,
+    shared_cluster,
+    start_worker,
+    until,
+)
 
 SMALLER = Gang(min_workers=1)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Two workers on two hosts; the tests end them as they like."""
-    with nothing_left_behind(), dask_cluster(tmp_path / "cluster", hosts=["127.0.0.2", "127.0.0.3"]) as running:
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """On two hosts."""
+    with shared_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
+
+
+@pytest.fixture
+def cluster(two_workers: Cluster) -> Cluster:
+    """Both are there; the tests end them as they like."""
+    two_workers.make_whole()
+    return two_workers
 
 
 def check_gone(*pids: int) -> None:
@@ -158,18 +174,17 @@ def test_two_workers_lost_within_one_restart(tmp_path: Path, launch: ft.Launch) 
         assert watched.futures[0].result() == ft.expected({1: 3, ft.SAVED_AT + 1: 1})
 
 
-def test_a_killed_scheduler_is_named_soon(
-    cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
-) -> None:  # 26
-    gates(tmp_path, 6)
-    watched = launch(client)
-    watched.wait_for("kept-4")
-    killed_at = time.time()
-    cluster.scheduler.kill()
-    with pytest.raises(WorkerLostError, match="scheduler was lost"):
-        watched.futures.result()
-    assert time.time() - killed_at < MAX_SECONDS
-    check_gone(*watched.pids(0), *watched.pids(1))
+def test_a_killed_scheduler_is_named_soon(launch: ft.Launch, tmp_path: Path) -> None:  # 26
+    with nothing_left_behind(), dask_cluster(tmp_path / "cluster") as cluster, Client(cluster.address) as client:
+        gates(tmp_path, 6)
+        watched = launch(client)
+        watched.wait_for("kept-4")
+        killed_at = time.time()
+        cluster.scheduler.kill()
+        with pytest.raises(WorkerLostError, match="scheduler was lost"):
+            watched.futures.result()
+        assert time.time() - killed_at < MAX_SECONDS
+        check_gone(*watched.pids(0), *watched.pids(1))
 
 
 DRIVER = """

@@ -12,17 +12,22 @@ import pytest
 from distributed import Client, Event, Future, LocalCluster, Lock, Variable, get_client, get_worker
 
 from flytekitplugins.daskpytorch import current_rank, dispatch
+from flytekitplugins.daskpytorch.node import fork_client
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    fork_client.shutdown()
     with (
+        pytest.MonkeyPatch.context() as patch,
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=request.param == "processes", dashboard_address=None
         ) as cluster,
         Client(cluster) as connected,
     ):
+        patch.setattr(fork_client, "_imported_ahead", [])  # nothing of Dask
         yield connected
+    fork_client.shutdown()
 
 
 def look_around() -> tuple[Any, str, bool]:

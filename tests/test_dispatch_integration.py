@@ -33,17 +33,19 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.driver import brain
 from flytekitplugins.daskpytorch.node import fork_client
-from processes import Cluster, dask_cluster, marked, nothing_left_behind, num_open_files, run_after_a_pause, until
+from processes import (
+    PRELOAD,
+    Cluster,
+    dask_cluster,
+    marked,
+    nothing_left_behind,
+    num_open_files,
+    run_after_a_pause,
+    until,
+)
 
 ONCE = Gang(max_restarts=0)
 """For tests of how a gang ends; see test_faults_integration.py for how it starts again."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers on two hosts, for all tests that leave them alive."""
-    with dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as running:
-        yield running
 
 
 # ---- What the ranks run. They find these by name: the sources travel with the gang.
@@ -161,10 +163,11 @@ def linger_at_exit() -> int:
 
 
 def load_in_workers(start_method: str) -> float:
-    """Sum a dataset through two loader processes."""
+    """Sum a dataset through loader processes."""
     from torch.utils.data import DataLoader
 
-    loader = DataLoader(_Squares(), batch_size=4, num_workers=2, multiprocessing_context=start_method)
+    num_workers = 1 if start_method == "spawn" else 2  # each imports torch anew
+    loader = DataLoader(_Squares(), batch_size=4, num_workers=num_workers, multiprocessing_context=start_method)
     return float(sum(batch.sum() for batch in loader))
 
 
@@ -366,7 +369,7 @@ node.gpus_here = lambda: {gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS
 def workers_with_gpus(folder: Path, *gpus: str) -> Iterator[Client]:
     """A cluster each of whose workers takes itself to be on a host with these GPUs."""
     (folder / "pretend.py").write_text(PRETEND)
-    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(folder / "pretend.py")}
+    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": repr([PRELOAD, str(folder / "pretend.py")])}
     environments = {index: {**preload, "PRETENDED_GPUS": here} for index, here in enumerate(gpus)}
     with (
         nothing_left_behind(),

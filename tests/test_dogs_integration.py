@@ -23,7 +23,7 @@ from torchvision.datasets import ImageFolder
 
 from browser import Shown, open_deck
 from conftest import REPOSITORY
-from processes import MARK, SCRIPTS, nothing_left_behind, until
+from processes import MARK, SCRIPTS, nothing_left_behind, run_program, until
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
 from tasks.photos import BREEDS, write_photos
@@ -84,15 +84,7 @@ def dogs(folder: Path, name: str, *flags: str, meanwhile: Callable[[str], None] 
     with nothing_left_behind() as mark:
         if meanwhile is not None:
             meanwhile(mark)
-        done = subprocess.run(
-            [str(SCRIPTS / "pyflyte"), "run", str(WORKFLOW), "dogs", *flags],
-            cwd=own,
-            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, **folders},
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
+        done = run_program([SCRIPTS / "pyflyte", "run", WORKFLOW, "dogs", *flags], cwd=own, env=folders)
     return Run(done=done, folder=own)
 
 

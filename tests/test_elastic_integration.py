@@ -6,7 +6,6 @@ Left out is what has no counterpart: the operator's run policy, and the settings
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -20,19 +19,10 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
 from flytekitplugins.daskpytorch import SpawnDDP
-from flytekitplugins.daskpytorch.node import fork_client
-from processes import nothing_left_behind
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 METHODS = ("spawn", "forkserver")
 """`Elastic` calls the second `fork`."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    with nothing_left_behind():
-        fork_client.shutdown()
-        yield
-        fork_client.shutdown()
 
 
 def of_two(method: str) -> SpawnDDP:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until
+from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -37,6 +36,7 @@ from test_task_integration import (
     SYSTEM,
     USER,
     Attempt,
+    Process,
     execute,
     expected,
     result,
@@ -66,7 +66,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, worker_environment: dict[s
 
 
 def _cluster(folder: Path, environment: Mapping[str, str]) -> Any:
-    return dask_cluster(folder, hosts=["127.0.0.2", "127.0.0.3"], worker_environments={0: environment, 1: environment})
+    environments = {0: environment, 1: environment}
+    hosts = ["127.0.0.2", "127.0.0.3"]
+    return dask_cluster(folder, hosts=hosts, imported_ahead=TASKS_IMPORT, worker_environments=environments)
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Execution:
         **rest: Any,
     ) -> Attempt:
         """One attempt; `meddle` and what else is not for `execute` are the task's inputs."""
-        meddle = rest.pop("meddle", None)
+        own = {name: rest.pop(name) for name in ("meddle", "starts_anew") if name in rest}
         return execute(
             task,
             {"folder": str(self.traces), **rest},
@@ -104,8 +106,8 @@ class Execution:
             folder=self.folder / f"attempt-{number}",
             number=number,
             previous=previous,
-            meddle=meddle,
             env={"WANDB_MODE": "offline", **(env or {})},
+            **own,
         )
 
     def attempts(
@@ -158,7 +160,7 @@ class Execution:
     ) -> Callable[..., None]:
         """To meddle with an attempt: as soon as both ranks wait for their end and all else is there, end them."""
 
-        def meddle(process: subprocess.Popen[bytes]) -> None:
+        def meddle(process: Process) -> None:
             dying = [self.traces / f"dying-{number}-{rank}" for rank in range(2)]
             until(lambda: all(path.exists() for path in dying) or process.poll() is not None, "the epoch")
             until(lambda: epoch in self.mirrored(number, kind) or process.poll() is not None, "the stored checkpoint")
@@ -200,14 +202,14 @@ def check_stopped(execution: Execution, attempt: Attempt, reason: str) -> int:
     return step
 
 
-LONG = {"epochs": 40, "saves_every": 1000, "pace": 0.1}
-"""Inputs of a training that saves nothing by itself."""
+LONG = {"epochs": 100_000, "saves_every": 100_000, "pace": 0.1}
+"""Inputs of a training that saves nothing by itself, and ends when it is told to."""
 
 
-def signal_after(execution: Execution, epochs: int, target: Callable[[subprocess.Popen[bytes]], Any]) -> Any:
+def signal_after(execution: Execution, epochs: int, target: Callable[[Process], Any]) -> Any:
     """To meddle with the first attempt: SIGTERM once rank 1 has been through some epochs."""
 
-    def meddle(process: subprocess.Popen[bytes]) -> None:
+    def meddle(process: Process) -> None:
         until(lambda: len(execution.lines("epochs-0-1")) >= epochs or process.poll() is not None, "the training")
         target(process).send_signal(signal.SIGTERM)
 
@@ -216,12 +218,12 @@ def signal_after(execution: Execution, epochs: int, target: Callable[[subprocess
 
 def test_41_sigterm_to_the_task(execution: Execution) -> None:
     with nothing_left_behind():
-        done = execution.attempts(**LONG, meddle={0: signal_after(execution, 3, lambda process: process)})
-    assert len(done) == 2
-    step = check_stopped(execution, done[0], "the task was told to end (SIGTERM)")
-    assert done[0].seconds < MAX_SECONDS
+        first = execution.attempt(0, **LONG, meddle=signal_after(execution, 3, lambda process: process))
+        step = check_stopped(execution, first, "the task was told to end (SIGTERM)")
+        second = execution.attempt(1, epochs=step + 2, previous=first.checkpoint)
+    assert first.seconds < MAX_SECONDS
     assert execution.starts(1) == [step, step]
-    assert result(done[1]) == expected(40)
+    assert result(second) == expected(step + 2)
     runs = [read_run(path) for path in execution.runs()]
     assert [(run["id"], run["exit_code"]) for run in runs] == [(RUN_ID, 1), (RUN_ID, 0)]
 
@@ -241,7 +243,7 @@ def test_48_sigterm_to_all_processes_of_all_pods(wandb_folder: Path, tmp_path: P
     with nothing_left_behind(), _cluster(tmp_path, {}) as cluster:
         execution = _execution(cluster, wandb_folder, tmp_path)
 
-        def meddle(driver: subprocess.Popen[bytes]) -> None:
+        def meddle(driver: Process) -> None:
             until(lambda: len(execution.lines("epochs-0-1")) >= 3 or driver.poll() is not None, "the training")
             for pod in (psutil.Process(process.pid) for process in (driver, *cluster.workers)):
                 for process in [*pod.children(recursive=True), pod]:
@@ -261,10 +263,13 @@ def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) ->
         Client(cluster.address) as client,
         ft.watching(tmp_path / "traces") as launch,
     ):
-        watched = launch(client, pace=0.25, gang=Gang(min_workers=1))
+        (tmp_path / "traces/gate-9").touch()
+        watched = launch(client, gang=Gang(min_workers=1))
         watched.wait_for("start-1")
         signalled_at = time.time()
         cluster.workers[1].send_signal(signal.SIGTERM)
+        until(lambda: any("was told to end" in note for note in watched.notes) or watched.futures.done(), "the notice")
+        watched.open(9)
         value = watched.futures[0].result()
     stopped = watched.stopped_at()
     assert len(stopped) == 2
@@ -348,15 +353,16 @@ def test_55_calls_find_their_checkpoints_in_another_process(
     """Whatever they are called with: each process has its own order of a set, and pickles tensors in its own way."""
     execution = _execution(cluster, wandb_folder, tmp_path)
 
-    def fail_once_stored(process: subprocess.Popen[bytes]) -> None:
+    def fail_once_stored(process: Process) -> None:
         stored = tmp_path / "run" / "attempt-0" / "checkpoint" / "daskpytorch"
         until(lambda: len(list(stored.glob(f"*/{MANIFEST}"))) == 3 or process.poll() is not None, "checkpoints")
         (execution.traces / "fail").touch()
 
+    anew = {"starts_anew": True}  # or both would have one order of a set
     with nothing_left_behind():
-        first = execution.attempt(0, "orchestrate_twice", meddle=fail_once_stored, env={"PYTHONHASHSEED": "1"})
+        first = execution.attempt(0, "orchestrate_twice", meddle=fail_once_stored, env={"PYTHONHASHSEED": "1"}, **anew)
         previous = first.checkpoint
-        second = execution.attempt(1, "orchestrate_twice", previous=previous, env={"PYTHONHASHSEED": "2"})
+        second = execution.attempt(1, "orchestrate_twice", previous=previous, env={"PYTHONHASHSEED": "2"}, **anew)
     assert first.error.kind == RECOVERABLE, first.output
     one, other = execution.lines("words")
     assert one != other

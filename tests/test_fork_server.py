@@ -70,7 +70,10 @@ FAMILY = """
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_server_is_left() -> Iterator[None]:
-    yield
+    fork_client.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_client, "_imported_ahead", [])
+        yield
     fork_client.shutdown()
 
 

@@ -90,8 +90,10 @@ def workers_here(number: int) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two workers that were started by Dask's own command."""
-    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "library_preload", "PYTHONPATH": str(REPOSITORY / "tests")}
-    with dask_cluster(tmp_path_factory.mktemp("cluster"), worker_environments={0: preload, 1: preload}) as running:
+    found = {"PYTHONPATH": str(REPOSITORY / "tests")}
+    imported = ["library_imports"]
+    folder, environments = tmp_path_factory.mktemp("cluster"), {0: found, 1: found}
+    with dask_cluster(folder, imported_ahead=imported, worker_environments=environments) as running:
         yield running
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from processes import end, nothing_left_behind, until
+from processes import end, nothing_left_behind, run_program, until, warm_python
 
 SCRIPT = """
 import sys
@@ -41,15 +39,15 @@ if __name__ == "__main__":
 
 def command(folder: Path, steps: int) -> list[str]:
     (folder / "script.py").write_text(SCRIPT)
-    return [sys.executable, "script.py", str(steps)]
+    return ["script.py", str(steps)]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
 def test_13_14_a_run_goes_on_from_the_one_that_was_ended(signum: signal.Signals, code: int, tmp_path: Path) -> None:
-    env = os.environ | {"DASKPYTORCH_CHECKPOINTS": str(tmp_path / "kept")}
+    env = {"DASKPYTORCH_CHECKPOINTS": str(tmp_path / "kept")}
     with nothing_left_behind(), (tmp_path / "said").open("w") as output:
-        process = subprocess.Popen(
-            command(tmp_path, 100_000), cwd=tmp_path, env=env, stderr=output, start_new_session=True
+        process = warm_python().start(
+            command(tmp_path, 100_000), cwd=tmp_path, env=os.environ | env, stderr=output, new_session=True
         )
         try:
             until(lambda: [*tmp_path.glob("kept/*/*/gang/manifest.json")], "a checkpoint that is kept")
@@ -72,14 +70,7 @@ def test_13_14_a_run_goes_on_from_the_one_that_was_ended(signum: signal.Signals,
     [run] = tmp_path.glob("kept/*/*")
     newest = max(int(path.name.split("-")[1]) for path in run.glob("gang/step-*"))
     with nothing_left_behind():
-        done = subprocess.run(
-            command(tmp_path, newest + 3),
-            cwd=tmp_path,
-            env=env | {"DASKPYTORCH_RESUME": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_program(command(tmp_path, newest + 3), cwd=tmp_path, env=env | {"DASKPYTORCH_RESUME": "1"})
     assert done.returncode == 0, done.stderr
     assert f"going on from the run in {run}; what differs from then: input steps" in done.stderr
     began_at = re.search(r"^began at (\d+)$", done.stdout, re.MULTILINE)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from flyteidl.core import literals_pb2
@@ -13,7 +10,7 @@ from flytekit import FlyteContextManager
 from flytekit.core import utils
 from flytekit.core.type_engine import TypeEngine
 
-from processes import SCRIPTS, nothing_left_behind
+from processes import SCRIPTS, nothing_left_behind, run_program
 
 FLOWS = """
 import functools
@@ -61,7 +58,7 @@ if __name__ == "__main__":
 def test_elements_of_a_map_are_gangs_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "flows.py").write_text(FLOWS)
     with nothing_left_behind():
-        done = subprocess.run([sys.executable, "flows.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = run_program(["flows.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     elements, by_hand = json.loads(done.stdout.splitlines()[-1])
     assert elements == [[22.0, 3.0, 3.0], [44.0, 3.0, 3.0]]
@@ -72,7 +69,8 @@ def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
     (tmp_path / "flows.py").write_text(FLOWS)
     settings = "flows.SerializationSettings(image_config=None)"
     asked = f"import json, flows; print(json.dumps(flows.mapped.get_command({settings})))"
-    found = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (tmp_path / "asks.py").write_text(asked)
+    found = run_program(["asks.py"], cwd=tmp_path)
     ctx = FlyteContextManager.current_context()
     inputs = TypeEngine.dict_to_literal_map(
         ctx, {"number": [5, 7], "scale": 2.0}, {"number": list[int], "scale": float}
@@ -87,13 +85,10 @@ def test_an_element_by_the_containers_command(tmp_path: Path) -> None:
     }
     command, *arguments = json.loads(found.stdout.splitlines()[-1])
     with nothing_left_behind():
-        done = subprocess.run(
-            [str(SCRIPTS / command), *(places.get(argument, argument) for argument in arguments)],
+        done = run_program(
+            [SCRIPTS / command, *(places.get(argument, argument) for argument in arguments)],
             cwd=tmp_path,
-            env={**os.environ, "BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
+            env={"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"},
         )
     assert (tmp_path / "out/outputs.pb").exists(), done.stdout + done.stderr
     outputs = literals_pb2.LiteralMap.FromString((tmp_path / "out/outputs.pb").read_bytes()).literals

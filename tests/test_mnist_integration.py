@@ -19,7 +19,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from conftest import REPOSITORY
 from mnist_files import write_mnist
-from processes import SCRIPTS, nothing_left_behind
+from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks.cnn import CNN, Hyperparameters, evaluate
 from tasks.digits import FILES, load_digits, small_digits
 from wandb_file import read_records, read_run
@@ -77,16 +77,9 @@ def mnist(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = 
     own = folder / name
     (own / "tmp").mkdir(parents=True)
     folders = {"HOME": str(folder), "TORCH_HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp")}
-    with nothing_left_behind() as mark:
-        done = subprocess.run(
-            [str(SCRIPTS / "pyflyte"), "run", str(WORKFLOW), "mnist", *flags],
-            cwd=own,
-            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, "WANDB_MODE": "offline", **folders, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
+    command = [SCRIPTS / "pyflyte", "run", WORKFLOW, "mnist", *flags]
+    with nothing_left_behind():
+        done = run_program(command, cwd=own, env={"WANDB_MODE": "offline", **folders, **(env or {})})
     return Run(done=done, folder=own)
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from browser import Shown, open_deck
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Gang, dispatch
-from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind
+from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program
 from tasks import sweeps
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
 from tasks.names import load_names, split_by_name
@@ -57,22 +57,9 @@ def run(folder: Path, command: str) -> Run:
     """Run a command of the README or the like, from the root of the repository."""
     program, *arguments = shlex.split(command)
     (folder / "tmp").mkdir()
-    with nothing_left_behind() as mark:
-        environment = {
-            "DASKPYTORCH_TEST_MARK": mark,
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(folder),
-            "TMPDIR": str(folder / "tmp"),
-        }
-        done = subprocess.run(
-            [str(SCRIPTS / program), *arguments],
-            cwd=REPOSITORY,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "TMPDIR": str(folder / "tmp")}
+    with nothing_left_behind():
+        done = run_program([SCRIPTS / program, *arguments], cwd=REPOSITORY, env=environment)
     return Run(done=done, folder=folder)
 
 

@@ -20,7 +20,7 @@ from flytekit.tools.translator import get_serializable
 
 from conftest import REPOSITORY
 from jpegs import photos
-from processes import SCRIPTS, nothing_left_behind
+from processes import SCRIPTS, nothing_left_behind, run_program
 from seaweed import Weed
 
 README = (REPOSITORY / "README.md").read_text()
@@ -32,16 +32,17 @@ def blocks(language: str) -> list[str]:
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What becomes of a command."""
     environment = {**os.environ, "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
-    with nothing_left_behind() as mark:
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            env={**environment, "DASKPYTORCH_TEST_MARK": mark},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    with nothing_left_behind():
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def run_warm(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same of `python` or `pyflyte`, without what each of them would import first."""
+    program, *arguments = command
+    with nothing_left_behind():
+        return run_program([SCRIPTS / "pyflyte", *arguments] if program == "pyflyte" else arguments, cwd=cwd)
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_the_profiled_example_leaves_a_trace_of_each_rank(tmp_path: Path) -> Non
     (tmp_path / "profiled.py").write_text(example)
     command = re.match(r"# profiled\.py: (.*)", example)
     assert command
-    done = run(shlex.split(command[1]), tmp_path)
+    done = run_warm(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     traces = [json.loads(file.read_text()) for file in (tmp_path / "traces").iterdir()]
     assert {trace["distributedInfo"]["rank"] for trace in traces} == {0, 1}
@@ -79,7 +80,7 @@ def test_the_resuming_example_trains(tmp_path: Path) -> None:
     (tmp_path / "resume.py").write_text(example)
     command = re.match(r"# resume\.py: (.*)", example)
     assert command
-    done = run(shlex.split(command[1]), tmp_path)
+    done = run_warm(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
 
@@ -104,7 +105,7 @@ def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> N
     weights = {f"module.{name}": value for name, value in model.state_dict().items()}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     torch.save({"step": 29, "model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "step-29.pt")
-    done = run(["pyflyte", "run", "resume.py", "train", "--steps", "30", "--start", "step-29.pt"], tmp_path)
+    done = run_warm(["pyflyte", "run", "resume.py", "train", "--steps", "30", "--start", "step-29.pt"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == 0.0
 
@@ -112,7 +113,7 @@ def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> N
 def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if block.startswith("# loader.py: python loader.py\n"))
     (tmp_path / "loader.py").write_text(script)
-    done = run([sys.executable, "loader.py"], tmp_path)
+    done = run_warm(["python", "loader.py"], tmp_path)
     [loss] = re.findall(r"^loss (\d\.\d{4}) after 8 epochs of 500 items$", done.stdout, re.MULTILINE)
     assert float(loss) < 0.01, done.stdout + done.stderr
 
@@ -120,21 +121,21 @@ def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "trained {epochs} epochs" in block)
     (tmp_path / "script.py").write_text(script)
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     assert "'rank 0 of " in done.stdout, done.stdout + done.stderr
 
 
 def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "dispatch.map" in block)
     (tmp_path / "script.py").write_text(script)
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
 
 
 def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "stop_early=" in block)
     (tmp_path / "script.py").write_text(script)
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
     assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01", "0.003", "0.001"], done.stdout + done.stderr
     assert found[0][2] == "8"  # the best is trained to its end
@@ -147,7 +148,7 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
 def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "optuna.create_study" in block)
     (tmp_path / "script.py").write_text(script)
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     rows = re.findall(r"^(\d) +(finished|stopped early) +[\d.e+-]+ +[\d.e+-]+$", done.stdout, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(10)), done.stdout + done.stderr
     best = [literal_eval(found) for found in re.findall(r"\{.*?\}", done.stdout.splitlines()[-1])]
@@ -157,7 +158,7 @@ def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
 def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if 'storage="sweeps"' in block)
     (tmp_path / "script.py").write_text(script)
-    first, second = (run([sys.executable, "script.py"], tmp_path) for _ in range(2))
+    first, second = (run_warm(["python", "script.py"], tmp_path) for _ in range(2))
     assert first.stdout == second.stdout, first.stderr + second.stderr
     assert len(literal_eval(first.stdout)) == 4
     assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
@@ -166,7 +167,7 @@ def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "RankObserver" in block)
     (tmp_path / "script.py").write_text(script)
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "lowest loss: 0.25, error: None\n"
     assert done.stderr.count("[rank 0] ends with 0") == 1
@@ -175,13 +176,13 @@ def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "process_results" in block)
     (tmp_path / "script.py").write_text(script)
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
 
 
 def test_the_script_that_trains_on_what_dask_holds_runs(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(next(block for block in blocks("python") if "DaskPartitions" in block))
-    done = run([sys.executable, "script.py"], tmp_path)
+    done = run_warm(["python", "script.py"], tmp_path)
     shares = re.findall(r"(\d+) names in partitions (\[.*?\])", done.stdout)
     assert sum(int(num_names) for num_names, _ in shares) == 3 * 75, done.stdout + done.stderr
     assert sorted(number for _, numbers in shares for number in literal_eval(numbers)) == list(range(10))
@@ -192,7 +193,7 @@ def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeyp
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
     (tmp_path / "pictures.py").write_text(next(block for block in blocks("python") if "S3ImageFolder" in block))
-    done = run([sys.executable, "pictures.py", "s3://readme/dogs"], tmp_path)
+    done = run_warm(["python", "pictures.py", "s3://readme/dogs"], tmp_path)
     assert "16 pictures, 4 held out, 2 classes" in done.stdout, done.stdout + done.stderr
 
 
@@ -201,7 +202,7 @@ def test_the_task_that_sends_files_returns_them(tmp_path: Path) -> None:
     (tmp_path / "record.py").write_text(example)
     command = re.match(r"# record\.py: (.*)", example)
     assert command
-    done = run(shlex.split(command[1]), tmp_path)
+    done = run_warm(shlex.split(command[1]), tmp_path)
     said = re.search(r"^  results: (\S+)$", done.stderr, re.MULTILINE)
     assert said, done.stdout + done.stderr
     assert said[1] in done.stdout  # as the task's output
@@ -224,7 +225,7 @@ def test_the_configuration_is_what_it_says_to_the_backend(tmp_path: Path, monkey
 
 def test_the_task_on_one_node_runs(tmp_path: Path) -> None:
     (tmp_path / "node.py").write_text(next(block for block in blocks("python") if "SpawnDDP()" in block))
-    done = run(["pyflyte", "run", "node.py", "train", "--epochs", "1"], tmp_path)
+    done = run_warm(["pyflyte", "run", "node.py", "train", "--epochs", "1"], tmp_path)
     assert re.search(r"rank 0 of \d+", done.stdout), done.stdout + done.stderr
 
 

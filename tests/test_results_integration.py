@@ -33,20 +33,13 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
-from processes import Cluster, dask_cluster, nothing_left_behind, run_after_a_pause, until
+from processes import Cluster, nothing_left_behind, run_after_a_pause, until
 
 ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
 
 handler = DaskResultsHandler(uuid.uuid4().hex)
 """As the forerunner's users write it; the ranks make one of their own, with another key."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers, for all tests."""
-    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 # ---- What the ranks run

@@ -22,7 +22,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
 from conftest import REPOSITORY
-from processes import MARK, SCRIPTS, dask_cluster, marked, nothing_left_behind, until
+from processes import MARK, SCRIPTS, dask_cluster, marked, nothing_left_behind, run_program, until
 from propeller import Propeller
 from seaweed import Weed
 from tasks.challenger import STATE
@@ -85,22 +85,23 @@ class Home:
     def registry(self) -> str:
         return str(self.folder / "registry")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**environment(self.folder), "PET_NAMES_REGISTRY": self.registry}
+
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
         with nothing_left_behind() as mark:
+            environment = {**self.environment, MARK: mark}
             return subprocess.run(
-                command,
-                cwd=self.folder,
-                env={**environment(self.folder), MARK: mark, "PET_NAMES_REGISTRY": self.registry},
-                capture_output=True,
-                text=True,
-                check=False,
+                command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
             )
 
     def retrain(self, name: str, day: str) -> Run:
         """By pyflyte run, on the names of the day."""
-        script = str(REPOSITORY / "workflows" / "retrain.py")
         given = ("--data", self.data, "--kickoff_time", day, "--hp", json.dumps(HP))
-        done = self.call(str(SCRIPTS / "pyflyte"), "run", script, name, *given)
+        command = [SCRIPTS / "pyflyte", "run", REPOSITORY / "workflows" / "retrain.py", name, *given]
+        with nothing_left_behind():
+            done = run_program(command, cwd=self.folder, env=self.environment)
         found = re.search(r"Retraining\((.*)\)$", done.stdout, re.MULTILINE)
         outputs = dict(re.findall(r"(\w+)=['\"](.*?)['\"](?:, |$)", found[1])) if found else {}
         return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
@@ -122,7 +123,7 @@ class Home:
 
 def environment(home: Path) -> dict[str, str]:
     own = {"HOME": str(home), "TMPDIR": f"{home}/tmp", "WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
-    return {**os.environ, **own}
+    return {**os.environ, **own}  # with the mark of whoever asks for it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from jpegs import photos
-from processes import MARK, nothing_left_behind
+from processes import nothing_left_behind, run_program
 from seaweed import Weed
 
 TUTORIAL = '''
@@ -98,15 +95,8 @@ if __name__ == "__main__":
 def test_the_tutorial_runs_after_a_change_of_its_import_line(weed: Weed, tmp_path: Path) -> None:
     weed.put_all("tutorial", photos(40, 4, prefix="dogs"))
     (tmp_path / "tutorial.py").write_text(TUTORIAL)
-    with nothing_left_behind() as mark:
-        done = subprocess.run(
-            [sys.executable, "tutorial.py"],
-            cwd=tmp_path,
-            env={**os.environ, **weed.env(), MARK: mark},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    with nothing_left_behind():
+        done = run_program(["tutorial.py"], cwd=tmp_path, env=weed.env())
     assert "[None, None]" in done.stdout, done.stdout + done.stderr
     written = [json.loads(path.read_text()) for path in (tmp_path / "results").rglob("*.json")]
     for rank in range(2):

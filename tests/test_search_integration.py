@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
@@ -12,16 +11,9 @@ from distributed import Client
 from optuna.trial import TrialState
 
 from flytekitplugins.daskpytorch import Gang, Search, StoppedEarlyError, current_rank, dispatch
-from processes import Cluster, dask_cluster, nothing_left_behind, until
+from processes import until
 
 PRUNER = optuna.pruners.ThresholdPruner(upper=5.0)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers, which all tests leave alive."""
-    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 2) as running:
-        yield running
 
 
 def follow(experiment: dict[str, float | str]) -> int:

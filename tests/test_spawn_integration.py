@@ -6,9 +6,7 @@ import base64
 import contextlib
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,14 @@ from test_task_integration import (
     SYSTEM,
     USER,
     Attempt,
+    Meddle,
+    Process,
     execute,
     pyflyte_run,
 )
 from wandb_file import read_run
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def attempt(
     task: str,
     *,
     env: dict[str, str] | None = None,
-    meddle: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    meddle: Meddle | None = None,
     **inputs: Any,
 ) -> Attempt:
     """Run a task by the container's own command, with nothing left behind."""
@@ -93,8 +95,7 @@ def here(monkeypatch: pytest.MonkeyPatch, name: str) -> LiteralMap:
     monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
     from flows import spawned
 
-    with nothing_left_behind():
-        return getattr(spawned, name).dispatch_execute(FlyteContextManager.current_context(), LiteralMap(literals={}))
+    return getattr(spawned, name).dispatch_execute(FlyteContextManager.current_context(), LiteralMap(literals={}))
 
 
 def test_metadata_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(
     monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
     from flows import spawned
 
-    with nothing_left_behind(), pytest.raises(ValueError, match="tracked failure"):
+    with pytest.raises(ValueError, match="tracked failure"):
         spawned.tracked(steps=3, fail_at=1)
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     run = read_run(file)
@@ -176,7 +177,7 @@ def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_48_sigterm_to_all_processes_of_the_pod(project: Path, method: str) -> None:
-    def meddle(driver: subprocess.Popen[bytes]) -> None:
+    def meddle(driver: Process) -> None:
         trains = [project / f"trains-{rank}" for rank in range(2)]
         until(lambda: all(path.exists() for path in trains) or driver.poll() is not None, "the training")
         pod = psutil.Process(driver.pid)

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes import end, nothing_left_behind, until
+from processes import end, nothing_left_behind, until, warm_python
+from warm import Program
 
 SCRIPT = Path(__file__).parent / "driving.py"
 
@@ -33,12 +34,12 @@ def test_closed_standard_streams_are_nothing_to_a_gang(how: str, closed: str, tm
     assert ("by C code" in done.stderr) == ("2>" not in closed)
 
 
-def interrupt(process: subprocess.Popen[str]) -> None:
+def interrupt(process: Program) -> None:
     """As a terminal does at Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
 
 
-def terminate_all(process: subprocess.Popen[str]) -> None:
+def terminate_all(process: Program) -> None:
     """SIGTERM to every process there is."""
     driver = psutil.Process(process.pid)
     for one in [*driver.children(recursive=True), driver]:
@@ -46,14 +47,14 @@ def terminate_all(process: subprocess.Popen[str]) -> None:
             one.terminate()
 
 
-def driven(how: str, folder: Path, until_when: str, *acts: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
+def driven(how: str, folder: Path, until_when: str, *acts: Callable[[Program], None]) -> tuple[int, str]:
     """What becomes of the script where these are done to it while it trains: its exit code, and all it has said."""
     trains, said = [folder / f"trains-{rank}" for rank in range(2)], folder / "said"
     with nothing_left_behind():
         with said.open("w") as output:
-            command = [sys.executable, str(SCRIPT), how, str(folder), until_when]
-            process = subprocess.Popen(
-                command, cwd=folder, stdout=output, stderr=output, text=True, start_new_session=True
+            command = [SCRIPT, how, folder, until_when]
+            process = warm_python().start(
+                command, cwd=folder, env=os.environ, stdout=output, stderr=output, new_session=True
             )
         try:
             until(lambda: all(path.exists() for path in trains) or process.poll() is not None, "the training")
@@ -89,7 +90,7 @@ def test_at_ctrl_c_nobody_but_the_script_has_a_traceback(how: str, times: int, t
     ("how", "act"), [("processes", interrupt), ("processes", terminate_all), ("threads", terminate_all)]
 )
 def test_48_the_last_step_is_saved_at_a_signal_to_all_processes(
-    how: str, act: Callable[[subprocess.Popen[str]], None], tmp_path: Path
+    how: str, act: Callable[[Program], None], tmp_path: Path
 ) -> None:
     _, said = driven(how, tmp_path, "preempted", act)
     [step] = {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)}

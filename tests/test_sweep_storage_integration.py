@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,9 @@ from distributed import Client
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver.files import Files
-from processes import Cluster, dask_cluster, end, nothing_left_behind, until
+from processes import Cluster, end, until
 
 VICTIM = REPOSITORY / "tests" / "sweep_victim.py"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers, which all tests leave alive."""
-    with nothing_left_behind(), dask_cluster(tmp_path_factory.mktemp("cluster"), 2) as running:
-        yield running
 
 
 def allow(folder: Path, limit: int) -> None:

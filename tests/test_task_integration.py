@@ -23,7 +23,19 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
-from processes import SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, start_worker, until
+from processes import (
+    SCRIPTS,
+    TASKS_IMPORT,
+    Cluster,
+    dask_cluster,
+    end,
+    nothing_left_behind,
+    run_program,
+    start_worker,
+    until,
+    warm_python,
+)
+from warm import Program
 
 SAMPLE_PROJECT = Path(__file__).parent / "sample_project"
 RECOVERABLE = errors_pb2.ContainerError.RECOVERABLE
@@ -41,7 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (old_copy / "flows" / "arithmetic.py").write_text("OFFSET = -1\ndef shifted(value): return OFFSET\n")
     environment = {"_FSEC_TESTS_TOKEN": "s3cret"}
     environments = {0: {**environment, "PYTHONPATH": str(old_copy)}, 1: environment}
-    with dask_cluster(folder, worker_environments=environments) as running:
+    with dask_cluster(folder, imported_ahead=TASKS_IMPORT, worker_environments=environments) as running:
         yield running
 
 
@@ -49,6 +61,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def project(tmp_path: Path) -> Path:
     """A copy of the sample project."""
     return Path(shutil.copytree(SAMPLE_PROJECT, tmp_path / "project"))
+
+
+Process = Program | subprocess.Popen[bytes]
+Meddle = Callable[[Process], None]
 
 
 @dataclass
@@ -101,7 +117,8 @@ def execute(
     checkpoint: str | None = None,
     previous: str = '""',
     module: str = "flows.training",
-    meddle: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    meddle: Meddle | None = None,
+    starts_anew: bool = False,
 ) -> Attempt:
     """Run a task by the command that a backend starts in the job-runner's container.
 
@@ -119,6 +136,7 @@ def execute(
         previous: Where the attempt before had its own; Flyte passes that on every retry, whatever is there.
         module: Where the task is.
         meddle: Called with the process that runs; it is waited for afterwards.
+        starts_anew: By an interpreter of its own, which sees `env` from its start.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ctx = FlyteContextManager.current_context()
@@ -146,7 +164,11 @@ def execute(
         **(env or {}),
     }
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=output)
+        process: Process
+        if starts_anew:
+            process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=output)
+        else:
+            process = warm_python().start(command, cwd=cwd, env=environment, stdout=output, stderr=output)
     try:
         if meddle is not None:
             meddle(process)
@@ -160,14 +182,7 @@ def execute(
 
 def pyflyte_run(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The real console script."""
-    return subprocess.run(
-        [str(SCRIPTS / "pyflyte"), "run", *arguments],
-        cwd=cwd,
-        env={**os.environ, "TESTS_TOKEN": "s3cret", **(env or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_program([SCRIPTS / "pyflyte", "run", *arguments], cwd=cwd, env={"TESTS_TOKEN": "s3cret", **(env or {})})
 
 
 def expected(epochs: int) -> float:
