@@ -6,18 +6,20 @@ Each on the workers of a Dask cluster, and on the task's own node.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, WorkerLostError
+from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, Observer, RankObserver, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.agent import TAIL_SIZE
 from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
@@ -25,17 +27,14 @@ from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behin
 
 
 @pytest.fixture(scope="module", params=["DaskDDP", pytest.param("SpawnDDP", marks=pytest.mark.slow)])
-def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client | int]:
+def where(request: pytest.FixtureRequest) -> Iterator[Client | int]:
     """Two workers on two hosts, or two ranks on this one; the agents and all that follows are the same."""
-    with nothing_left_behind():
-        if request.param == "SpawnDDP":
+    if request.param == "SpawnDDP":
+        with nothing_left_behind():
             yield 2
             fork_client.shutdown()
-            return
-        with (
-            dask_cluster(tmp_path_factory.mktemp("cluster"), hosts=["127.0.0.2", "127.0.0.3"]) as cluster,
-            Client(cluster.address) as client,
-        ):
+    else:
+        with Client(request.getfixturevalue("cluster").address) as client:
             yield client
 
 
@@ -152,6 +151,37 @@ def test_a_rank_that_raises_before_it_joins(
     assert time.monotonic() - began < MAX_SECONDS
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__cause__.rank == 1
+
+
+class OpensInRank0(Observer):
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def for_rank(self) -> Callable[[], RankObserver]:
+        return functools.partial(opened, self.trace)
+
+
+def opened(trace: Path) -> RankObserver:
+    trace.write_text(f"{trace.read_text()} opened")
+    return RankObserver()
+
+
+@pytest.mark.parametrize("last_line", ["", "raise LookupError('cannot be imported')"])
+def test_observers_in_rank_0_open_once_the_users_modules_are_imported(
+    where: Client | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_line: str
+) -> None:
+    """What they import, in threads, those import, too."""
+    trace, name = tmp_path / "trace", f"imports_{'badly' if last_line else 'well'}"
+    (tmp_path / f"{name}.py").write_text(
+        "import os\nfrom pathlib import Path\n\n\ndef train():\n    return 1\n\n\n"
+        f"if os.environ.get('RANK') == '0':\n    Path({str(trace)!r}).write_text('imported')\n    {last_line}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train = import_module(name).train
+    gang = Gang(max_restarts=0, observers=(functools.partial(OpensInRank0, trace),))
+    error = ft.run_on(where, train, gang=gang).exception()
+    assert isinstance(error, LookupError) == bool(last_line)
+    assert trace.read_text() == "imported opened"
 
 
 def test_all_ranks_raise_the_same(where: Client | int, launch: ft.Launch) -> None:  # 4

@@ -52,8 +52,6 @@ def main(channel: Connection) -> int:
     try:
         _settle_in(order)
         with _host_of(order.job) as host:  # before there are other threads: it may import what does not bear them
-            if order.place.rank == 0:
-                observers.open(order.job.observers)
             rank = _context(order, link, observers, progress, host)
             prompt = debugger.Prompt(order.place.rank, order.job.debugging, link.send)
             link.obey(rank, observers, prompt)
@@ -61,7 +59,7 @@ def main(channel: Connection) -> int:
             if order.data is not None:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
-            call = unpack_call(order.job.call)
+            call = _unpack(order, observers)
             process_group.join(order.place, order.job, _take_device(order))
             context.enter(rank)
             link.send(reports.Ready())
@@ -90,6 +88,19 @@ def main(channel: Connection) -> int:
     link.ended.wait()
     _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
+
+
+def _unpack(order: RankOrder, observers: Observers) -> Call:
+    """The user's call, for which their modules are imported, and then what observers have in rank 0.
+
+    These import in threads of their own, and two threads that import one package at once may wait for each other: where
+    a module of the user's imports parts of wandb, its run was lost to such an error, and the training might have been.
+    """
+    try:
+        return unpack_call(order.job.call)
+    finally:  # a call that cannot be imported is seen to fail
+        if order.place.rank == 0:
+            observers.open(order.job.observers)
 
 
 class _Link:
