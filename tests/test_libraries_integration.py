@@ -210,7 +210,7 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
         killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,)))
         results = killed.futures.result()
     assert killed.starts(0) == killed.starts(1) == [0, 4]
-    assert set(killed.kept) >= {4, 8, 12}
+    assert set(killed.kept) >= {4, 8}  # a gang that has its results does not wait for the last one
     for result in results:
         assert all(torch.equal(result[name], value) for name, value in expected[0].items())
     losses = {record.step for record in logged.records if record.rank == 0 and "loss" in record.metrics}

@@ -206,7 +206,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: ft.Launch, when: str) -> None:
     watched = launch(client, die_while_writing, when)
     check_resumed(watched, ft.SAVED_AT)
-    assert watched.kept == [ft.SAVED_AT, SAVED_NEXT]  # the second only from the second attempt
+    # The second only from the second attempt, unless its results came sooner, after which nobody waits for it.
+    assert watched.kept in ([ft.SAVED_AT], [ft.SAVED_AT, SAVED_NEXT])
     assert any("rank 0 on" in note and "SIGKILL" in note for note in watched.notes)
 
 
