@@ -36,12 +36,17 @@ class Rank:
         self.base = str(base)
         self.attempt = attempt
         self.reports: list[ShardsWritten | ShardsNotWritten] = []
+        self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
             Sharding(base=self.base, nonce=NONCE, token=token, start=tuple(start)),
             attempt=attempt,
             rank=current_rank().rank,
             report=self.reports.append,
+            moved=self._move,
         )
+
+    def _move(self) -> None:
+        self.num_moves += 1
 
     def save(self, state: dict[str, Any], step: int, **metrics: float) -> ShardedCheckpoint:
         """Save a state, and have it committed."""

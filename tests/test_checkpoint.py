@@ -531,6 +531,24 @@ def test_outside_a_gang_nothing_is_kept() -> None:
     assert checkpoint.load_sharded({"weights": torch.ones(2)}) is None
 
 
+def test_a_flush_in_time_waits_no_longer_altogether(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(checkpoint_module.time, "monotonic", lambda: now[0])
+    checkpoint = rank.checkpoint()
+    waited = []
+
+    class Waiting:
+        def join(self, timeout: float) -> None:
+            now[0] += 7.0
+
+        def flush(self, timeout: float) -> None:
+            waited.append(timeout)
+
+    checkpoint._writing = checkpoint.sharded = Waiting()  # type: ignore[assignment]
+    checkpoint.flush(10.0)
+    assert waited == [3.0]
+
+
 # ---- What the hang detector sees of it ------------------------------------------------------------------------------
 
 

@@ -326,6 +326,15 @@ def test_a_rank_on_another_machine_says_how_to_reach_it(tmp_path: Path) -> None:
         Rank(tmp_path, [entry], token=str(tmp_path / "not here")).checkpoints.load(state())
 
 
+def test_each_piece_that_is_written_or_read_is_a_sign_of_life(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    entry = rank.save({str(number): torch.ones(2) for number in range(10)}, 1)
+    assert rank.num_moves == 10
+    reader = Rank(tmp_path, [entry])
+    reader.checkpoints.load({str(number): torch.zeros(2) for number in range(10)})
+    assert reader.num_moves == 10
+
+
 def test_pieces_are_divided_into_parts_of_the_same_size_and_read_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -70,7 +73,9 @@ def save_and_train_on(base: str, directory: Path) -> dict[str, Any]:
     entry = Rank(base).save(state_of(model, optimizer), 3, loss=0.5)
     saved = whole(model, optimizer)
     train(model, optimizer, range(3, 6))
-    return {"entry": entry, "saved": saved, "trained": whole(model, optimizer), "alike": save_alike(f"{base}/alike")}
+    trained = whole(model, optimizer)
+    others = {"alike": save_alike(f"{base}/alike"), "refused": be_refused(f"{base}/refused")}
+    return {"entry": entry, "saved": saved, "trained": trained, **others}
 
 
 def save_alike(base: str) -> Any:
@@ -83,6 +88,19 @@ def save_alike(base: str) -> Any:
     return rank.reports[0].shards  # type: ignore[union-attr]
 
 
+def be_refused(base: str) -> list[str]:
+    """What each of the ranks is told, of what only they together or another one can know; and then all is well."""
+    rank, texts = Rank(base), []
+    number = current_rank().rank
+    for state, step in (({"a": 1}, number), ({"a": Path() if number == 1 else 1}, 5)):
+        try:
+            rank.checkpoints.save(state, step, {})
+        except (ValueError, RuntimeError, TypeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    rank.save({"a": 1}, 5)
+    return texts
+
+
 def go_on(base: str, entry: ShardedCheckpoint, directory: Path) -> dict[str, Any]:
     """Load it, and see what torch alone makes of the same files; then train."""
     model, optimizer = make(seed=3)
@@ -92,13 +110,26 @@ def go_on(base: str, entry: ShardedCheckpoint, directory: Path) -> dict[str, Any
     by_torch = whole(model, optimizer)
 
     model, optimizer = make(seed=2)
-    rank = Rank(base, [entry], attempt=1)
+    rank = Rank(base, [*damaged_for_one_rank(base, entry), entry], attempt=1)
     step = load(rank, model, optimizer)
     loaded = whole(model, optimizer)
     saved_again = rank.save(state_of(model, optimizer), 4)
     train(model, optimizer, range(3, 6))
     trained = whole(model, optimizer)
     return {"step": step, "by torch": by_torch, "loaded": loaded, "trained": trained, "entry": saved_again}
+
+
+def damaged_for_one_rank(base: str, entry: ShardedCheckpoint) -> list[ShardedCheckpoint]:
+    """A newer checkpoint, of which a file is missing that the first rank does not read."""
+    if "://" in base or current_rank().world_size != entry.world_size:
+        return []
+    folder = Path(base) / "damaged"
+    if current_rank().is_main:
+        shutil.copytree(entry.uri, folder)
+        for part in folder.glob("__1_*.distcp"):
+            part.unlink()
+    dist.barrier()
+    return [replace(entry, uri=str(folder), step=9)]
 
 
 def run(function: Callable[[Path], dict[str, Any]], world_size: int, folder: Path) -> list[dict[str, Any]]:
@@ -116,6 +147,10 @@ def test_a_training_under_fsdp2_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert_same(again[name], ranks[0]["saved"])
     assert_same(again["trained"], ranks[0]["trained"])
     assert_written_once([rank["alike"] for rank in ranks])
+    different = "ValueError: all ranks are to save the same step at the same time; they save rank 0 step 0, rank 1 step"
+    assert all(rank["refused"][0] == f"{different} 1" for rank in ranks)
+    assert ranks[0]["refused"][1].startswith("RuntimeError: rank 1 cannot save its part: TypeError: a of the state")
+    assert ranks[1]["refused"][1].startswith("TypeError: a of the state")
 
 
 def assert_written_once(written: list[WrittenShards]) -> None:

@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -77,10 +78,11 @@ class RankCheckpoint(Checkpoint):
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
         if self._writing is not None:
             self._writing.join(timeout)
         if self.sharded is not None:
-            self.sharded.flush(timeout)
+            self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Keep a state that is spread over the ranks; see `Checkpoint`."""

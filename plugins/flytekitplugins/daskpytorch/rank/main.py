@@ -296,7 +296,9 @@ def _context(
 
     place = order.place
     if (sharding := order.job.sharding) is not None:
-        link.sharded = ShardedCheckpoints(sharding, attempt=order.job.attempt, rank=place.rank, report=link.send)
+        link.sharded = ShardedCheckpoints(
+            sharding, attempt=order.job.attempt, rank=place.rank, report=link.send, moved=progress.move
+        )
     checkpoint = RankCheckpoint(
         folder=Path(order.scratch),
         attempt=order.job.attempt,

@@ -55,7 +55,9 @@ class SavePlans:
     def __init__(self) -> None:
         self._planner = DefaultSavePlanner()
         self._values: dict[str, Callable[[IO[bytes]], object]] = {}
-        self._local: SavePlan | None = None
+        self._looked_at: SavePlan | None = None
+        self._agreed: SavePlan | None = None
+        """What the ranks have divided the work by; this rank's."""
         self._own: Sequence[WriteItem] = ()
         self._state: str | None = None
         self._buffers: list[list[torch.Tensor]] = []
@@ -70,13 +72,10 @@ class SavePlans:
         """
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(as_dicts(state))
-        local = self._planner.create_local_plan()
+        self._looked_at = local = self._planner.create_local_plan()
         kinds = ((item, self._planner.lookup_object(item.index)) for item in local.items if _is_value(item))
         self._values = {item.index.fqn: _frozen(item.index.fqn, value) for item, value in kinds}
-        if local == self._local:
-            return False
-        self._local = local
-        return True
+        return local != self._agreed
 
     def agree(self) -> None:
         """Divide the work: rank 0 decides, and what several ranks have alike, one of them writes.
@@ -84,13 +83,13 @@ class SavePlans:
         Raises:
             ValueError: The ranks' shards do not make up the whole.
         """
-        local, self._local = self._local, None  # until it is done
+        self._agreed = None  # until it is done
         ranks: Any = _DistWrapper(None, distributed.is_initialized(), 0)
         try:
-            plan = ranks.reduce_scatter("plan", lambda: local, self._divide)
+            plan = ranks.reduce_scatter("plan", lambda: self._looked_at, self._divide)
         except CheckpointException as error:  # no Exception of Python's
             raise ValueError(f"the state's shards do not fit together: {error}") from None
-        self._local, self._own, self._buffers = local, plan.items, []
+        self._agreed, self._own, self._buffers = self._looked_at, plan.items, []
 
     def stage(self, number: int, step: int, metrics: Mapping[str, float]) -> Staged:
         """Copy what this rank is to write; the tensors into memory of a save before where there is some."""

@@ -30,7 +30,7 @@ __all__ = ["DamagedError", "DiffersError", "ShardReader"]
 
 NUM_READERS = 8
 """Ranges that are read, and turned into tensors, at the same time."""
-MAX_RANGE = 32 << 20
+MAX_RANGE = 4 << 20
 """Bytes in one range, unless a single item has more."""
 MAX_GAP = 64 << 10
 """Bytes between two items that are rather read than asked around."""
@@ -68,11 +68,14 @@ class _Range:
 class ShardReader:
     """Reads one checkpoint into the state of one rank."""
 
-    def __init__(self, files: Any, checkpoint: ShardedCheckpoint, state: dict[str, Any]) -> None:
+    def __init__(
+        self, files: Any, checkpoint: ShardedCheckpoint, state: dict[str, Any], moved: Callable[[], None]
+    ) -> None:
         self._files = files
         """An fsspec file system."""
         self._checkpoint = checkpoint
         self._state = state
+        self._moved = moved
         self._content = as_dicts(state)
         self._planner = _Planner()
         self._wanted: dict[StoredItem, list[ReadItem]] = defaultdict(list)
@@ -135,15 +138,16 @@ class ShardReader:
 
     def _take(self, together: _Range) -> None:
         path = f"{self._checkpoint.uri}/{together.part}"
-        data = memoryview(
-            self._patiently(functools.partial(self._files.cat_file, path, start=together.start, end=together.end))
+        data: bytes = self._patiently(
+            functools.partial(self._files.cat_file, path, start=together.start, end=together.end)
         )
         for item in together.items:
             start = item.start - together.start
-            piece = data[start : start + item.length]
+            piece = data[start : start + item.length]  # of one that is alone, which all large ones are, no copy
             if hashlib.sha256(piece).hexdigest() != item.digest:
                 raise DamagedError(f"{item.key} in {item.part} is not what was written")
             self._planner.put(piece, self._wanted[item])
+            self._moved()
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         for wait in RETRY_AFTER:
@@ -159,7 +163,7 @@ class ShardReader:
 class _Planner(DefaultLoadPlanner):
     """Writes into the state, and unpickles no more than data."""
 
-    def put(self, data: memoryview, reads: Sequence[ReadItem]) -> None:
+    def put(self, data: bytes, reads: Sequence[ReadItem]) -> None:
         """What has been read of one item goes to all the places that want some of it."""
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         for read in reads:

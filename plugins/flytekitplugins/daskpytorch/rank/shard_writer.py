@@ -11,7 +11,7 @@ import heapq
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,12 +35,13 @@ RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 class ShardWriter:
     """Writes one save of one rank."""
 
-    def __init__(self, files: Any, folder: str, rank: int, step: int) -> None:
+    def __init__(self, files: Any, folder: str, *, rank: int, step: int, moved: Callable[[], None]) -> None:
         self._files = files
         """An fsspec file system."""
         self._folder = folder
         self._rank = rank
         self._step = step
+        self._moved = moved
         self._lock = threading.Lock()
         self._has_complained = False
 
@@ -70,12 +71,27 @@ class ShardWriter:
         try:
             with self._open(path) as file:
                 stream = _Stream(file)
-                items = [_written(piece, stream, name) for piece in share]
+                items = [self._written(piece, stream, name) for piece in share]
         except BaseException:
             with contextlib.suppress(Exception):  # where the disk is full, it is in the way
                 self._files.rm_file(path)
             raise
         return StoredPart(name=name, size=stream.position), items
+
+    def _written(self, piece: Piece, stream: _Stream, part: str) -> StoredItem:
+        start, stream.digest = stream.position, hashlib.sha256()
+        piece.write(stream)  # type: ignore[arg-type]
+        self._moved()
+        index = piece.item.index
+        return StoredItem(
+            key=index.fqn,
+            offset=None if index.offset is None else tuple(index.offset),
+            index=index.index,
+            part=part,
+            start=start,
+            length=stream.position - start,
+            digest=stream.digest.hexdigest(),
+        )
 
     def _open(self, path: str) -> Any:
         try:
@@ -114,21 +130,6 @@ class _Stream:
 
     def flush(self) -> None:
         """The file is closed in the end."""
-
-
-def _written(piece: Piece, stream: _Stream, part: str) -> StoredItem:
-    start, stream.digest = stream.position, hashlib.sha256()
-    piece.write(stream)  # type: ignore[arg-type]
-    index = piece.item.index
-    return StoredItem(
-        key=index.fqn,
-        offset=None if index.offset is None else tuple(index.offset),
-        index=index.index,
-        part=part,
-        start=start,
-        length=stream.position - start,
-        digest=stream.digest.hexdigest(),
-    )
 
 
 def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -59,11 +59,14 @@ class ShardedCheckpoints:
         attempt: int,
         rank: int,
         report: Callable[[ShardsWritten | ShardsNotWritten], None],
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._sharding = sharding
         self._attempt = attempt
         self._rank = rank
         self._report = report
+        self._moved = moved
+        """To be called at each sign of life: a large state takes longer to go and to come than a step."""
         self._slots: SaveSlots[Staged] = SaveSlots(self._start)
         self._num_saves = 0
         self._plans: SavePlans | None = None
@@ -104,7 +107,7 @@ class ShardedCheckpoints:
 
         is_touched = False
         for checkpoint in self._sharding.start:
-            reader = ShardReader(current_execution().filesystem(checkpoint.uri), checkpoint, state)
+            reader = ShardReader(current_execution().filesystem(checkpoint.uri), checkpoint, state, self._moved)
             if not self._together(checkpoint, functools.partial(self._prepare, reader)):
                 continue
             is_touched = True
@@ -165,7 +168,8 @@ class ShardedCheckpoints:
             before.join()
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
         try:
-            parts, items = ShardWriter(self._files, folder, self._rank, save.step).write(save.pieces)
+            writer = ShardWriter(self._files, folder, rank=self._rank, step=save.step, moved=self._moved)
+            parts, items = writer.write(save.pieces)
         except Exception as error:  # whatever a store's client raises
             self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))
         else:
