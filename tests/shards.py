@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     Sharding,
     WrittenShards,
     folder_name,
+    layout_of,
 )
 from flytekitplugins.daskpytorch.protocol.torch_metadata import metadata_of
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
@@ -66,18 +65,6 @@ class Rank:
             dist.barrier()
         self.checkpoints.settle(report.shards.number)
         return committed
-
-
-def layout_of(written: Sequence[WrittenShards]) -> bytes:
-    """As the driver writes it."""
-    first = written[0]
-    return json.dumps(
-        {
-            "state": json.loads(first.state or ""),
-            "parts": [asdict(part) for shards in written for part in shards.parts],
-            "items": [asdict(item) for shards in written for item in shards.items],
-        }
-    ).encode()
 
 
 def entry(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def state(value: float = 0.0) -> dict[str, Any]:
         "weights": {"a": torch.full((3, 4), value), "b": torch.full((5,), value).to(torch.bfloat16)},
         "groups": [{"lr": value, "params": [0, 1]}],
         "empty": torch.zeros(0, 3),
+        "by number": {0: {"count": int(value)}},  # torch has all keys as text
         "single": torch.tensor(value),
         "epoch": int(value),
     }
@@ -43,6 +45,7 @@ def assert_is(content: dict[str, Any], value: float) -> None:
     assert content["weights"]["b"].equal(wanted["weights"]["b"])
     assert content["single"].equal(wanted["single"])
     assert content["groups"] == wanted["groups"]
+    assert content["by number"] == wanted["by number"]
     assert content["epoch"] == wanted["epoch"]
 
 
@@ -74,6 +77,15 @@ def test_what_changes_after_the_call_is_not_written(tmp_path: Path) -> None:
         Rank(tmp_path, [entry]).checkpoints.load(content)
         assert content["weights"]["a"].equal(torch.full((3, 4), float(step)))
         assert content["groups"][0]["params"] == [0, 1]
+
+
+def test_the_state_itself_is_not_held(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    large = {"weights": torch.ones(1000), "list": [1, 2]}
+    held = weakref.ref(large["weights"])
+    rank.save(large, 1)
+    del large
+    assert held() is None
 
 
 def test_a_state_that_grows_is_planned_anew(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ class SavePlans:
             for item, buffer in zip(items, buffers, strict=True)
         ]
         values = [Piece(item=item, size=0, write=self._values[item.index.fqn]) for item in self._own if _is_value(item)]
+        self._planner, self._values = DefaultSavePlanner(), {}  # the state itself may go
         return Staged(
             number=number,
             step=step,
