@@ -12,22 +12,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from distributed import Client
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flytekitplugins.daskpytorch import Gang, Observer, current_rank
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
+from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
-from processes import nothing_left_behind, until
+from processes import dask_cluster, nothing_left_behind, until
 from seaweed import Weed
 
 NUM_STEPS = 24
@@ -88,6 +92,25 @@ def doom(chance: random.Random) -> None:
         killer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
         killer.daemon = True
         killer.start()
+
+
+def count(steps: int, pids: str | None = None) -> list[int]:
+    """A training without a model: from which step it went on, and the sum of all. Slow where somebody meddles with it.
+
+    Args:
+        steps: How many there are.
+        pids: Where each rank is to write who it is, after its first step.
+    """
+    rank, state = current_rank(), {"sum": torch.zeros(1)}
+    first = rank.checkpoint.load_sharded(state) or 0
+    for step in range(first, steps):
+        dist.all_reduce(torch.ones(1))
+        state["sum"] += step + 1
+        rank.checkpoint.save_sharded(state, step + 1)
+        if pids is not None:
+            (Path(pids) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank.rank}").write_text(str(os.getpid()))
+            time.sleep(0.2)
+    return [first, int(state["sum"])]
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -198,3 +221,45 @@ def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: 
     [again, _], notes = run(step, checkpoint_uri=str(tmp_path))
     assert again["first"] == step
     assert notes.resumed_steps == [step]
+
+
+def test_each_gang_on_a_cluster_goes_on_from_its_own_by_its_key(tmp_path: Path) -> None:
+    with (
+        dask_cluster(tmp_path / "cluster", hosts=["127.0.0.2", "127.0.0.3"]) as cluster,
+        Client(cluster.address) as client,
+    ):
+        sweep, both = (Gang(checkpoint_uri=str(tmp_path / "kept"), key=key) for key in ("sweep", "both"))
+        assert dispatch.map(client, count, [2, 3], gang=sweep).result() == [[0, 3], [0, 6]]
+        assert dispatch.run(client, count, 4, gang=both).result() == [[0, 10]] * 2
+        assert dispatch.map(client, count, [4, 4], gang=sweep).result() == [[2, 10], [3, 10]]
+        assert dispatch.run(client, count, 5, gang=both).result() == [[4, 15]] * 2
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["both", "sweep-0", "sweep-1"]
+
+
+def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "MAX_SILENCE", 6.0)
+    notes, pids = Notes(), tmp_path / "pids"
+    pids.mkdir()
+    settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="gang", min_workers=1, observers=(lambda: notes,))
+    hosts = ["127.0.0.2", "127.0.0.3"]
+    with dask_cluster(tmp_path / "cluster", hosts=hosts) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, count, 80, str(pids), gang=settings)
+        until(lambda: len(notes.kept_steps) > 2 or futures.done(), "some steps")
+        old = psutil.Process(int((pids / "0-0").read_text()))
+        suspended = [old, cluster.worker_process(0)]
+        for process in suspended:
+            process.suspend()
+        try:
+            until(lambda: (pids / "1-0").exists() or futures.done(), "the smaller gang")
+        finally:
+            for process in suspended:
+                process.resume()
+        results = futures.result()  # of both ranks, where the worker has come back in time
+        until(lambda: not old.is_running(), "the old rank to end")
+    assert {tuple(result) for result in results} == {(notes.resumed_steps[-1], 80 * 81 // 2)}
+    assert notes.kept_steps == sorted(set(notes.kept_steps))
+    there = {folder.name for folder in (tmp_path / "kept" / "gang").glob("step-*/*")}
+    assert len(there) == 2
+    assert not any(name.startswith("0-") for name in there)

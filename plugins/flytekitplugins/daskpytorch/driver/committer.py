@@ -283,9 +283,8 @@ class Committer:
         self._kept = entries
 
     def _named_below(self, entries: Sequence[ShardedCheckpoint]) -> set[str]:
-        """The folders of checkpoints below our own base: others are another attempt's, whose manifest names them."""
-        start = f"{self.storage.base}/"
-        return {entry.uri.removeprefix(start) for entry in entries if entry.uri.startswith(start)}
+        """The folders of checkpoints, as they are called below our own base; others are another attempt's."""
+        return {entry.uri.removeprefix(f"{self.storage.base}/") for entry in entries}
 
     def _remove(self, is_over: Callable[[tuple[int, int], str], bool]) -> None:
         """Remove what no manifest names, where this says so of an attempt, its save and their nonce."""
