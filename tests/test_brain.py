@@ -814,6 +814,25 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
     assert "hangs" in world.watcher.reasons[0]
 
 
+def test_ranks_that_wait_for_a_commit_do_not_hang_but_after_it_they_may(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.form()
+    for agent in world.connected():
+        world.write_shards(agent)
+    for _ in range(30):
+        world.wait(1.0)
+        world.obey_all()
+    world.work()
+    for _ in range(8):
+        world.wait(1.0)
+        world.obey_all()
+    assert not world.is_over
+    for _ in range(8):
+        world.wait(1.0)
+        world.obey_all()
+    assert isinstance(raised(world), GangHungError)
+
+
 def test_ranks_that_have_moved_say_so_with_their_answer(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=10.0, max_restarts=0)
     world.form()

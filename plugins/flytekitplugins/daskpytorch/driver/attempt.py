@@ -135,7 +135,7 @@ class Attempt:
             self.stillness = Stillness(self.places, self.clock())
 
     def note_stirring(self) -> None:
-        """A debugger goes on: for all ranks, which may have waited for it, silence is counted from here."""
+        """A debugger or a commit is done: for all ranks, which may have waited for it, silence is counted from here."""
         if self.is_formed:
             self.stillness, self.hangs_at = Stillness(self.places, self.clock()), 0.0
         else:

@@ -366,6 +366,7 @@ class Brain:
             self._note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
         self._committer.sweep(commit.attempt, commit.number)
         if (attempt := self._attempt) is not None and attempt.number == commit.attempt and not attempt.is_over:
+            attempt.note_stirring()
             self._tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
 
     def _count_as_kept(self, attempt: int, step: int) -> None:
@@ -755,6 +756,8 @@ class Brain:
     def _hangs_at(self, attempt: Attempt) -> float | None:
         """When the gang counts as hung unless something moves."""
         if self._settings.hang_timeout is None or attempt.stillness is None or attempt.prompts.debugged:
+            return None
+        if self._commits:  # at its end a rank may wait for this, to write what it has saved last
             return None
         if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
             oldest = attempt.stillness.oldest(attempt.running)
