@@ -23,8 +23,6 @@ import pytest
 
 import preload
 from flytekitplugins.daskpytorch import dispatch
-from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
-from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS
 from flytekitplugins.daskpytorch.node.fork_server import QUIET
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from preload import TESTS_IMPORT
@@ -37,7 +35,7 @@ MARK = "DASKPYTORCH_TEST_MARK"
 
 PRELOAD = str(Path(preload.__file__))
 """Has a Dask worker's fork server import what is named in a variable."""
-TASKS_IMPORT = (*TESTS_IMPORT, IMPORTED_AHEAD)
+TASKS_IMPORT = (*TESTS_IMPORT, "flytekitplugins.daskpytorch.flyte.import_ahead")
 """What the ranks of tasks need ahead, and those of tests that import flytekit."""
 
 MAX_SECONDS = 55.0
@@ -102,6 +100,8 @@ def dask_cluster(
     wait: bool = True,
 ) -> Iterator[Cluster]:
     """Start scheduler and workers the backend's way, in an empty directory; the project's modules are not there."""
+    from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS  # not in ranks, which import this module, too
+
     empty = folder / "empty"
     empty.mkdir(parents=True, exist_ok=True)
     contact = folder / "scheduler.json"

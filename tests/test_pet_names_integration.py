@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY
-from processes import SCRIPTS, nothing_left_behind
+from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
 from tasks.names import load_names, split_by_name
 
@@ -25,15 +24,9 @@ def pet_names(
     *flags: str, cwd: Path, script: str = str(WORKFLOW), env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the workflow."""
-    with nothing_left_behind() as mark:
-        return subprocess.run(
-            [str(SCRIPTS / "pyflyte"), "run", script, "pet_names", *flags],
-            cwd=cwd,
-            env={**os.environ, "DASKPYTORCH_TEST_MARK": mark, "WANDB_DIR": str(cwd), **(env or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    command = [SCRIPTS / "pyflyte", "run", script, "pet_names", *flags]
+    with nothing_left_behind():
+        return run_program(command, cwd=cwd, env={"WANDB_DIR": str(cwd), **(env or {})})
 
 
 def outputs(done: subprocess.CompletedProcess[str]) -> tuple[list[float], Path, list[str]]:

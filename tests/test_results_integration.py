@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -33,7 +32,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
-from processes import Cluster, nothing_left_behind, run_after_a_pause, until
+from processes import Cluster, nothing_left_behind, run_after_a_pause, run_program, until
 
 ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
@@ -187,7 +186,8 @@ def test_the_forerunners_own_usage(cluster: Cluster, tmp_path: Path) -> None:
         """)
     )
     results = tmp_path / "results"
-    subprocess.run([sys.executable, script, cluster.address, results], check=True)
+    done = run_program([script, cluster.address, results], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     written = read(results)
     assert sorted(written) == [
         "checkpoint-0.pkl",
