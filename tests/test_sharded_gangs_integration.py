@@ -35,6 +35,8 @@ from processes import dask_cluster, nothing_left_behind, until
 from seaweed import Weed
 
 NUM_STEPS = 24
+MOST_DEATHS = 8
+"""A busy machine gets no further than a step or two between two."""
 
 
 class Notes(Observer):
@@ -72,8 +74,9 @@ def train(stop: int, seed: int | None = None, pause: float = 0.0) -> dict[str, A
     first = rank.checkpoint.load_sharded(state) or 0
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     start = whole(model, optimizer)
-    if seed is not None:
-        doom(random.Random(f"{seed} {first} {os.environ['TORCHELASTIC_RESTART_COUNT']}"))
+    num_deaths = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if seed is not None and num_deaths < MOST_DEATHS:
+        doom(random.Random(f"{seed} {first} {num_deaths}"))
     for step in range(first, stop):
         optimizer.zero_grad()
         model(torch.linspace(step, step + 1, 6).reshape(2, 3)).square().sum().backward()
@@ -208,7 +211,7 @@ def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: 
     supervisor, notes = gang(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path))
     told = threading.Thread(
         target=lambda: (
-            until(lambda: 5 in notes.kept_steps, "five steps"),
+            until(lambda: max(notes.kept_steps, default=0) >= 5, "five steps"),  # a busy rank leaves some out
             supervisor.preempt("the task was told to end"),
         )
     )
