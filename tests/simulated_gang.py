@@ -6,13 +6,13 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
@@ -29,7 +29,16 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-from flytekitplugins.daskpytorch.protocol.orders import Hold, Leave, Locate, OrderToAll, Release, Settled
+from flytekitplugins.daskpytorch.protocol.orders import (
+    Chosen,
+    Hold,
+    Kept,
+    Leave,
+    Locate,
+    OrderToAll,
+    Release,
+    Settled,
+)
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.protocol.reports import (
     Held,
@@ -114,6 +123,9 @@ class Agent:
     ranks: dict[int, Rank] = field(default_factory=dict)
     attempt: int | None = None
     uploads: list[CheckpointFile] = field(default_factory=list)
+    brought: list[Chosen] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    """The steps that are kept, as it was told."""
     is_suspended: bool = False
     is_gone: bool = False
     is_closed: bool = False
@@ -180,6 +192,7 @@ class Watcher(Observer):
         self.kept_steps: list[int] = []
         self.reasons: list[str] = []
         self.resumed: list[int | None] = []
+        self.checkpoints: list[Sequence[SavedCheckpoint]] = []
         self.num_formed = 0
         self.wish: StoppedEarlyError | None = None
 
@@ -188,6 +201,9 @@ class Watcher(Observer):
 
     def kept(self, step: int) -> None:
         self.kept_steps.append(step)
+
+    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        self.checkpoints.append(checkpoints)
 
     def restarting(self, reason: str, step: int | None) -> None:
         self.reasons.append(reason)
@@ -208,7 +224,7 @@ class World:
         self.clock = Clock()
         self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
         self.folder = folder
-        self.checkpoints = Checkpoints(folder, None)
+        self.checkpoints = Checkpoints(folder, None, settings.get("keep"))
         self.watcher = Watcher()
         self.received = ReceivedResults()
         self.events: deque[Event] = deque()
@@ -360,7 +376,7 @@ class World:
             if not agent.is_suspended:
                 self.obey(agent)
 
-    def _follow(self, agent: Agent, order: object) -> None:
+    def _follow(self, agent: Agent, order: object) -> None:  # noqa: C901 - a case for each message
         match order:
             case messages.Start():
                 self._begin(agent, order)
@@ -376,11 +392,15 @@ class World:
                     self.say(agent, messages.Stacks(rank, "stack"))
             case messages.Fetch(file):
                 agent.uploads.append(file)
+            case messages.Bring(chosen):
+                agent.brought.append(chosen)
             case messages.Close():
                 agent.is_closed = True
                 self.lose(agent)
 
     def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
+        if isinstance(order, Kept):
+            agent.kept = [checkpoint.step for checkpoint in order.checkpoints]
         if isinstance(order, Release) and order.last_call:
             self._stop_by_itself(agent)
             return
@@ -452,7 +472,11 @@ class World:
                     LogRecord(rank=rank.rank, step=rank.step, num_steps=None, time=0.0, metrics={}),
                 )
                 if rank.rank == 0 and saves:
-                    self.report(agent, 0, Saved(self._file(agent.attempt or 0, rank.step)))
+                    self.save(agent, rank.step, loss=1.0 / rank.step)
+
+    def save(self, agent: Agent, step: int, **metrics: float) -> None:
+        """Its rank 0 has written a checkpoint."""
+        self.report(agent, 0, Saved(replace(self._file(agent.attempt or 0, step), metrics=metrics)))
 
     def _file(self, attempt: int, step: int) -> CheckpointFile:
         data = f"{attempt} {step}".encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import queue
@@ -26,7 +27,7 @@ from flytekitplugins.daskpytorch.protocol import code, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, Job, Leave, Locate
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, Chosen, Job, Leave, Locate, NotProvided, Provided
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Returned
 from processes import ends, fork_server, is_alive, ranks_of, refuse, until
@@ -182,6 +183,28 @@ def test_only_checkpoints_older_than_the_one_sent_are_dropped(tmp_path: Path) ->
         made.close()
 
 
+def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(tmp_path: Path) -> None:
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"")
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    try:
+        files = [CheckpointFile(attempt=0, step=step, size=1, digest=digest_of_byte(step)) for step in range(6)]
+        for file in files:
+            (tmp_path / file.name).write_bytes(bytes([file.step]))
+            os.utime(tmp_path / file.name, (file.step, file.step))
+        chosen = Chosen(0, 1, files[0])
+        made._bring(chosen.file, chosen, lambda reason: replace(chosen, failure=reason))
+        assert made._outcomes.recv() == chosen
+        made._drop_older_than(tmp_path / files[5].name)
+        kept = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+        assert kept == [0, 3, 4, 5]
+    finally:
+        made.close()
+
+
+def digest_of_byte(value: int) -> str:
+    return hashlib.sha256(bytes([value])).hexdigest()
+
+
 # ---- Output ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +251,7 @@ def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
     made._driver, theirs = ends()
     theirs.close()  # as its socket is
     try:
-        made._bring(file, 0)
+        made._bring(file, Provided(0), functools.partial(NotProvided, 0))
         made._upload(file)
     finally:
         made.close()

@@ -32,7 +32,8 @@ from flytekitplugins.daskpytorch.errors import (
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Saved
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Saved, Wanted
+from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -897,6 +898,113 @@ def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:
     assert isinstance(raised(world), GangHungError)
 
 
+# ---- The best checkpoints -------------------------------------------------------------------------------------------
+
+BEST = Keep(last=1, best=1, metric="loss")
+
+
+def arrive(world: World) -> list[int]:
+    """All checkpoints that the agents are asked for arrive, one after the other; their steps."""
+    steps = []
+    world.obey_all()
+    while senders := [agent for agent in world.connected() if agent.uploads]:
+        steps.append(senders[0].uploads[0].step)
+        world.upload(senders[0])
+        world.obey_all()
+    return steps
+
+
+def test_the_best_is_brought_though_newer_ones_wait(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8)):
+        world.save(world.agent(W1), step, loss=loss)
+    assert arrive(world) == [1, 2, 4]
+    assert [file.step for file in world.checkpoints.entries()] == [2, 4]
+    assert world.agent(W1).kept == world.agent(W2).kept == [2, 4]
+    assert [[kept.step for kept in told] for told in world.watcher.checkpoints] == [[1], [2], [2, 4]]
+
+
+def test_the_gang_goes_on_from_the_newest_and_never_from_the_best(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    for step, loss in ((1, 0.1), (2, 0.9)):
+        world.save(world.agent(W1), step, loss=loss)
+        arrive(world)
+    world.leave(world.agent(W2), 1, -9)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    job = world.starts[1].job
+    assert job.checkpoint is not None
+    assert (job.checkpoint.step, [kept.step for kept in job.kept], job.best_by) == (2, [1, 2], "loss")
+    world.report(world.agent(W2), 1, Wanted(1, None))
+    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.obey_all()
+    assert [agent.brought[-1].file.step for agent in world.connected() if agent.brought[-1].file] == [1, 1]
+
+
+def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_has_come(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    world.save(world.agent(W1), 1, loss=0.5)
+    world.save(world.agent(W1), 2, loss=0.1)
+    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.obey_all()
+    world.upload(world.agent(W1))
+    world.obey_all()
+    assert world.agent(W1).brought == []
+    assert arrive(world) == [2]
+    [chosen] = world.agent(W1).brought
+    assert (chosen.attempt, chosen.number, chosen.file and chosen.file.step) == (0, 1, 2)
+
+
+def test_a_checkpoint_that_does_not_come_is_not_waited_for(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    world.save(world.agent(W1), 1, loss=0.5)
+    arrive(world)
+    world.save(world.agent(W1), 2, loss=0.1)
+    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.obey_all()
+    world.upload(world.agent(W1), OSError("no space"))
+    world.obey_all()
+    assert [chosen.file and chosen.file.step for chosen in world.agent(W1).brought] == [1]
+
+
+def test_other_ranks_get_what_rank_0_got_at_the_same_call(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    world.save(world.agent(W1), 1, loss=0.5)
+    arrive(world)
+    world.report(world.agent(W2), 1, Wanted(1, None))
+    world.obey_all()
+    assert world.agent(W2).brought == []  # rank 0 may save a better one before it asks
+    world.report(world.agent(W1), 0, Wanted(1, None))
+    world.obey_all()
+    world.save(world.agent(W1), 2, loss=0.1)
+    arrive(world)
+    world.report(world.agent(W1), 0, Wanted(2, None))
+    world.obey_all()
+    world.report(world.agent(W2), 1, Wanted(2, None))
+    world.obey_all()
+    for worker in (W1, W2):
+        brought = world.agent(worker).brought
+        assert [(chosen.number, chosen.file and chosen.file.step) for chosen in brought] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("step", "found"), [(2, 2), (1, 1), (7, None), (None, 1)])
+def test_a_checkpoint_is_had_by_its_step(world_of: MakeWorld, step: int | None, found: int | None) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    for saved, loss in ((1, 0.1), (2, 0.9)):
+        world.save(world.agent(W1), saved, loss=loss)
+        arrive(world)
+    world.report(world.agent(W1), 0, Wanted(1, step))
+    world.obey_all()
+    assert [chosen.file and chosen.file.step for chosen in world.agent(W1).brought] == [found]
+
+
 # ---- Any order ------------------------------------------------------------------------------------------------------
 
 
@@ -928,6 +1036,7 @@ SETTINGS = st.fixed_dictionaries(
         "max_restarts": st.sampled_from([0, 1, 5, 5]),
         "hang_timeout": st.sampled_from([None, 20.0]),
         "heeds": st.booleans(),
+        "keep": st.sampled_from([Keep(), Keep(last=1, best=2, metric="loss")]),
     }
 )
 

@@ -26,13 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
+from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
-from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
+from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.debugger import Prompt
 from flytekitplugins.daskpytorch.rank.main import _Link
+from flytekitplugins.daskpytorch.settings import Keep
 
 
 @dataclasses.dataclass
@@ -464,6 +466,156 @@ def test_folder_that_is_gone_costs_the_checkpoint_and_not_the_training(
     assert "the checkpoint of step 6 was not written (FileNotFoundError" in told
 
 
+# ---- Metrics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metrics", "taken"),
+    [
+        (None, {}),
+        ({"loss": 0.5, "hits": 3}, {"loss": 0.5, "hits": 3.0}),
+        ({"loss": torch.tensor([[0.5]], requires_grad=True)}, {"loss": 0.5}),
+        ({"loss": np.float32(0.5), "hits": np.array([2])}, {"loss": 0.5, "hits": 2.0}),
+        ({"many": 10**400}, {"many": float("inf")}),
+    ],
+)
+def test_metrics_travel_as_plain_numbers(rank: Rank, metrics: Any, taken: dict[str, float]) -> None:
+    checkpoint = rank.checkpoint()
+    checkpoint.save({}, 1, metrics)
+    checkpoint.flush()
+    assert rank.announced[0].metrics == taken
+    assert {type(value) for value in rank.announced[0].metrics.values()} <= {float}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (0.5, r"save\(metrics=0.5\): must be a dictionary of names and numbers"),
+        ({"loss": "low"}, r"save\(metrics={'loss': 'low'}\): must be a name and a number, or a tensor that holds one"),
+        ({"loss": None}, r"save\(metrics={'loss': None}\)"),
+        ({"loss": torch.ones(2)}, r"save\(metrics={'loss': tensor\(\[1., 1.\]\)}\)"),
+        ({"loss": 1j}, r"save\(metrics={'loss': 1j}\)"),
+        ({3: 0.5}, r"save\(metrics={3: 0.5}\)"),
+    ],
+)
+@pytest.mark.parametrize("where", ["main", "other", "no gang"])
+def test_what_is_no_metric_is_refused_before_anything_is_copied(
+    rank: Rank, metrics: Any, said: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Any] = []
+    monkeypatch.setattr(checkpoint_module, "_copy", copied.append)
+    checkpoint = current_rank().checkpoint if where == "no gang" else rank.checkpoint(is_main=where == "main")
+    with pytest.raises(TypeError, match=said):
+        checkpoint.save({}, 1, metrics)
+    assert copied == []
+
+
+# ---- Another one than the start -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Keeper:
+    """Answers as a driver does that keeps what was announced."""
+
+    rank: Rank
+    asked: list[tuple[int, int | None]] = dataclasses.field(default_factory=list)
+    failure: str | None = None
+
+    def ask(self, number: int, step: int | None) -> Future[Chosen]:
+        self.asked.append((number, step))
+        files = best_first(self.rank.announced, BEST)
+        if step is not None:
+            files = [file for file in self.rank.announced if file.step == step]
+        answer: Future[Chosen] = Future()
+        answer.set_result(Chosen(2, number, files[0] if files else None, self.failure))
+        return answer
+
+    def checkpoint(self, **how: Any) -> RankCheckpoint:
+        made = self.rank.checkpoint()
+        kept = lambda: [file.saved("s3://b") for file in self.rank.announced]  # noqa: E731
+        return dataclasses.replace(made, ask=self.ask, kept=kept, storage="s3://b", best_by="loss", **how)
+
+
+BEST = Keep(best=1, metric="loss")
+
+
+@pytest.fixture
+def keeper(rank: Rank) -> Keeper:
+    keeper = Keeper(rank)
+    checkpoint = keeper.checkpoint()
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
+        checkpoint.save({"weights": torch.full((2,), float(step))}, step, metrics={"loss": torch.tensor(loss)})
+    checkpoint.flush()
+    return keeper
+
+
+@pytest.mark.parametrize(("how", "step", "asked"), [({"best": True}, 2, (1, None)), ({"step": 3}, 3, (1, 3))])
+def test_best_or_step_loads_another_one(keeper: Keeper, how: Any, step: int, asked: tuple[int, int | None]) -> None:
+    checkpoint = keeper.checkpoint()
+    assert checkpoint.loaded is None
+    before = keeper.rank.progress.step
+    state = checkpoint.load(**how)
+    assert state["weights"].tolist() == [step, step]
+    assert keeper.asked == [asked]
+    assert checkpoint.loaded == checkpoint.list()[step - 1]
+    assert checkpoint.loaded.metrics["loss"] == pytest.approx({2: 0.1, 3: 0.9}[step])
+    assert checkpoint.loaded.place == f"s3://b/{keeper.rank.announced[step - 1].name}"
+    assert keeper.rank.progress.step == before  # the training has not gone back
+
+
+def test_what_is_saved_just_before_is_written_before_it_is_asked_for(keeper: Keeper) -> None:
+    checkpoint = keeper.checkpoint()
+    checkpoint.save({"weights": torch.full((2,), 4.0)}, 4, metrics={"loss": 0.05})
+    state = checkpoint.load(best=True)
+    assert state["weights"].tolist() == [4.0, 4.0]
+
+
+def test_without_one_there_is_no_best(rank: Rank) -> None:
+    checkpoint = Keeper(rank).checkpoint()
+    assert checkpoint.load(best=True) is None
+    assert checkpoint.loaded is None
+
+
+def test_calls_are_numbered(keeper: Keeper) -> None:
+    checkpoint = keeper.checkpoint()
+    checkpoint.load(step=1)
+    checkpoint.load(best=True)
+    assert keeper.asked == [(1, 1), (2, None)]
+
+
+def test_a_step_that_is_not_kept_is_an_error_that_says_which_are(keeper: Keeper) -> None:
+    with pytest.raises(LookupError, match=r"load\(step=7\): .* is not kept; those of these steps are: 1, 2, 3"):
+        keeper.checkpoint().load(step=7)
+
+
+def test_what_does_not_arrive_is_an_error_with_the_reason(keeper: Keeper) -> None:
+    keeper.failure = "ConnectionError: gone"
+    with pytest.raises(OSError, match="the best checkpoint did not arrive: ConnectionError: gone"):
+        keeper.checkpoint().load(best=True)
+
+
+def test_nobody_waits_for_ever_for_rank_0_to_ask(rank: Rank) -> None:
+    checkpoint = rank.checkpoint(is_main=False, timeout=0.01)
+    checkpoint.ask, checkpoint.best_by = (lambda *_: Future()), "loss"
+    with pytest.raises(TimeoutError, match=r"the best checkpoint, for which rank 0 has to ask, too, did not arrive"):
+        checkpoint.load(best=True)
+
+
+@pytest.mark.parametrize(("best_by", "step"), [(None, None), ("loss", 3)])
+def test_the_best_must_be_said_and_be_all_that_is_asked_for(keeper: Keeper, best_by: str | None, step: Any) -> None:
+    checkpoint = keeper.checkpoint()
+    checkpoint.best_by = best_by
+    with pytest.raises(ValueError, match=r"Gang\(keep=Keep\(best=1, metric=...\)\), where the metric is"):
+        checkpoint.load(best=True, step=step)
+
+
+def test_outside_a_gang_there_is_none() -> None:
+    checkpoint = current_rank().checkpoint
+    checkpoint.save({}, 1, metrics={"loss": 1.0})
+    assert checkpoint.load(best=True) is checkpoint.load(step=1) is checkpoint.loaded is None
+    assert list(checkpoint.list()) == []
+
+
 # ---- How it is read -------------------------------------------------------------------------------------------------
 
 
@@ -483,6 +635,13 @@ def test_fresh_start_has_nothing_to_load(rank: Rank) -> None:
 def test_every_rank_reads_the_same(rank: Rank, saved: CheckpointFile) -> None:
     for is_main in (True, False):
         assert rank.checkpoint(start=saved, is_main=is_main).load()["w"].equal(torch.ones(2))
+
+
+def test_what_was_loaded_is_known(rank: Rank, saved: CheckpointFile) -> None:
+    checkpoint = rank.checkpoint(start=saved)
+    assert checkpoint.loaded is None
+    checkpoint.load()
+    assert checkpoint.loaded == saved.saved(None)
 
 
 def test_load_waits_for_the_file_to_arrive(rank: Rank, saved: CheckpointFile) -> None:

@@ -9,18 +9,21 @@ import resource
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver import checkpoints as checkpoints_module
-from flytekitplugins.daskpytorch.driver.checkpoints import NUM_KEPT, Checkpoints
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.protocol import checkpoint_file
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from processes import ends
 
+NUM_KEPT = Keep().last
 SIZE = 3 * checkpoint_file.CHUNK + 17
 
 
@@ -142,6 +145,50 @@ def test_empty_file_travels(tmp_path: Path, agent: Path) -> None:
     file = write(agent, 1, size=0)
     with sending(agent / file.name) as connection:
         assert take_file(connection, file, tmp_path).read_bytes() == b""
+
+
+# ---- The best --------------------------------------------------------------------------------------------------------
+
+BEST = Keep(last=1, best=1, metric="loss")
+
+
+def keep_all(checkpoints: Checkpoints, agent: Path, **losses: float) -> list[CheckpointFile]:
+    files = []
+    for number, loss in losses.items():
+        file = write(agent, int(number.removeprefix("step")), size=100)
+        files.append(replace(file, metrics={"loss": loss}))
+        upload(checkpoints, agent, files[-1])
+    return files
+
+
+def test_the_best_stays_beside_the_last(agent: Path, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, None, BEST)
+    files = keep_all(checkpoints, agent, step1=0.5, step2=0.1, step3=0.9, step4=0.8)
+    assert checkpoints.entries() == [files[1], files[3]]
+    assert names(folder) == sorted([files[1].name, files[3].name])
+    assert checkpoints.newest() == files[3]
+    assert [(saved.step, saved.metrics, saved.size, saved.place) for saved in checkpoints.saved()] == [
+        (2, {"loss": 0.1}, 100, None),
+        (4, {"loss": 0.8}, 100, None),
+    ]
+
+
+def test_a_checkpoint_is_found_as_the_best_or_by_its_step(agent: Path, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, None, BEST)
+    assert checkpoints.find(None) is None
+    files = keep_all(checkpoints, agent, step1=0.1, step2=0.9)
+    assert [checkpoints.find(step) for step in (None, 1, 2, 3)] == [files[0], files[0], files[1], None]
+    flip_a_byte(folder / files[0].name)
+    assert [checkpoints.find(step) for step in (None, 1)] == [files[1], None]
+
+
+def test_the_same_again_without_metrics_is_as_good_as_it_was(agent: Path, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, None, BEST)
+    [best] = keep_all(checkpoints, agent, step1=0.1)
+    upload(checkpoints, agent, write(agent, 1, size=100))
+    keep_all(checkpoints, agent, step2=0.2)
+    assert [(file.step, file.metrics) for file in checkpoints.entries()] == [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
+    assert checkpoints.find(None) == best
 
 
 # ---- Damage on the disk ---------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import time
 from multiprocessing.connection import wait
 
@@ -12,11 +14,12 @@ from flytekitplugins.daskpytorch.driver.checkpoints import Fetches
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.placement import Node
+from flytekitplugins.daskpytorch.settings import Keep
 from processes import ends
 
 
-def checkpoint(step: int) -> CheckpointFile:
-    return CheckpointFile(attempt=0, step=step, size=1, digest=f"{step:064x}")
+def checkpoint(step: int, **metrics: float) -> CheckpointFile:
+    return CheckpointFile(attempt=0, step=step, size=1, digest=f"{step:064x}", metrics=metrics)
 
 
 def an_agent() -> tuple[Peer, Connection]:
@@ -45,6 +48,29 @@ def test_one_at_a_time_and_the_newest_next(agent: tuple[Peer, Connection]) -> No
     fetches.note_end(checkpoint(1))
     assert asked_for(connection) == [3]
     fetches.note_end(checkpoint(3))
+    assert not fetches.is_busy
+
+
+def test_the_best_ones_are_not_passed_over(agent: tuple[Peer, Connection]) -> None:
+    peer, connection = agent
+    kept = [checkpoint(1, loss=0.4)]
+    fetches = Fetches(Keep(best=2, metric="loss"), lambda: kept)
+    losses = {2: 0.9, 3: 0.3, 4: 0.5, 5: math.nan, 6: 0.2, 7: 0.8}
+    for step, loss in losses.items():
+        fetches.fetch(peer, checkpoint(step, loss=loss))
+    came = []
+    while fetches.is_busy:
+        [step] = asked_for(connection)
+        came.append(step)
+        kept.append(checkpoint(step, loss=losses[step]))
+        fetches.note_end(kept[-1])
+    assert came == [2, 3, 6, 7]
+
+
+def test_the_end_of_one_whose_metric_is_no_number_is_noted(agent: tuple[Peer, Connection]) -> None:
+    (peer, _), fetches = agent, Fetches()
+    fetches.fetch(peer, checkpoint(1, loss=math.nan))
+    fetches.note_end(pickle.loads(pickle.dumps(checkpoint(1, loss=math.nan))))
     assert not fetches.is_busy
 
 

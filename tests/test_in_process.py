@@ -15,11 +15,22 @@ from distributed import Client
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from flytekitplugins.daskpytorch import DaskDDP, Gang, LogRecord, Observer, SpawnDDP, current_rank, dispatch, settings
+from flytekitplugins.daskpytorch import (
+    DaskDDP,
+    Gang,
+    Keep,
+    LogRecord,
+    Observer,
+    SpawnDDP,
+    current_rank,
+    dispatch,
+    settings,
+)
 from flytekitplugins.daskpytorch.flyte import local_runs
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
+from processes import until
 
 HEARD: list[Any] = []
 
@@ -147,6 +158,48 @@ def test_sharded_checkpoints_are_committed_too(monkeypatch: pytest.MonkeyPatch, 
     assert [what for what in HEARD if isinstance(what, int)] == [1, 2, 3, 4]
     monkeypatch.setenv(local_runs.RESUME_VARIABLE, "1")
     assert shards(steps=5) == [4, 4]
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(keep=Keep(last=1, best=1, metric="loss"), observers=(Ear,))))
+def finds_the_best(losses: list[float]) -> list[float]:
+    rank = current_rank()
+    for step, loss in enumerate(losses):
+        rank.checkpoint.save({"loss": loss}, step, metrics={"loss": loss})
+    state = rank.checkpoint.load(best=True)
+    assert state is not None
+    assert rank.checkpoint.loaded is not None
+    steps = [rank.checkpoint.loaded.step, *(kept.step for kept in rank.checkpoint.list())]
+    return [state["loss"], *map(float, steps)]
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(keep=Keep(last=1, best=1, metric="loss"))))
+def keeps_both_kinds() -> list[str]:
+    checkpoint = current_rank().checkpoint
+    for step, loss in ((1, 0.1), (2, 0.5)):
+        checkpoint.save({"step": step}, step, metrics={"loss": loss})
+        checkpoint.flush()
+        checkpoint.save_sharded({"weight": torch.zeros(3)}, 10 * step, metrics={"loss": torch.tensor(loss)})
+        checkpoint.flush()
+        until(lambda: 10 * step in {kept.step for kept in checkpoint.list()}, "the commit")  # noqa: B023
+    return [f"{kept.step} {kept.metrics['loss']:.1f} {Path(kept.place or '').name}" for kept in checkpoint.list()]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_of_both_kinds_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(local_runs.FOLDER_VARIABLE, str(tmp_path))
+    listed = [kept.split() for kept in keeps_both_kinds()]
+    assert [kept[:2] for kept in listed] == [["1", "0.1"], ["2", "0.5"], ["10", "0.1"], ["20", "0.5"]]
+    for step, _, name in listed[:2]:
+        assert name.startswith(f"step-{step}-")  # a file
+    assert all(
+        (path := next(tmp_path.rglob(name))).is_dir() and path.parent.name.startswith("step-")
+        for *_, name in listed[2:]
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_best_checkpoint_is_loaded() -> None:
+    assert finds_the_best(losses=[0.5, 0.1, 0.9, 0.3]) == [0.1, 1, 1, 3]
 
 
 @pytest.mark.usefixtures("one_rank")

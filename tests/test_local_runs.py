@@ -78,7 +78,7 @@ def sharded_checkpoint(step: int, uri: str = "/nowhere") -> ShardedCheckpoint:
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
     with contextlib.closing(StorageUpload(run.paths(key))) as upload:
         found = upload.restore(scratch)
-    return (scratch / found.name).read_bytes() if found is not None else None
+    return (scratch / found[-1].name).read_bytes() if found else None
 
 
 @pytest.mark.parametrize("how", ["1", "last", "folder"])

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import MAX_CURVES, Recorder
 from flytekitplugins.daskpytorch.report import MAX_POINTS, line_chart
 
@@ -152,6 +152,24 @@ def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
     assert list(drawn(recorder)) == [f"gradient_{step}" for step in range(MAX_CURVES)]
     recorder._by_step = dict(list(recorder._by_step.items())[:1])  # drawing takes long
     assert f"Only the first {MAX_CURVES} metrics" in recorder.html()
+
+
+def test_checkpoints_are_a_table() -> None:
+    recorder = Recorder()
+    assert "Checkpoints" not in recorder.html()
+    place = "s3://bucket/<own>/step-3.pt"
+    recorder.keeps([SavedCheckpoint(step=1, metrics={}, size=1, place=None)])
+    recorder.keeps(
+        [
+            SavedCheckpoint(step=3, metrics={"loss": 0.123456789, "hits": 2.0}, size=1_234_567, place=place),
+            SavedCheckpoint(step=7, metrics={"loss": math.nan}, size=5, place=None),
+        ]
+    )
+    page = recorder.html()
+    rows = [re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
+    assert ["3", "loss 0.123457, hits 2", "1,234,567", "s3://bucket/&lt;own&gt;/step-3.pt"] in rows
+    assert ["7", "loss nan", "5", "the driver&#x27;s disk"] in rows
+    assert not [row for row in rows if row[:1] == ["1"]]
 
 
 def test_what_no_chart_can_show_is_left_out() -> None:

@@ -113,8 +113,7 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     assert sorted(name.rpartition("/")[2] for name in fs.find(folder)) == sorted(["begun.pkl", MANIFEST, file.name])
     assert SweepStorage(uri, "grid").open(train, None)[7].records == RECORDS
     (tmp_path / "disk").mkdir()
-    found = StorageUpload(model.paths).restore(tmp_path / "disk")
-    assert found is not None
+    [found] = StorageUpload(model.paths).restore(tmp_path / "disk")
     assert (found.step, (tmp_path / "disk" / found.name).read_bytes()) == (5, b"a state")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from s3fs import S3FileSystem
 
+from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
-from flytekitplugins.daskpytorch.driver.upload import MAX_READ_ATTEMPTS, NUM_KEPT, StorageUpload
+from flytekitplugins.daskpytorch.driver.upload import MAX_READ_ATTEMPTS, StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from processes import until
 from seaweed import WRITER, Weed
 
+NUM_KEPT = Keep().last
 PATIENCE = 300.0
 """Seconds that nothing here takes."""
 
@@ -35,6 +38,7 @@ class MoodyStore(FileAccessProvider):
     def __init__(self, sandbox: Path) -> None:
         super().__init__(str(sandbox / "sandbox"), str(sandbox / "raw"))
         self.num_failures = 0
+        self.fails_first = self.fails_always = ""
         self.calls: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -48,6 +52,11 @@ class MoodyStore(FileAccessProvider):
     def _try(self, remote_path: str, work: Callable[[], Any]) -> Any:
         self.calls.append(remote_path.rpartition("/")[2])
         self.gate.wait()
+        if self.calls[-1] == self.fails_first:
+            self.fails_first = ""
+            raise OSError("the storage is not in the mood for it")
+        if self.fails_always and self.calls[-1].startswith(self.fails_always):
+            raise OSError("the storage never takes that")
         if self.num_failures:
             self.num_failures -= 1
             raise OSError("the storage is not in the mood")
@@ -70,12 +79,37 @@ class CountingStore(FileAccessProvider):
         return str(super().put_data(local_path, remote_path, **kwargs))
 
 
+class StrictStore(FileAccessProvider):
+    """Local storage in which whatever a manifest names is there, whole, from before it is written."""
+
+    def __init__(self, sandbox: Path) -> None:
+        super().__init__(str(sandbox / "sandbox"), str(sandbox / "raw"))
+        self.missing: list[str] = []
+
+    def put_data(self, local_path: str, remote_path: str, **kwargs: Any) -> str:  # type: ignore[override]
+        if remote_path.endswith(MANIFEST):
+            self._look(Path(local_path), Path(remote_path).parent)
+        return str(super().put_data(local_path, remote_path, **kwargs))
+
+    def get_filesystem_for_path(self, path: str = "", **kwargs: Any) -> Any:
+        if (Path(path) / MANIFEST).exists():  # before something is removed there
+            self._look(Path(path) / MANIFEST, Path(path))
+        return super().get_filesystem_for_path(path, **kwargs)
+
+    def _look(self, manifest: Path, folder: Path) -> None:
+        for entry in json.loads(manifest.read_text())["checkpoints"]:
+            name = f"step-{entry['step']}-{entry['digest'][:16]}.pt"
+            if not Path(entry["folder"] or folder, name).exists():
+                self.missing.append(name)
+
+
 class Attempts:
     """The attempts of one task: each with a folder of its own in storage, and a fresh local disk."""
 
-    def __init__(self, folder: Path, file_access: FileAccessProvider) -> None:
+    def __init__(self, folder: Path, file_access: FileAccessProvider, keep: Keep | None = None) -> None:
         self.folder = folder
         self.file_access = file_access
+        self.keeping = keep
         self.mirrors: list[StorageUpload] = []
 
     def store(self, number: int) -> Path:
@@ -91,11 +125,25 @@ class Attempts:
             previous=None if previous is None else str(self.store(previous)),
             own=str(self.store(number)),
         )
-        self.mirrors.append(StorageUpload(paths, retry_after=0.05))
+        self.mirrors.append(StorageUpload(paths, self.keeping, retry_after=0.05))
         return self.mirrors[-1]
 
     def restored(self, number: int, previous: int | None) -> CheckpointFile | None:
-        return self.storage(number, previous).restore(self.disk(number))
+        found = self.storage(number, previous).restore(self.disk(number))
+        return found[-1] if found else None
+
+    def attempt(self, number: int) -> Checkpoints:
+        """An attempt's, after the one before, if there was one."""
+        previous = number - 1 if number else None
+        return Checkpoints(self.disk(number), self.storage(number, previous), self.keeping)
+
+    def save(self, checkpoints: Checkpoints, number: int, step: int, loss: float | None) -> CheckpointFile:
+        """One that a rank has saved with a loss."""
+        file, data = checkpoint(step)
+        (self.disk(number) / file.name).write_bytes(data)
+        file = replace(file, metrics={} if loss is None else {"loss": loss})
+        checkpoints.keep(file)
+        return file
 
     def ran(self, number: int, *steps: int) -> list[CheckpointFile]:
         """An attempt that has kept checkpoints of these steps."""
@@ -187,8 +235,7 @@ def test_who_goes_on_in_the_same_folder_copies_nothing_twice_and_leaves_nothing_
     files = attempts.ran(0, 1, 2)
     store.written.clear()
     storage = attempts.storage(0, previous=0)
-    found = storage.restore(attempts.disk(1))
-    assert found is not None
+    [found] = storage.restore(attempts.disk(1))
     assert found.step == 2
     storage.offer(found, attempts.disk(1) / found.name)  # as `Checkpoints` does
     assert storage.flush(PATIENCE)
@@ -368,6 +415,8 @@ def test_checkpoint_without_manifest_does_not_count(attempts: Attempts) -> None:
         lambda _: '{"checkpoints": 3}',
         lambda _: '{"something": "else"}',
         lambda text: text.replace('"step"', '"stop"'),
+        lambda text: text.replace('"metrics": {}', '"metrics": 3'),
+        lambda text: text.replace('"metrics": {}', '"metrics": {"loss": "low"}'),
         lambda text: text.replace('"step"', '"author": "a later version", "step"'),
     ],
 )
@@ -445,6 +494,183 @@ def test_restored_checkpoint_counts_as_older_than_any_attempt(attempts: Attempts
     assert newest.attempt == 0
 
 
+# ---- The best -------------------------------------------------------------------------------------------------------
+
+BEST = Keep(last=1, best=2, metric="loss")
+LOSSES = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.2, 5: math.nan, 6: None, 7: 0.8}
+
+
+@pytest.fixture
+def strict(tmp_path: Path) -> Iterator[Attempts]:
+    store = StrictStore(tmp_path)
+    made = Attempts(tmp_path, store, BEST)
+    yield made
+    for storage in made.mirrors:
+        storage.close()
+    assert store.missing == []
+
+
+def test_the_best_stay_in_storage_beside_the_last_with_their_metrics(strict: Attempts) -> None:
+    checkpoints = strict.attempt(0)
+    for step, loss in LOSSES.items():
+        file = strict.save(checkpoints, 0, step, loss)
+        assert checkpoints.flush(PATIENCE)
+        assert strict.listed(0)[0] == step
+    checkpoints.close()
+    assert strict.listed(0) == [7, 4, 2]
+    names = [path.name for path in strict.store(0).iterdir()]
+    assert sorted(names) == sorted([MANIFEST, *(checkpoint(step)[0].name for step in (7, 4, 2))])
+    assert checkpoints.saved()[-1].place == f"{strict.store(0)}/{file.name}"
+    entries = json.loads((strict.store(0) / MANIFEST).read_text())["checkpoints"]
+    assert [entry["metrics"] for entry in entries] == [{"loss": 0.8}, {"loss": 0.2}, {"loss": 0.1}]
+
+
+def test_the_best_are_copied_though_newer_ones_have_come_meanwhile(moody: Attempts, store: MoodyStore) -> None:
+    moody.keeping = BEST
+    store.gate.clear()
+    checkpoints = moody.attempt(0)
+    moody.save(checkpoints, 0, 1, LOSSES[1])
+    store.await_call()
+    for step, loss in list(LOSSES.items())[1:]:
+        moody.save(checkpoints, 0, step, loss)
+    store.gate.set()
+    assert checkpoints.flush(PATIENCE)
+    assert moody.listed(0) == [7, 4, 2]
+    assert [name.split("-")[1] for name in store.calls if name != MANIFEST] == ["1", "7", "2", "4"]
+
+
+def test_the_best_survive_attempts_and_the_newest_is_gone_on_from(strict: Attempts) -> None:
+    checkpoints = strict.attempt(0)
+    for step, loss in LOSSES.items():
+        strict.save(checkpoints, 0, step, loss)
+    assert checkpoints.flush(PATIENCE)
+    checkpoints.close()
+    for number in (1, 2):
+        checkpoints = strict.attempt(number)
+        start = checkpoints.restore()
+        assert start is not None
+        assert (start.step, [file.step for file in checkpoints.entries()]) == (7, [2, 4, 7])
+        assert [file.metrics["loss"] for file in checkpoints.entries()] == [0.1, 0.2, 0.8]
+        assert checkpoints.flush(PATIENCE)
+        checkpoints.close()
+        shutil.rmtree(strict.store(number - 1))
+    checkpoints = strict.attempt(3)
+    checkpoints.restore()
+    strict.save(checkpoints, 3, 8, 0.05)
+    assert checkpoints.flush(PATIENCE)
+    assert strict.listed(3) == [8, 2]
+    best = checkpoints.find(None)
+    assert best is not None
+    assert best.step == 8
+
+
+def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(moody: Attempts, store: MoodyStore) -> None:
+    moody.keeping = BEST
+    checkpoints = moody.attempt(0)
+    for step, loss in LOSSES.items():
+        moody.save(checkpoints, 0, step, loss)
+    assert checkpoints.flush(PATIENCE)
+    checkpoints.close()
+    put, FileAccessProvider.put_data = FileAccessProvider.put_data, no_room_but_for_manifests
+    try:
+        checkpoints = moody.attempt(1)
+        store.fails_first = MANIFEST
+        checkpoints.restore()
+        until((moody.store(1) / MANIFEST).exists, "the manifest")
+        checkpoints.close()
+    finally:
+        FileAccessProvider.put_data = put  # type: ignore[method-assign]
+    assert [path.name for path in moody.store(1).iterdir()] == [MANIFEST]
+    checkpoints = moody.attempt(2)
+    start = checkpoints.restore()
+    assert start is not None
+    assert (start.step, [file.step for file in checkpoints.entries()]) == (7, [2, 4, 7])
+
+
+def test_a_best_one_that_is_damaged_in_storage_gives_way_to_others(strict: Attempts) -> None:
+    checkpoints = strict.attempt(0)
+    for step, loss in LOSSES.items():
+        strict.save(checkpoints, 0, step, loss)
+    assert checkpoints.flush(PATIENCE)
+    checkpoints.close()
+    flip_a_byte(strict.store(0) / checkpoint(2)[0].name)
+    checkpoints = strict.attempt(1)
+    checkpoints.restore()
+    assert [file.step for file in checkpoints.entries()] == [4, 7]
+    strict.save(checkpoints, 1, 8, 0.6)
+    assert checkpoints.flush(PATIENCE)
+    assert strict.listed(1) == [8, 4]
+
+
+def test_flush_tells_whether_the_newest_arrived_though_a_best_one_did_not(moody: Attempts, store: MoodyStore) -> None:
+    moody.keeping, store.fails_always = BEST, "step-1-"
+    checkpoints = moody.attempt(0)
+    moody.save(checkpoints, 0, 1, 0.1)
+    assert not checkpoints.flush(0.2)
+    moody.save(checkpoints, 0, 2, 0.9)
+    assert checkpoints.flush(1.0)
+    assert moody.listed(0) == [2]
+
+
+def test_whoever_else_writes_the_manifest_first_names_what_the_attempt_was_given(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts.ran(0, 1, 2)
+    monkeypatch.setattr(StorageUpload, "_work", lambda _: None)  # as slow as can be
+    storage = attempts.storage(1, previous=0)
+    storage.restore(attempts.disk(1))
+    storage.manifest.write(sharded=[])
+    assert attempts.listed(1) == [2, 1]
+
+
+def test_what_an_earlier_attempt_has_in_its_folder_is_left_there(
+    attempts: Attempts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = attempts.ran(0, 1, 2)
+    checkpoints = attempts.attempt(1)
+    checkpoints.restore()
+    assert checkpoints.flush(PATIENCE)
+    assert attempts.listed(1) == [2, 1]
+    attempts.save(checkpoints, 1, 3, None)
+    assert checkpoints.flush(PATIENCE)
+    checkpoints.close()
+    assert attempts.listed(1) == [3, 2]
+    assert all((attempts.store(0) / file.name).exists() for file in files)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_manifest_from_before_metrics_is_read(attempts: Attempts) -> None:
+    attempts.ran(0, 1)
+    manifest = attempts.store(0) / MANIFEST
+    [entry] = json.loads(manifest.read_text())["checkpoints"]
+    old = {name: entry[name] for name in ("attempt", "step", "size", "digest")}
+    manifest.write_text(json.dumps({"checkpoints": [old]}))
+    restored = attempts.restored(1, previous=0)
+    assert restored == checkpoint(1, attempt=0)[0]
+    assert restored.metrics == {}
+
+
+def test_who_goes_on_in_the_same_folder_with_less_to_keep_removes_the_others(strict: Attempts) -> None:
+    checkpoints = strict.attempt(0)
+    for step, loss in LOSSES.items():
+        strict.save(checkpoints, 0, step, loss)
+    assert checkpoints.flush(PATIENCE)
+    checkpoints.close()
+    strict.keeping = Keep(last=1)
+    checkpoints = Checkpoints(strict.disk(1), strict.storage(0, previous=0), strict.keeping)
+    checkpoints.restore()
+    assert checkpoints.flush(PATIENCE)
+    until(lambda: len(list(strict.store(0).iterdir())) == 2, "the removal")
+    assert strict.listed(0) == [7]
+
+
+def no_room_but_for_manifests(_: FileAccessProvider, local_path: str, remote_path: str, **kwargs: Any) -> str:
+    if not remote_path.endswith(MANIFEST):
+        raise OSError("no space left")
+    Path(remote_path).parent.mkdir(parents=True, exist_ok=True)
+    return str(shutil.copyfile(local_path, remote_path))
+
+
 # ---- A real object store --------------------------------------------------------------------------------------------
 
 
@@ -457,7 +683,7 @@ def test_checkpoints_pass_through_s3(tmp_path: Path, s3: dict[str, str], monkeyp
     first = StorageUpload(
         StoragePaths(file_access=file_access, previous=f"{base}/none", own=f"{base}/0"), retry_after=0.05
     )
-    assert first.restore(attempts.disk(0)) is None
+    assert first.restore(attempts.disk(0)) == []
     for step in range(1, NUM_KEPT + 2):
         attempts.keep(first, 0, step)
         assert first.flush(PATIENCE)
@@ -465,7 +691,8 @@ def test_checkpoints_pass_through_s3(tmp_path: Path, s3: dict[str, str], monkeyp
     second = StorageUpload(
         StoragePaths(file_access=file_access, previous=f"{base}/0", own=f"{base}/1"), retry_after=0.05
     )
-    assert second.restore(attempts.disk(1)) == checkpoint(NUM_KEPT + 1, attempt=0)[0]
+    assert second.restore(attempts.disk(1)) == [checkpoint(NUM_KEPT + 1, attempt=0)[0]]
+    assert second.flush(PATIENCE)
     second.close()
     names = [path.rpartition("/")[2] for path in file_access.get_filesystem_for_path(base).ls(f"{base}/0")]
     assert sorted(names) == sorted([MANIFEST, *(checkpoint(step)[0].name for step in range(2, NUM_KEPT + 2))])

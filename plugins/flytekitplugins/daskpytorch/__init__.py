@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext, current_rank
+from flytekitplugins.daskpytorch.context import LogRecord, RankContext, SavedCheckpoint, current_rank
 from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
@@ -46,6 +46,7 @@ __all__ = [
     "PreemptedError",
     "RankContext",
     "RankObserver",
+    "SavedCheckpoint",
     "Scheduler",
     "Search",
     "Shape",

@@ -9,14 +9,23 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "LogRecord", "Progress", "RankContext", "StopSignal", "current_rank"]
+__all__ = [
+    "Checkpoint",
+    "LogRecord",
+    "Progress",
+    "RankContext",
+    "SavedCheckpoint",
+    "StopSignal",
+    "current_rank",
+    "numbers",
+]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -56,10 +65,30 @@ class LogRecord:
         return replace(self, metrics=values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is kept."""
+
+    step: int
+    """The training step that the state belongs to."""
+    metrics: Mapping[str, float]
+    """What it was saved with."""
+    size: int
+    """In bytes."""
+    place: str | None
+    """Its file in storage, or its folder if it is sharded; a file may still be on its way there. None: there is no
+    storage, and it lies on the driver's disk alone."""
+
+
 class Checkpoint:
     """What a rank leaves for the next attempt of its gang. Outside a gang nothing is kept."""
 
-    def save(self, state: Any, step: int) -> None:
+    @property
+    def loaded(self) -> SavedCheckpoint | None:
+        """What is known of the state that `load` has returned last; None if there was none."""
+        return None
+
+    def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep `state` as the newest checkpoint; training goes on while it is written.
 
         Every rank may call this; rank 0's state is the one that is kept, so what differs between ranks (random
@@ -68,17 +97,36 @@ class Checkpoint:
         Args:
             state: Anything that pickles: tensors on any device, in dictionaries, lists, dataclasses.
             step: The training step that the state belongs to.
-        """
+            metrics: How good it is: names with numbers or one-element tensors. Rank 0's count, and by them
+                `Gang(keep=Keep(best=..., metric=...))` keeps the best beside the last.
 
-    def load(self) -> Any | None:
+        Raises:
+            TypeError: A metric is something else; or what `state` holds cannot be kept.
+        """
+        numbers(metrics)
+
+    def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
         """The state that this attempt of the gang starts from, the same on every rank; None on a fresh start.
 
-        That is the newest state that was kept whole before the gang was started again, or by the attempt before.
-        Tensors arrive on the CPU.
+        That is the newest state that was kept whole before the gang was started again, or by the attempt before; the
+        best one only if it is the newest. Tensors arrive on the CPU.
+
+        Another one is had by `best` or `step`, as at a training's end. Rank 0 must make such a call: it waits until
+        what it has saved before is kept or lost, and decides. Others may make it, too; as many calls get the same.
+
+        Args:
+            best: The best that is kept, by the metric that `Gang(keep=Keep(best=..., metric=...))` names; None if none
+                was saved with it.
+            step: The one of this step.
+
+        Raises:
+            ValueError: The gang's `keep` does not say what is best.
+            LookupError: No checkpoint of this step is kept.
+            OSError: It did not arrive.
         """
         return None
 
-    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, float] | None = None) -> None:
+    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep a state that is spread over the ranks as the newest checkpoint; each rank writes its own part.
 
         All ranks call this together. It returns when the state is copied to host memory; the parts go from there
@@ -94,12 +142,13 @@ class Checkpoint:
                 `dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))` of
                 `torch.distributed.checkpoint.state_dict`.
             step: The training step that the state belongs to, the same on all ranks.
-            metrics: Numbers to be kept with it; rank 0's count.
+            metrics: As for `save`.
 
         Raises:
-            TypeError: Something in it is neither a tensor nor plain data.
+            TypeError: Something in it is neither a tensor nor plain data, or a metric is no number.
             ValueError: The ranks save different steps, or their parts do not make up a whole.
         """
+        numbers(metrics)
 
     def load_sharded(self, state: dict[str, Any]) -> int | None:
         """Fill a state with the newest one that `save_sharded` kept, at any number of ranks, each reading its own part.
@@ -119,6 +168,15 @@ class Checkpoint:
             ValueError: `state` has other keys or shapes.
         """
         return None
+
+    def list(self) -> Sequence[SavedCheckpoint]:
+        """The checkpoints that are kept, in the order in which they were saved, as far as this rank knows.
+
+        Those that were there when this attempt of the gang started, and as it goes on all that are safe with the
+        driver, of which every rank is told: what was saved a moment ago may be missing, and what the driver has removed
+        since may still be named.
+        """
+        return ()
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest state is written, or for `timeout` seconds."""
@@ -302,6 +360,24 @@ def enter(context: RankContext) -> None:
     """Make `context` this process's own."""
     global _current
     _current = (os.getpid(), context)
+
+
+def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics of a checkpoint, as plain numbers.
+
+    Raises:
+        TypeError: They are none.
+    """
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(f"save(metrics={reprlib.repr(metrics)}): must be a dictionary of names and numbers")
+    plain = {name: _plain(value) for name, value in (metrics or {}).items()}
+    for name, value in plain.items():
+        if not isinstance(name, str) or not isinstance(value, (int, float)):
+            raise TypeError(
+                f"save(metrics={{{reprlib.repr(name)}: {reprlib.repr(value)}}}): must be a name and a number, or a "
+                "tensor that holds one"
+            )
+    return {name: _as_float(value) for name, value in plain.items()}
 
 
 def _plain(value: Any) -> Any:

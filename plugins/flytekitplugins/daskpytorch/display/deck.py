@@ -2,10 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.report import Curve, line_chart, table
@@ -31,6 +31,7 @@ class Recorder(Observer):
         """Of the records that sum up an epoch; drawn in place of the others where there are any."""
         self._is_crowded = False
         self.error: Exception | None = None
+        self._checkpoints: Sequence[SavedCheckpoint] = ()
         self._began_at = time.monotonic()
         self._timings: list[tuple[str, float]] = []
 
@@ -62,6 +63,10 @@ class Recorder(Observer):
                     del curves[name]
         self._timings.append((f"started again: {reason}", time.monotonic() - self._began_at))
 
+    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        """Keep which they are."""
+        self._checkpoints = checkpoints
+
     def ended(self, error: Exception | None) -> None:
         """Keep the outcome."""
         self.error = error
@@ -77,6 +82,8 @@ class Recorder(Observer):
             parts.append(f"<p>Only the first {MAX_CURVES} metrics are drawn.</p>")
         if self.shape is not None:
             parts.append("<h3>Gang</h3>" + _gang_table(self.shape))
+        if self._checkpoints:
+            parts.append("<h3>Checkpoints</h3>" + _checkpoint_table(self._checkpoints))
         parts.append("<h3>Timings</h3>" + table(("until", "seconds"), [(n, f"{s:.2f}") for n, s in self._timings]))
         return "\n".join(parts).encode(errors="replace").decode()  # an error's text may have what no file can take
 
@@ -107,6 +114,19 @@ def _gang_table(shape: Shape) -> str:
     ]
     header = ("rank", "local_rank", "host", "worker", "device", "threads")
     return f"<p>{shape.world_size} ranks, backend {escape(shape.backend)}</p>" + table(header, rows)
+
+
+def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
+    rows = [
+        (
+            each.step,
+            ", ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
+            f"{each.size:,}",
+            each.place or "the driver's disk",
+        )
+        for each in checkpoints
+    ]
+    return table(("step", "metrics", "bytes", "place"), rows)
 
 
 def _device(node: Node, place: Place) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, assert_never
 
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
@@ -117,7 +117,7 @@ class Brain:
         self._now = clock
         self._num_wanted = agents.launcher.num_wanted
         self._num_least = self._settings.min_workers or self._num_wanted
-        self._fetches = Fetches()
+        self._fetches = Fetches(self._settings.keep, checkpoints.entries)
         self._policy = FailurePolicy(self._settings.max_restarts)
         self._has_observers_in_rank = False
         self._hints_given: set[str] = set()
@@ -275,6 +275,8 @@ class Brain:
                 self._note_shards(attempt, rank, shards)
             case reports.ShardsNotWritten():
                 self._note_shards(attempt, rank, report)
+            case reports.Wanted():
+                attempt.wanted.append((peer, rank, report))
             case Part():
                 self._received.add(report)
             case reports.FolderWanted():
@@ -374,6 +376,26 @@ class Brain:
         if self._attempt is not None and attempt == self._attempt.number:
             self._attempt.has_saved = True
         self._observe("kept", step)
+        kept = self._saved()
+        self._observe("keeps", kept)
+        if self._attempt is not None and not self._attempt.is_over:
+            self._tell(messages.Tell(orders.Kept(kept)))
+
+    def _saved(self) -> tuple[SavedCheckpoint, ...]:
+        """What a user is told of all that are kept, of both kinds."""
+        return (*self._checkpoints.saved(), *self._committer.saved())
+
+    def _give_wanted(self, attempt: Attempt) -> None:
+        """Let ranks have the checkpoints that they wait for: what rank 0 gets, now that all it has saved is here."""
+        waiting, attempt.wanted = attempt.wanted, []
+        decided = {wanted.number: wanted.step for _, rank, wanted in waiting if rank == 0}
+        attempt.chosen |= {number: self._checkpoints.find(step) for number, step in decided.items()}
+        for peer, rank, wanted in waiting:
+            if wanted.number in attempt.chosen:
+                chosen = orders.Chosen(attempt.number, wanted.number, attempt.chosen[wanted.number])
+                peer.send(messages.Bring(chosen))
+            else:
+                attempt.wanted.append((peer, rank, wanted))
 
     def _note_leaving(self, peer: Peer) -> None:
         self._agents.leaving.add(peer.node.worker)
@@ -473,6 +495,9 @@ class Brain:
             max_restarts=self._settings.max_restarts,
             checkpoint=self._checkpoint,
             sharding=self._committer.sharding(),
+            kept=self._saved(),
+            storage=self._request.storage.own if self._request.storage is not None else None,
+            best_by=self._settings.keep.metric,
             hints=self._settings.hints,
             debugging=self._debugging,
             pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
@@ -510,6 +535,8 @@ class Brain:
             self._let_leave(attempt)
         elif self._is_to_end(attempt):
             return self._stop()
+        if attempt.wanted and not self._fetches.is_busy:
+            self._give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
             self._observe("debugging", rank)
             self._tell(messages.Tell(orders.Prompt(rank)))

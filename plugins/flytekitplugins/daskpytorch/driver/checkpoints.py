@@ -1,34 +1,38 @@
 """A gang's checkpoints: brought from its nodes, and safe on the driver's disk when workers die. Runs in the driver.
 
 The driver is the only writer. It takes files whole or not at all, refuses those of older attempts, keeps the last
-few, and hands the newest on to storage (see `upload`), so that the task's next attempt starts from it.
+few and the best, and hands them on to storage (see `upload`), so that the task's next attempt starts from the newest.
 """
 
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Peer
+from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Fetch, Upload
+from flytekitplugins.daskpytorch.settings import Keep
 
 __all__ = ["Checkpoints", "Fetches"]
 
-NUM_KEPT = 3
-"""How many checkpoints stay on disk: the newest, and those before it should it turn out to be damaged."""
 MAX_RETRIES = 2
 """How often a checkpoint is asked for again whose connection broke."""
 
 
 class Checkpoints:
-    """Keeps the newest checkpoints of one gang."""
+    """Keeps the newest checkpoints of one gang, and the best."""
 
-    def __init__(self, folder: Path, storage: StorageUpload | None) -> None:
+    def __init__(self, folder: Path, storage: StorageUpload | None, keep: Keep | None = None) -> None:
         self._folder = folder
         self._storage = storage
+        self._keep = keep or Keep()
         self._lock = threading.Lock()
         self._kept: list[CheckpointFile] = []
         self._states: dict[str, tuple[int, ...]] = {}
@@ -37,10 +41,10 @@ class Checkpoints:
 
     def restore(self) -> CheckpointFile | None:
         """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
-        found = self._storage.restore(self._folder) if self._storage else None
-        if found is not None:
-            self.keep(found)
-        return found
+        found = self._storage.restore(self._folder) if self._storage else []
+        for file in found:
+            self.keep(file)
+        return found[-1] if found else None
 
     def fence(self, attempt: int) -> None:
         """From now on only this attempt's checkpoints are taken."""
@@ -58,8 +62,25 @@ class Checkpoints:
                 self._kept.pop()
             return None
 
+    def entries(self) -> list[CheckpointFile]:
+        """All that are kept, in the order in which they came."""
+        with self._lock:
+            return list(self._kept)
+
+    def saved(self) -> tuple[SavedCheckpoint, ...]:
+        """What a user is told of them."""
+        folder = self._storage.own if self._storage is not None else None
+        return tuple(file.saved(folder) for file in self.entries())
+
+    def find(self, step: int | None) -> CheckpointFile | None:
+        """The newest whole one of this step or, with None, the best; None: there is none."""
+        with self._lock:
+            whole = [file for file in self._kept if self._is_whole(file)]
+        found = best_first(whole, self._keep) if step is None else [file for file in whole[::-1] if file.step == step]
+        return found[0] if found else None
+
     def flush(self, timeout: float) -> bool:
-        """Wait until the newest checkpoint is in storage, too; whether it is."""
+        """Wait until the newest checkpoint is in storage, too, and the best; whether the newest is."""
         return self._storage is None or self._storage.flush(timeout)
 
     def close(self) -> None:
@@ -95,13 +116,14 @@ class Checkpoints:
         """
         with self._lock:
             self._check(file)
-            self._kept = [other for other in self._kept if other.name != file.name]
-            self._kept.append(file)
+            before = {other.name: other for other in self._kept}
+            if (same := before.pop(file.name, None)) is not None:  # saved again, perhaps without metrics
+                file = replace(file, metrics={**same.metrics, **file.metrics})
             self._states[file.name] = _state_of(self._folder / file.name)
-            for old in self._kept[:-NUM_KEPT]:
-                (self._folder / old.name).unlink(missing_ok=True)
-                self._states.pop(old.name, None)
-            self._kept = self._kept[-NUM_KEPT:]
+            self._kept = retained([*before.values(), file], self._keep)
+            for name in before.keys() - {kept.name for kept in self._kept}:
+                (self._folder / name).unlink(missing_ok=True)
+                self._states.pop(name, None)
         if self._storage is not None:
             self._storage.offer(file, self._folder / file.name)
 
@@ -124,10 +146,14 @@ def _state_of(path: Path) -> tuple[int, ...]:
 
 @dataclass
 class Fetches:
-    """Has checkpoints brought from the agents' nodes: one at a time, and the newest next."""
+    """Has checkpoints brought from the agents' nodes, one at a time: the newest next, but for those among the best."""
 
+    keep: Keep = field(default_factory=Keep)
+    kept: Callable[[], Sequence[CheckpointFile]] = tuple
+    """Those that have arrived."""
     _on_its_way: tuple[Peer, CheckpointFile] | None = None
-    _next: tuple[Peer, CheckpointFile] | None = None
+    _waiting: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
+    """In the order in which they were written."""
     _num_retries: int = 0
     """Of what is on its way."""
 
@@ -137,12 +163,14 @@ class Fetches:
         return self._on_its_way is not None
 
     def fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        """Have a checkpoint brought; one that still waits for its turn is passed over."""
-        if self._on_its_way is not None:
-            self._next = (peer, file)
-            return
-        self._on_its_way, self._num_retries = (peer, file), 0
-        peer.send(Fetch(file))
+        """Have a checkpoint brought; one that still waits for its turn is passed over, unless it is among the best."""
+        self._waiting.append((peer, file))
+        under_way = [self._on_its_way[1]] if self._on_its_way is not None else []
+        files = [*self.kept(), *under_way, *(waiting for _, waiting in self._waiting)]
+        stay = retained(files, replace(self.keep, last=1))
+        self._waiting = [waiting for waiting in self._waiting if waiting[1] in stay]
+        if self._on_its_way is None:
+            self._turn()
 
     def note_end(self, file: CheckpointFile) -> None:
         """This one has arrived."""
@@ -153,7 +181,7 @@ class Fetches:
         """This one has not arrived; whether it will not, which is said once."""
         if self._on_its_way is None or self._on_its_way[1] != file:
             return False
-        if is_worth_a_retry and self._next is None and self._num_retries < MAX_RETRIES:
+        if is_worth_a_retry and not self._waiting and self._num_retries < MAX_RETRIES:
             self._num_retries += 1
             self._on_its_way[0].send(Fetch(file))
             return False
@@ -162,16 +190,17 @@ class Fetches:
 
     def forget(self, peer: Peer) -> None:
         """An agent has gone, and what it was to bring."""
-        if self._next is not None and self._next[0] is peer:
-            self._next = None
+        self._waiting = [waiting for waiting in self._waiting if waiting[0] is not peer]
         if self._on_its_way is not None and self._on_its_way[0] is peer:
             self._turn()
 
     def clear(self) -> None:
         """Expect nothing more."""
-        self._on_its_way = self._next = None
+        self._on_its_way = None
+        self._waiting.clear()
 
     def _turn(self) -> None:
-        self._on_its_way, waiting, self._next = None, self._next, None
-        if waiting is not None:
-            self.fetch(*waiting)
+        self._on_its_way, self._num_retries = self._waiting.pop(0) if self._waiting else None, 0
+        if self._on_its_way is not None:
+            peer, file = self._on_its_way
+            peer.send(Fetch(file))

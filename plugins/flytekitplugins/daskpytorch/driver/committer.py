@@ -21,6 +21,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.events import Committed
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
@@ -185,6 +186,10 @@ class Committer:
         """The newest that is committed."""
         kept = self._kept
         return kept[-1] if kept else None
+
+    def saved(self) -> tuple[SavedCheckpoint, ...]:
+        """What a user is told of those that are kept."""
+        return tuple(entry.saved for entry in self._kept)
 
     def commit(self, written: Sequence[WrittenShards]) -> None:
         """Make a checkpoint of what all the ranks of an attempt have written, in their order."""

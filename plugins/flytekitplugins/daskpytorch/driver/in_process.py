@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
+from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.events import Committed
@@ -42,13 +42,24 @@ class _Shards:
     """The driver's side of sharded checkpoints, and beside it the rank's."""
 
     def __init__(
-        self, settings: Gang, paths: StoragePaths | None, manifest: Manifest | None, folder: Path, observers: Observers
+        self,
+        settings: Gang,
+        paths: StoragePaths | None,
+        manifest: Manifest | None,
+        folder: Path,
+        observers: Observers,
+        checkpoints: Checkpoints,
     ) -> None:
         filesystem = current_execution().filesystem
         self.committer = Committer.of(settings, paths, manifest, folder, filesystem, self._note_committed)
         self.committer.begin()
         self.rank = ShardedCheckpoints(self.committer.sharding(), attempt=0, rank=0, report=self._hear)
         self._observers = observers
+        self._checkpoints = checkpoints
+
+    def saved(self) -> tuple[SavedCheckpoint, ...]:
+        """What a user is told of all that are kept, of both kinds."""
+        return (*self._checkpoints.saved(), *self.committer.saved())
 
     def _hear(self, said: reports.ShardsWritten | reports.ShardsNotWritten) -> None:
         if isinstance(said, reports.ShardsWritten):
@@ -59,6 +70,7 @@ class _Shards:
     def _note_committed(self, commit: Committed) -> None:
         if commit.error is None:
             self._observers.tell("kept", commit.step)
+            self._observers.tell("keeps", self.saved())
             self._settle(commit.number)
         else:
             self._settle(commit.number, f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
@@ -125,15 +137,17 @@ class InProcess:
             self._observers.tell("ended", error)
 
     def _checkpoints(self, folder: Path, stack: contextlib.ExitStack) -> tuple[Checkpoints, _Shards]:
-        storage = StorageUpload(self._storage) if self._storage else None
-        checkpoints = Checkpoints(folder, storage)
+        keep = self._settings.keep
+        storage = StorageUpload(self._storage, keep) if self._storage else None
+        checkpoints = Checkpoints(folder, storage, keep)
         stack.callback(checkpoints.close)
         start = checkpoints.restore()
         manifest = storage.manifest if storage is not None else None
-        shards = _Shards(self._settings, self._storage, manifest, folder, self._observers)
+        shards = _Shards(self._settings, self._storage, manifest, folder, self._observers, checkpoints)
         stack.callback(shards.committer.close)
         if steps := [found.step for found in (start, shards.committer.newest()) if found is not None]:
             self._observers.tell("resumed", max(steps))
+            self._observers.tell("keeps", shards.saved())
         return checkpoints, shards
 
     def _placed(self) -> list[list[Place]]:
@@ -157,6 +171,12 @@ class InProcess:
         def keep(file: CheckpointFile) -> None:
             checkpoints.keep(file)
             self._observers.tell("kept", file.step)
+            self._observers.tell("keeps", shards.saved())
+
+        def ask(number: int, step: int | None) -> Future[orders.Chosen]:
+            chosen: Future[orders.Chosen] = Future()
+            chosen.set_result(orders.Chosen(0, number, checkpoints.find(step)))
+            return chosen
 
         checkpoint = RankCheckpoint(
             folder=folder,
@@ -168,6 +188,10 @@ class InProcess:
             provided=provided,
             sharded=shards.rank,
             timeout=self._settings.start_timeout,
+            ask=ask,
+            kept=shards.saved,
+            storage=self._storage.own if self._storage else None,
+            best_by=self._settings.keep.metric,
         )
         return RankContext(
             checkpoint=checkpoint,

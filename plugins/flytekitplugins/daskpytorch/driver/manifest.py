@@ -2,16 +2,18 @@
 
     {"checkpoints": [...], "sharded": [...]}    the newest first; the second is missing where there are none
 
-Checkpoints in one file lie beside it. Sharded ones are named by their folders, wherever those are: so an attempt's
-manifest names at once what the attempt before has left, and nothing is copied.
+Checkpoints in one file lie beside it, or in the `folder` that it says; sharded ones are named by their folders,
+wherever those are. So an attempt's manifest names at once what the attempt before has left; of that, only files are
+copied.
 """
 
 import json
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import Storage, StoragePaths
@@ -74,8 +76,12 @@ def named_in(path: Path) -> Named | None:
     try:
         named = json.loads(path.read_bytes())
         return (
-            [CheckpointFile(**entry) for entry in named["checkpoints"]],
+            [CheckpointFile(**entry | {"metrics": _numbers(entry)}) for entry in named["checkpoints"]],
             [ShardedCheckpoint(**entry) for entry in named.get("sharded", ())],
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in entry.get("metrics", {}).items()}

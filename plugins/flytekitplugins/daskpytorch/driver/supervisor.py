@@ -90,8 +90,9 @@ class Supervisor:
         try:
             with contextlib.ExitStack() as stack:
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                storage = StorageUpload(self._request.storage) if self._request.storage else None
-                checkpoints = Checkpoints(folder, storage)
+                keep = self._request.settings.keep
+                storage = StorageUpload(self._request.storage, keep) if self._request.storage else None
+                checkpoints = Checkpoints(folder, storage, keep)
                 stack.callback(checkpoints.close)
                 committer = self._committer(folder, storage)
                 stack.callback(committer.close)
@@ -146,6 +147,7 @@ class Supervisor:
         if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
             text = f"going on from the previous attempt's checkpoint of step {max(steps)}"
             self._observers.tell("resumed", max(steps))
+            self._observers.tell("keeps", (*checkpoints.saved(), *committer.saved()))
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
             if self._launcher.num_wanted * self._request.ranks_per_worker > 1:

@@ -167,6 +167,7 @@ class _Agent:
         self._stacks_at: float | None = None
         """When the stacks of the silent ones are read."""
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
+        self._outcome_lock = threading.Lock()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -217,6 +218,9 @@ class _Agent:
                 self._dump(ranks)
             case messages.Fetch(file):
                 self._in_background(self._upload, file)
+            case messages.Bring(chosen):
+                failed = functools.partial(replace, chosen)
+                self._in_background(self._bring, chosen.file, chosen, lambda reason: failed(failure=reason))
             case messages.Close():
                 self._open = False
             case _:
@@ -244,7 +248,9 @@ class _Agent:
             with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
                 rank.channel.send(asked)
         if order.job.checkpoint is not None:
-            self._in_background(self._bring, order.job.checkpoint, order.job.attempt)
+            attempt = order.job.attempt
+            missing = functools.partial(orders.NotProvided, attempt)
+            self._in_background(self._bring, order.job.checkpoint, orders.Provided(attempt), missing)
 
     def _change_server(self) -> None:
         """Start the next attempt from the fork server as it is now: it may have imported more than at first."""
@@ -336,14 +342,14 @@ class _Agent:
 
     # ---- checkpoints
 
-    def _bring(self, file: CheckpointFile, attempt: int) -> None:
-        outcome: orders.Provided | orders.NotProvided = orders.Provided(attempt)
+    def _bring(self, file: CheckpointFile | None, there: orders.Order, missing: Callable[[str], orders.Order]) -> None:
         try:
-            self._find(file)
+            if file is not None:
+                self._find(file)
         except Exception as error:
-            outcome = orders.NotProvided(attempt, f"{type(error).__name__}: {error}")
-        with contextlib.suppress(OSError):  # the gang has ended
-            self._outcome_from_thread.send(outcome)
+            there = missing(f"{type(error).__name__}: {error}")
+        with self._outcome_lock, contextlib.suppress(OSError):  # the gang has ended
+            self._outcome_from_thread.send(there)
 
     def _find(self, file: CheckpointFile) -> None:
         path = self._scratch / file.name
@@ -351,6 +357,8 @@ class _Agent:
             with contextlib.closing(dial(self._order)) as connection:
                 connection.send(messages.Download(file))
                 take_file(connection, file, self._scratch)
+        else:
+            path.touch()  # so that it is not among the oldest, which are dropped
 
     def _pass_on_outcome(self) -> None:
         self._tell_all(self._outcomes.recv())

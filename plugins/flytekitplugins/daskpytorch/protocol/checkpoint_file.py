@@ -2,9 +2,11 @@
 
 import hashlib
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 __all__ = ["CheckpointFile", "digest_of", "take_file"]
@@ -24,11 +26,20 @@ class CheckpointFile:
     """In bytes."""
     digest: str
     """SHA-256 of the file, in hexadecimal digits."""
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
+    """What it was saved with."""
+    folder: str | None = field(default=None, compare=False)
+    """Where it is in storage, if not beside the manifest."""
 
     @property
     def name(self) -> str:
         """The file's name, the same on every host and in storage."""
         return f"step-{self.step}-{self.digest[:16]}.pt"
+
+    def saved(self, folder: str | None) -> SavedCheckpoint:
+        """What a user is told of it, where all go to this folder in storage, or to none."""
+        place = f"{folder}/{self.name}" if folder is not None else None
+        return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
 
 
 def digest_of(path: Path) -> str:

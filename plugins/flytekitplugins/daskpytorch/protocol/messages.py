@@ -6,7 +6,7 @@ from typing import Protocol
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.orders import Job, OrderToAll
+from flytekitplugins.daskpytorch.protocol.orders import Chosen, Job, OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 
@@ -176,11 +176,18 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Bring:
+    """Have this checkpoint in the agent's folder, and pass it on to every rank that it is there, or will not be."""
+
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
 class Close:
     """The gang is over."""
 
 
-ToAgent = Start | Stop | Tell | Dump | Fetch | Close
+ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
 
 
 # ---- Over connections of their own, in pieces that follow

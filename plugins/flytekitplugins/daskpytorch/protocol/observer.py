@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.code import pack_call, unpack_call
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
@@ -92,6 +92,9 @@ class Observer:
 
     def kept(self, step: int) -> None:
         """A checkpoint of this step is safe with the driver."""
+
+    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        """These checkpoints are kept now, all in all; called after `resumed` and `kept`."""
 
     def debugging(self, rank: int | None) -> None:
         """A rank's debugger talks to the user in the terminal; None: it has left it, perhaps for a moment."""

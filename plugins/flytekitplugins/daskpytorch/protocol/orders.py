@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -46,6 +47,12 @@ class Job:
     """What the attempt starts from."""
     sharding: Sharding | None = None
     """Where sharded checkpoints go and come from; None: nowhere."""
+    kept: Sequence[SavedCheckpoint] = ()
+    """All that are kept when it starts."""
+    storage: str | None = None
+    """The folder that checkpoints are copied to."""
+    best_by: str | None = None
+    """The metric that the best are kept by."""
     pulse: float | None = None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
     hints: bool = False
@@ -103,6 +110,13 @@ class Settled:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Which checkpoints are kept now."""
+
+    checkpoints: Sequence[SavedCheckpoint]
+
+
+@dataclass(frozen=True)
 class Locate:
     """Report (`Located`) where you are."""
 
@@ -145,6 +159,19 @@ class NotProvided:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """Which checkpoint a rank gets that has asked for one (`reports.Wanted`); it lies in the agent's folder."""
+
+    attempt: int
+    number: int
+    """As in `reports.Wanted`."""
+    file: CheckpointFile | None
+    """None: there is none such."""
+    failure: str | None = None
+    """Why it will not come."""
+
+
+@dataclass(frozen=True)
 class Quit:
     """End at once."""
 
@@ -154,8 +181,8 @@ class Quit:
     """Seconds until it is killed."""
 
 
-OrderToAll = Hold | Release | Settled | Locate | Prompt | Interrupt | Leave
-Order = OrderToAll | Provided | NotProvided | Quit
+OrderToAll = Hold | Release | Settled | Kept | Locate | Prompt | Interrupt | Leave
+Order = OrderToAll | Provided | NotProvided | Chosen | Quit
 
 
 def environment(

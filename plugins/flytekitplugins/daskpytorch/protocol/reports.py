@@ -48,6 +48,16 @@ class ShardsNotWritten:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """It waits for a checkpoint to load, which `orders.Chosen` tells it of."""
+
+    number: int
+    """Which of its requests this is: all ranks get the same for the same number, as rank 0 decides."""
+    step: int | None
+    """None: the best."""
+
+
+@dataclass(frozen=True)
 class Moved:
     """How many signs of life it has given so far."""
 
@@ -127,6 +137,7 @@ ShortReport = (
     | Saved
     | ShardsWritten
     | ShardsNotWritten
+    | Wanted
     | Moved
     | Hint
     | Held

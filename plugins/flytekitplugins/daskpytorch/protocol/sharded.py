@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
+
 __all__ = [
     "LAYOUT",
     "ShardedCheckpoint",
@@ -84,6 +86,11 @@ class ShardedCheckpoint:
     layout_digest: str
     """SHA-256 of `layout.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def saved(self) -> SavedCheckpoint:
+        """What a user is told of it."""
+        return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=self.uri)
 
 
 @dataclass(frozen=True, kw_only=True)

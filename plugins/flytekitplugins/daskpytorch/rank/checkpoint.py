@@ -13,16 +13,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from flytekitplugins.daskpytorch.context import Checkpoint, Progress
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress, SavedCheckpoint, numbers
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.orders import NotProvided, Provided
+from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ SHARDED = (
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
 """The kinds of tensors of which each rank has a part."""
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -53,25 +54,40 @@ class RankCheckpoint(Checkpoint):
     provided: Future[Provided | NotProvided]
     """Whether the file that `start` names is in the folder, once that is known."""
     timeout: float
-    """Seconds to wait for that file."""
+    """Seconds to wait for a file."""
     sharded: ShardedCheckpoints | None = None
     """None: nobody keeps them."""
+    ask: Callable[[int, int | None], Future[Chosen]] | None = None
+    """Asks for a checkpoint, by the number of the request and a step or, with None, as the best."""
+    kept: Callable[[], Sequence[SavedCheckpoint]] = tuple
+    """All that are kept, as far as is known here."""
+    storage: str | None = None
+    """The folder that all are copied to."""
+    best_by: str | None = None
+    """The metric that the best are kept by."""
     _writing: threading.Thread | None = None
+    _num_asked: int = 0
+    _loaded: SavedCheckpoint | None = None
 
-    def save(self, state: Any, step: int) -> None:
+    @property
+    def loaded(self) -> SavedCheckpoint | None:
+        """What `load` has returned last."""
+        return self._loaded
+
+    def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep a state; waits only while the one before is still being written.
 
         Raises:
-            TypeError: The state cannot be pickled; or, on every rank, it is sharded.
+            TypeError: The state cannot be pickled; or, on every rank, it is sharded, or a metric is no number.
         """
-        step = int(step)
+        step, plain = int(step), numbers(metrics)
         self.progress.reach(step, anew=True)
         if not self.is_main:
             _refuse_sharded(state)
             return
         self.flush()
         writing = threading.Thread(
-            target=self._write, args=(_copy(state), step), name="daskpytorch-checkpoint", daemon=True
+            target=self._write, args=(_copy(state), step, plain), name="daskpytorch-checkpoint", daemon=True
         )
         writing.start()  # before the thread that obeys orders can see it, and wait for it
         self._writing = writing
@@ -84,12 +100,12 @@ class RankCheckpoint(Checkpoint):
         if self.sharded is not None:
             self.sharded.flush(None if until is None else until - time.monotonic())
 
-    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, float] | None = None) -> None:
+    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep a state that is spread over the ranks; see `Checkpoint`."""
-        step = int(step)
+        step, plain = int(step), numbers(metrics)
         self.progress.reach(step, anew=True)
         if self.sharded is not None:
-            self.sharded.save(state, step, {name: float(value) for name, value in (metrics or {}).items()})
+            self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any]) -> int | None:
         """Fill a state with the newest that was kept so; see `Checkpoint`."""
@@ -98,24 +114,40 @@ class RankCheckpoint(Checkpoint):
             self.progress.reach(step, anew=True)
         return step
 
-    def load(self) -> Any | None:
-        """Read what this attempt starts from.
+    def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
+        """Read what this attempt starts from, or another one.
 
         Raises:
+            ValueError: It is not said what is best.
+            LookupError: No checkpoint of this step is kept.
             OSError: The checkpoint did not arrive.
         """
-        if self.start is None:
-            return None
+        if best and (self.best_by is None or step is not None):
+            raise ValueError(
+                f"checkpoint.load(best=True, step={step}): the best is had by itself, and with "
+                f"Gang(keep=Keep(best=1, metric=...)), where the metric is {self.best_by!r}"
+            )
+        if best or step is not None:
+            file = self._await_choice(None if step is None else int(step))
+        elif (file := self.start) is not None:
+            self._await_start(file)
+            self.progress.reach(file.step, anew=True)
+        self._loaded = file.saved(self.storage) if file is not None else None
+        return self._read(file) if file is not None else None
+
+    def list(self) -> Sequence[SavedCheckpoint]:
+        """All that are kept, as far as is known here."""
+        return self.kept()
+
+    def _read(self, file: CheckpointFile) -> Any:
         import torch
 
         # All ranks of a node share the file's pages, until one writes to a tensor, which then has pages of its own.
         # It holds any object of the user's. It comes from our own ranks; between two attempts of a task it lies where
         # Flyte keeps the execution's data, and who may write there is trusted as with the task's code and inputs.
-        state = torch.load(self._await_file(self.start), map_location="cpu", weights_only=False, mmap=True)
-        self.progress.reach(self.start.step, anew=True)
-        return state
+        return torch.load(self.folder / file.name, map_location="cpu", weights_only=False, mmap=True)
 
-    def _write(self, state: Any, step: int) -> None:
+    def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
         import torch
 
         unfinished = self.folder / f"unfinished-{self.attempt}-{step}"
@@ -127,6 +159,7 @@ class RankCheckpoint(Checkpoint):
                 step=step,
                 size=unfinished.stat().st_size,
                 digest=file.digest.hexdigest(),
+                metrics=metrics,
             )
             unfinished.rename(self.folder / written.name)
         except Exception as error:  # a full disk, mostly: worth a word, but not the training
@@ -139,15 +172,32 @@ class RankCheckpoint(Checkpoint):
             return
         self.announce(written)
 
-    def _await_file(self, wanted: CheckpointFile) -> Path:
-        try:
-            outcome = self.provided.result(self.timeout)
-        except TimeoutError as error:
-            waited = f"the checkpoint of step {wanted.step} did not arrive within {self.timeout:g} s"
-            raise TimeoutError(waited) from error
+    def _await_start(self, wanted: CheckpointFile) -> None:
+        outcome = self._await(self.provided, f"the checkpoint of step {wanted.step}")
         if isinstance(outcome, NotProvided):
             raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {outcome.reason}")
-        return self.folder / wanted.name
+
+    def _await_choice(self, step: int | None) -> CheckpointFile | None:
+        """The file that rank 0 has chosen; None: the best, of which there is none."""
+        if self.ask is None:
+            raise AssertionError("nobody is there to ask")
+        self.progress.move()
+        self.flush()
+        self._num_asked += 1
+        what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
+        chosen = self._await(self.ask(self._num_asked, step), f"{what}, for which rank 0 has to ask, too,")
+        if chosen.failure is not None:
+            raise OSError(f"{what} did not arrive: {chosen.failure}")
+        if chosen.file is None and step is not None:
+            steps = ", ".join(str(kept.step) for kept in self.list()) or "no"
+            raise LookupError(f"checkpoint.load(step={step}): {what} is not kept; those of these steps are: {steps}")
+        return chosen.file
+
+    def _await(self, future: Future[T], what: str) -> T:
+        try:
+            return future.result(self.timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{what} did not arrive within {self.timeout:g} s") from error
 
 
 class _HashedFile(io.BufferedWriter):

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, assert_never
 import cloudpickle
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
+from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -117,6 +117,9 @@ class _Link:
         """Whether the checkpoint to start from is here, once that is known."""
         self.sharded: ShardedCheckpoints | None = None
         """Hears of what the driver has done with the rank's shards."""
+        self.kept: Sequence[SavedCheckpoint] = ()
+        """All that the driver keeps, as far as it has told."""
+        self._chosen: dict[int, Future[orders.Chosen]] = {}
         self._has_delivered = False
         self._hinted: set[str] = set()
 
@@ -132,6 +135,14 @@ class _Link:
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
             self.send(hint)
+
+    def ask(self, number: int, step: int | None) -> Future[orders.Chosen]:
+        """Ask for a checkpoint, see `reports.Wanted`; which it is, once it is here."""
+        self.send(reports.Wanted(number, step))
+        return self._choice(number)
+
+    def _choice(self, number: int) -> Future[orders.Chosen]:
+        return self._chosen.setdefault(number, Future())
 
     def submit(self, key: str, path: str, data: bytes) -> None:
         """Send a result; its pieces go one after the other, with other reports between them.
@@ -178,10 +189,10 @@ class _Link:
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
 
-    def _follow(
+    def _follow(  # noqa: C901, PLR0912 - a case for each order
         self,
         rank: RankContext,
-        order: orders.OrderToAll | orders.Provided | orders.NotProvided,
+        order: orders.OrderToAll | orders.Provided | orders.NotProvided | orders.Chosen,
         prompt: debugger.Prompt,
     ) -> None:
         match order:
@@ -204,6 +215,11 @@ class _Link:
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
                     self.provided.set_result(order)
+            case orders.Chosen(attempt, number):
+                if attempt == self._attempt and not self._choice(number).done():  # another rank here has asked, too
+                    self._choice(number).set_result(order)
+            case orders.Kept(checkpoints):
+                self.kept = checkpoints
             case _:
                 assert_never(order)
 
@@ -299,6 +315,7 @@ def _context(
         link.sharded = ShardedCheckpoints(
             sharding, attempt=order.job.attempt, rank=place.rank, report=link.send, moved=progress.move
         )
+    link.kept = order.job.kept
     checkpoint = RankCheckpoint(
         folder=Path(order.scratch),
         attempt=order.job.attempt,
@@ -309,6 +326,10 @@ def _context(
         provided=link.provided,
         sharded=link.sharded,
         timeout=order.job.timeout,
+        ask=link.ask,
+        kept=lambda: link.kept,
+        storage=order.job.storage,
+        best_by=order.job.best_by,
     )
     return RankContext(
         rank=place.rank,
