@@ -5,6 +5,7 @@ They shuffle, drop out, and have an optimizer with a memory: the result is the u
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -33,6 +34,15 @@ def start(folder: str, step: int) -> None:
     """Leave a trace of where an attempt starts."""
     with Path(folder, f"start-{current_rank().rank}").open("a") as file:
         file.write(f"{step} {os.getpid()}\n")
+
+
+def note_metrics(folder: str) -> None:
+    """Leave a trace of what the best checkpoint was saved with, if the gang keeps one."""
+    checkpoint = current_rank().checkpoint
+    if current_rank().is_main and getattr(checkpoint, "best_by", None) is not None:
+        checkpoint.load(best=True)
+        assert checkpoint.loaded is not None
+        Path(folder, "best").write_text(json.dumps([checkpoint.loaded.step, dict(checkpoint.loaded.metrics)]))
 
 
 def by_lightning(folder: str, breaks_at: int | None = None, epochs: int = 3) -> dict[str, torch.Tensor]:
@@ -77,6 +87,7 @@ def by_lightning(folder: str, breaks_at: int | None = None, epochs: int = 3) -> 
     )
     trainer.fit(model, loader(shuffle=True), loader(), ckpt_path=gang.ckpt_path)
     Path(folder, f"ended-{current_rank().rank}").write_text(str(trainer.global_step))
+    note_metrics(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -103,15 +114,18 @@ def by_transformers(folder: str, breaks_at: int | None = None, epochs: int = 3) 
         logging_steps=2,
         save_strategy="steps",
         save_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
         save_on_each_node=True,
         report_to="none",
         disable_tqdm=True,
     )
     gang = GangCallback()
     texts = library_examples.texts(NUM_SAMPLES)
-    trainer = Trainer(model, arguments, train_dataset=texts, callbacks=[gang, Trace()])
+    trainer = Trainer(model, arguments, train_dataset=texts, eval_dataset=texts, callbacks=[gang, Trace()])
     trainer.train(resume_from_checkpoint=gang.resume_from_checkpoint)
     Path(folder, f"ended-{current_rank().rank}").write_text(str(trainer.state.global_step))
+    note_metrics(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -28,6 +28,7 @@ from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import (
     DaskDDP,
     Gang,
+    Keep,
     LogRecord,
     Observer,
     PreemptedError,
@@ -207,12 +208,16 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
     with ft.watching(tmp_path / "undisturbed") as launch:
         expected = launch(worker, gang=TWO_RANKS).futures.result()
     with ft.watching(tmp_path / "killed") as launch:
-        killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,)))
+        best = Keep(best=1, metric={"lightning": "validated", "transformers": "eval_loss"}[library])
+        killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,), keep=best))
         results = killed.futures.result()
     assert killed.starts(0) == killed.starts(1) == [0, 4]
     assert set(killed.kept) >= {4, 8}  # a gang that has its results does not wait for the last one
     for result in results:
         assert all(torch.equal(result[name], value) for name, value in expected[0].items())
+    step, metrics = json.loads((killed.folder / "best").read_text())
+    validated = {record.step: record.numbers[best.metric] for record in logged.records if best.metric in record.numbers}
+    assert metrics[best.metric] == min(validated.values()) == validated[step]
     losses = {record.step for record in logged.records if record.rank == 0 and "loss" in record.metrics}
     assert losses == {2, 4, 6, 8, 10, 12}
     assert {record.num_steps for record in logged.records} == {12}

@@ -11,6 +11,7 @@ import math
 import pickle
 import random
 import sys
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +49,8 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     What the module logs goes to `current_rank().log` every `log_every_n_steps` steps and after each validation, with
     the loss and the epoch. Checkpoints are Lightning's own, and hold the random generators of all ranks besides. They
     go to `current_rank().checkpoint` at the end of epochs and when the gang is to stop: with this callback the Trainer
-    writes none to a folder unless it has a `ModelCheckpoint`, too.
+    writes none to a folder unless it has a `ModelCheckpoint`, too. Those of an epoch's end have what it has logged and
+    validated as metrics, by which `Gang(keep=Keep(best=..., metric=...))` keeps the best.
 
     Lightning goes on in the middle of an epoch with the first batches of its data, unless these come from torchdata's
     `StatefulDataLoader`.
@@ -72,6 +74,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         problems.unless(ok, "every_n_train_steps", f"None or {COUNT}")
         problems.raise_any()
         self._last_step = 0
+        self._validated_step = -1
         self._num_steps: int | None = None
 
     @cached_property
@@ -114,12 +117,14 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what the validation has logged."""
         if not trainer.sanity_checking:
+            self._validated_step = trainer.global_step
             self._log(trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep a checkpoint, if one is due."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and not trainer.should_stop:
-            self._save(trainer)
+            is_validated = not trainer.enable_validation or self._validated_step == trainer.global_step
+            self._save(trainer, trainer.callback_metrics if is_validated else {})  # else they are of an earlier state
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into each checkpoint besides: the random generators of all ranks."""
@@ -137,10 +142,10 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         metrics = {"epoch": trainer.current_epoch + 1, **loss, **trainer.callback_metrics}
         current_rank().log(metrics, step=trainer.global_step, num_steps=self._num_steps)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, metrics: Mapping[str, Any] | None = None) -> None:
         with TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder) / FILE)
-            checkpoint_files.keep(Path(folder), trainer.global_step)
+            checkpoint_files.keep(Path(folder), trainer.global_step, metrics=metrics)
 
 
 def _generators() -> bytes:

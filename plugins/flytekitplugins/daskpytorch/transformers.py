@@ -29,7 +29,13 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     What the Trainer logs goes to `current_rank().log`, as often as its `logging_strategy` says. What it saves in its
     `output_dir`, as often as its `save_strategy` says, goes to `current_rank().checkpoint`, too, with the random
     generators of all ranks. When the gang is to stop, it saves once more and returns.
+
+    What it saves right after an evaluation has that one's numbers as metrics (`eval_loss`, say), by which
+    `Gang(keep=Keep(best=..., metric=...))` keeps the best.
     """
+
+    def __init__(self) -> None:
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
 
     @cached_property
     def _kept(self) -> KeptFiles:
@@ -49,10 +55,24 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        """Remember what came of it, and at which step."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        self._evaluated = state.global_step, numbers
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep what was saved."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        checkpoint_files.keep(folder, state.global_step, [f"rng_state_{args.process_index}.pth"])
+        step, metrics = self._evaluated
+        own = [f"rng_state_{args.process_index}.pth"]
+        checkpoint_files.keep(folder, state.global_step, own, metrics if step == state.global_step else {})
 
     def on_log(
         self,

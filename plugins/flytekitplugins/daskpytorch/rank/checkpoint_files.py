@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 __all__ = ["KeptFiles", "gathered", "keep"]
 
 
-def keep(folder: Path, step: int, own: Iterable[str] = ()) -> None:
+def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str, Any] | None = None) -> None:
     """Keep the files of rank 0's folder as the newest checkpoint.
 
     Args:
         folder: Of that name on each rank; on how many machines, is all the same.
         step: The training step that they belong to.
         own: Names of files that this rank has written, and that may be missing in rank 0's folder.
+        metrics: As for `checkpoint.save`; of rank 0.
     """
     rank = current_rank()
     owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
     files = {str(path.relative_to(folder)): _read(path) for path in _files_in(folder)} if rank.is_main else {}
-    rank.checkpoint.save({"files": {name: data for part in (files, *owned) for name, data in part.items()}}, step)
+    state = {"files": {name: data for part in (files, *owned) for name, data in part.items()}}
+    rank.checkpoint.save(state, step, metrics)
 
 
 class KeptFiles:
