@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
+from test_readme import blocks
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -391,6 +392,60 @@ def test_shards_go_on_through_the_deaths_of_driver_and_ranks_and_lie_where_they_
     for number, steps in enumerate([{"1", "2"}, {"3", "4"}, {"5", "6"}]):
         assert {path.name.removeprefix("step-") for path in execution.stored(number).glob("step-*")} == steps
     assert not list(execution.stored(0).glob("*.pt"))
+
+
+def test_the_readmes_best_checkpoint_is_that_of_the_undisturbed_run_though_its_task_is_killed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    [example] = [block for block in blocks("python") if block.startswith("# best.py:")]
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "best.py").write_text(example)
+    manifest = tmp_path / "killed" / "checkpoint" / "daskpytorch" / "gang" / MANIFEST
+
+    def attempt(name: str, epochs: int, **how: Any) -> Attempt:
+        where = {"cluster": cluster.address, "cwd": project, "folder": tmp_path / name, "module": "best"}
+        return execute("train", {"epochs": epochs}, **where, **how)
+
+    def kill_at_epoch_12(process: Process) -> None:
+        until(lambda: newest_step(manifest) >= 12 or process.poll() is not None, "a checkpoint after the best")
+        until(lambda: stands_still(process) and newest_step(manifest) >= 12, "a whole manifest")  # unlike on S3
+        process.kill()
+
+    with nothing_left_behind():
+        undisturbed = attempt("undisturbed", epochs=30)
+        killed = attempt("killed", epochs=1_000, meddle=kill_at_epoch_12)
+        kept = [entry["step"] for entry in json.loads(manifest.read_text())["checkpoints"]]
+        retried = attempt("retried", epochs=1_000, number=1, previous=killed.checkpoint)
+    assert not killed.has_outputs
+    assert kept[-1] == 7
+    assert f"going on from the previous attempt's checkpoint of step {kept[0]}" in retried.output
+    assert best_of(retried) == best_of(undisturbed)
+    assert best_of(retried)[1] == 7
+
+
+def stands_still(process: Process) -> bool:
+    """After it was allowed to go on for a moment, if it did."""
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the process to stop")
+    return True
+
+
+def newest_step(manifest: Path) -> int:
+    try:
+        return int(json.loads(manifest.read_text())["checkpoints"][0]["step"])
+    except (OSError, ValueError):
+        return 0
+
+
+def best_of(attempt: Attempt) -> tuple[list[list[float]], int, float]:
+    """What the task has returned."""
+    outputs = attempt.outputs
+    weights = torch.load(outputs["weights"].scalar.blob.uri, weights_only=True)
+    epoch, loss = (outputs[name].scalar.primitive for name in ("epoch", "held_out_loss"))
+    return weights.tolist(), epoch.integer, loss.float_value
 
 
 def store(folder: Path, epochs: list[int]) -> Path:
