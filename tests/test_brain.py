@@ -1005,6 +1005,28 @@ def test_a_checkpoint_is_had_by_its_step(world_of: MakeWorld, step: int | None, 
     assert [chosen.file and chosen.file.step for chosen in world.agent(W1).brought] == [found]
 
 
+@pytest.mark.parametrize(("step", "found"), [(None, 101), (103, 103), (102, None)])
+def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_committed(
+    world_of: MakeWorld, step: int | None, found: int | None
+) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    for _ in range(3):
+        world.save_shards()
+    world.write_shards(world.agent(W1))
+    world.report(world.agent(W1), 0, Wanted(1, step, is_sharded=True))
+    world.obey_all()
+    assert world.agent(W1).brought == []  # rank 1 still writes
+    world.write_shards(world.agent(W2))
+    world.obey_all()
+    assert world.agent(W1).brought == []  # it is being committed
+    world.work()
+    world.obey_all()
+    [chosen] = world.agent(W1).brought
+    assert (chosen.file, chosen.sharded and chosen.sharded.step) == (None, found)
+    assert [kept.step for kept in world.watcher.checkpoints[-1]] == world.agent(W2).kept == [101, 103]
+
+
 # ---- Any order ------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
+from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.debugger import Prompt
@@ -521,13 +522,13 @@ class Keeper:
     asked: list[tuple[int, int | None]] = dataclasses.field(default_factory=list)
     failure: str | None = None
 
-    def ask(self, number: int, step: int | None) -> Future[Chosen]:
-        self.asked.append((number, step))
+    def ask(self, wanted: Wanted) -> Future[Chosen]:
+        self.asked.append((wanted.number, wanted.step))
         files = best_first(self.rank.announced, BEST)
-        if step is not None:
-            files = [file for file in self.rank.announced if file.step == step]
+        if wanted.step is not None:
+            files = [file for file in self.rank.announced if file.step == wanted.step]
         answer: Future[Chosen] = Future()
-        answer.set_result(Chosen(2, number, files[0] if files else None, self.failure))
+        answer.set_result(Chosen(2, wanted.number, files[0] if files else None, failure=self.failure))
         return answer
 
     def checkpoint(self, **how: Any) -> RankCheckpoint:

@@ -181,6 +181,10 @@ def keeps_both_kinds() -> list[str]:
         checkpoint.save_sharded({"weight": torch.zeros(3)}, 10 * step, metrics={"loss": torch.tensor(loss)})
         checkpoint.flush()
         until(lambda: 10 * step in {kept.step for kept in checkpoint.list()}, "the commit")  # noqa: B023
+    state = {"weight": torch.ones(3)}
+    assert (checkpoint.load_sharded(state, best=True), state["weight"].sum()) == (10, 0.0)
+    assert checkpoint.loaded == checkpoint.list()[2]
+    assert checkpoint.load_sharded(state, step=20) == 20
     return [f"{kept.step} {kept.metrics['loss']:.1f} {Path(kept.place or '').name}" for kept in checkpoint.list()]
 
 

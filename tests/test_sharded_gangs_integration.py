@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Keep, Observer, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
@@ -192,6 +192,41 @@ def test_gangs_of_other_sizes_go_on_from_the_same_place(kind: str, places: Calla
             assert results[0]["first"] == notes.resumed_steps[0]
             assert_same(results[0]["start"], before)
         before = results[0]["end"]
+
+
+def train_for_the_best() -> dict[str, Any]:
+    """Overshoot; the best model, gathered, and what it was when it was saved."""
+    rank = current_rank()
+    model = torch.nn.Linear(3, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (rank.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters())
+    then: dict[int, Any] = {}
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.7)):
+        for parameter in model.parameters():
+            parameter.data.fill_(float(step))
+        then[step] = whole(model, optimizer)
+        rank.checkpoint.save_sharded(state_of(model, optimizer), step, metrics={"loss": loss})
+        until(lambda step=step: step in {kept.step for kept in rank.checkpoint.list()}, f"step {step}")
+    state = state_of(model, optimizer)
+    found = [rank.checkpoint.load_sharded(state, best=True)]
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    best = whole(model, optimizer)
+    assert rank.checkpoint.loaded is not None
+    found += [rank.checkpoint.loaded.step, rank.checkpoint.load_sharded(state, step=4)]
+    try:
+        rank.checkpoint.load_sharded(state, step=3)
+    except LookupError as error:  # on all ranks, or the others would wait
+        return {"found": found, "best": best, "then": then[2], "refused": str(error)}
+    raise AssertionError("step 3 is kept, too")
+
+
+def test_all_ranks_load_their_parts_of_the_best() -> None:
+    supervisor, _ = gang(train_for_the_best, keep=Keep(last=1, best=1, metric="loss"))
+    for result in GangFutures(supervisor, 2).result():
+        assert result["found"] == [2, 2, 4]
+        for key, value in result["then"].items():
+            assert value.equal(result["best"][key]) if isinstance(value, torch.Tensor) else value == result["best"][key]
+        assert "the checkpoint of step 3 is not kept; those of these steps are: 2, 4" in result["refused"]
 
 
 def test_what_a_gang_leaves_plain_torch_reads_too(tmp_path: Path) -> None:

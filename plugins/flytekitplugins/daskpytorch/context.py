@@ -85,7 +85,7 @@ class Checkpoint:
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """What is known of the state that `load` has returned last; None if there was none."""
+        """What is known of the state that `load` has returned last, or `load_sharded` as the best or by its step."""
         return None
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -150,7 +150,7 @@ class Checkpoint:
         """
         numbers(metrics)
 
-    def load_sharded(self, state: dict[str, Any]) -> int | None:
+    def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
         """Fill a state with the newest one that `save_sharded` kept, at any number of ranks, each reading its own part.
 
         All ranks call this together. Tensors are filled in place; plain values are replaced in `state`, and `Stateful`
@@ -159,13 +159,16 @@ class Checkpoint:
 
         Args:
             state: One with the same keys and shapes as that which was saved.
+            best: Not the newest but the best that is kept, as for `load`; all saves before are waited for.
+            step: Not the newest but the one of this step.
 
         Returns:
             The step it was saved at; None on a fresh start, which leaves `state` as it is.
 
         Raises:
             OSError: The storage does not answer, or what it holds is damaged and `state` has been changed.
-            ValueError: `state` has other keys or shapes.
+            ValueError: `state` has other keys or shapes; or the gang's `keep` does not say what is best.
+            LookupError: No checkpoint of this step is kept.
         """
         return None
 

@@ -15,9 +15,9 @@ from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness
 from flytekitplugins.daskpytorch.driver.prompts import Prompts
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
+from flytekitplugins.daskpytorch.protocol.orders import Chosen
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
@@ -44,7 +44,7 @@ class Attempt:
     """How often each rank has called `should_stop`, once it was asked to hold."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
     """Which checkpoints ranks wait for, by their agents."""
-    chosen: dict[int, CheckpointFile | None] = field(default_factory=dict)
+    chosen: dict[int, Chosen] = field(default_factory=dict)
     """By the numbers of such requests, what rank 0 has got, and others get."""
     has_saved: bool = False
     """A checkpoint of its own is safe."""

@@ -388,14 +388,20 @@ class Brain:
     def _give_wanted(self, attempt: Attempt) -> None:
         """Let ranks have the checkpoints that they wait for: what rank 0 gets, now that all it has saved is here."""
         waiting, attempt.wanted = attempt.wanted, []
-        decided = {wanted.number: wanted.step for _, rank, wanted in waiting if rank == 0}
-        attempt.chosen |= {number: self._checkpoints.find(step) for number, step in decided.items()}
+        for _, rank, wanted in waiting:
+            if rank == 0:
+                attempt.chosen[wanted.number] = self._choose(attempt, wanted)
         for peer, rank, wanted in waiting:
             if wanted.number in attempt.chosen:
-                chosen = orders.Chosen(attempt.number, wanted.number, attempt.chosen[wanted.number])
-                peer.send(messages.Bring(chosen))
+                peer.send(messages.Bring(attempt.chosen[wanted.number]))
             else:
                 attempt.wanted.append((peer, rank, wanted))
+
+    def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Chosen:
+        if wanted.is_sharded:
+            found = self._committer.find(wanted.step)
+            return orders.Chosen(attempt.number, wanted.number, None, sharded=found)
+        return orders.Chosen(attempt.number, wanted.number, self._checkpoints.find(wanted.step))
 
     def _note_leaving(self, peer: Peer) -> None:
         self._agents.leaving.add(peer.node.worker)
@@ -535,7 +541,7 @@ class Brain:
             self._let_leave(attempt)
         elif self._is_to_end(attempt):
             return self._stop()
-        if attempt.wanted and not self._fetches.is_busy:
+        if attempt.wanted and not (self._fetches.is_busy or attempt.shards or self._commits):
             self._give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
             self._observe("debugging", rank)

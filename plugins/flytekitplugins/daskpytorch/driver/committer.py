@@ -28,6 +28,7 @@ from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.driver.upload import RETRY_AFTER
 from flytekitplugins.daskpytorch.protocol import torch_metadata
+from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
     LAYOUT,
@@ -190,6 +191,12 @@ class Committer:
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """What a user is told of those that are kept."""
         return tuple(entry.saved for entry in self._kept)
+
+    def find(self, step: int | None) -> ShardedCheckpoint | None:
+        """The newest of this step or, with None, the best; None: there is none."""
+        kept = self._kept
+        found = best_first(kept, self.keep) if step is None else [entry for entry in kept[::-1] if entry.step == step]
+        return found[0] if found else None
 
     def commit(self, written: Sequence[WrittenShards]) -> None:
         """Make a checkpoint of what all the ranks of an attempt have written, in their order."""

@@ -173,9 +173,14 @@ class InProcess:
             self._observers.tell("kept", file.step)
             self._observers.tell("keeps", shards.saved())
 
-        def ask(number: int, step: int | None) -> Future[orders.Chosen]:
+        def ask(wanted: reports.Wanted) -> Future[orders.Chosen]:
             chosen: Future[orders.Chosen] = Future()
-            chosen.set_result(orders.Chosen(0, number, checkpoints.find(step)))
+            if wanted.is_sharded:
+                shards.committer.flush(self._settings.start_timeout)
+                found = shards.committer.find(wanted.step)
+                chosen.set_result(orders.Chosen(0, wanted.number, None, sharded=found))
+            else:
+                chosen.set_result(orders.Chosen(0, wanted.number, checkpoints.find(wanted.step)))
             return chosen
 
         checkpoint = RankCheckpoint(

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
-from flytekitplugins.daskpytorch.protocol.sharded import Sharding
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 STOPPED = 143
@@ -167,6 +167,8 @@ class Chosen:
     """As in `reports.Wanted`."""
     file: CheckpointFile | None
     """None: there is none such."""
+    sharded: ShardedCheckpoint | None = None
+    """In its place, if that was asked for; it is nowhere but in storage."""
     failure: str | None = None
     """Why it will not come."""
 

@@ -55,6 +55,7 @@ class Wanted:
     """Which of its requests this is: all ranks get the same for the same number, as rank 0 decides."""
     step: int | None
     """None: the best."""
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)

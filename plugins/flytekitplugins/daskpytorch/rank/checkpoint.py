@@ -23,6 +23,9 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, SavedCheckpoint, numbers
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
+from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ class RankCheckpoint(Checkpoint):
     """Seconds to wait for a file."""
     sharded: ShardedCheckpoints | None = None
     """None: nobody keeps them."""
-    ask: Callable[[int, int | None], Future[Chosen]] | None = None
-    """Asks for a checkpoint, by the number of the request and a step or, with None, as the best."""
+    ask: Callable[[Wanted], Future[Chosen]] | None = None
+    """Asks for a checkpoint."""
     kept: Callable[[], Sequence[SavedCheckpoint]] = tuple
     """All that are kept, as far as is known here."""
     storage: str | None = None
@@ -107,12 +110,21 @@ class RankCheckpoint(Checkpoint):
         if self.sharded is not None:
             self.sharded.save(state, step, plain)
 
-    def load_sharded(self, state: dict[str, Any]) -> int | None:
-        """Fill a state with the newest that was kept so; see `Checkpoint`."""
-        step = None if self.sharded is None else self.sharded.load(state)
-        if step is not None:
-            self.progress.reach(step, anew=True)
-        return step
+    def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
+        """Fill a state with the newest that was kept so, or another one; see `Checkpoint`."""
+        self._check_wish("load_sharded", best, step)
+        if self.sharded is None:
+            return None
+        if not best and step is None:
+            start = self.sharded.load(state)
+            if start is not None:
+                self.progress.reach(start, anew=True)
+            return start
+        chosen = self._choose_sharded(None if step is None else int(step))
+        self._loaded = chosen.saved if chosen is not None else None
+        if chosen is not None:
+            self.sharded.load_other(chosen, state)
+        return chosen.step if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
         """Read what this attempt starts from, or another one.
@@ -122,13 +134,9 @@ class RankCheckpoint(Checkpoint):
             LookupError: No checkpoint of this step is kept.
             OSError: The checkpoint did not arrive.
         """
-        if best and (self.best_by is None or step is not None):
-            raise ValueError(
-                f"checkpoint.load(best=True, step={step}): the best is had by itself, and with "
-                f"Gang(keep=Keep(best=1, metric=...)), where the metric is {self.best_by!r}"
-            )
+        self._check_wish("load", best, step)
         if best or step is not None:
-            file = self._await_choice(None if step is None else int(step))
+            file = self._await_choice(None if step is None else int(step)).file
         elif (file := self.start) is not None:
             self._await_start(file)
             self.progress.reach(file.step, anew=True)
@@ -177,21 +185,46 @@ class RankCheckpoint(Checkpoint):
         if isinstance(outcome, NotProvided):
             raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {outcome.reason}")
 
-    def _await_choice(self, step: int | None) -> CheckpointFile | None:
-        """The file that rank 0 has chosen; None: the best, of which there is none."""
+    def _check_wish(self, method: str, best: bool, step: int | None) -> None:
+        if best and (self.best_by is None or step is not None):
+            raise ValueError(
+                f"checkpoint.{method}(best=True, step={step}): the best is had by itself, and with "
+                f"Gang(keep=Keep(best=1, metric=...)), where the metric is {self.best_by!r}"
+            )
+
+    def _choose_sharded(self, step: int | None) -> ShardedCheckpoint | None:
+        """What rank 0 is given, on all ranks."""
+        self.flush()
+        failure: Exception | None = None
+        chosen: Chosen | None = None
+        if self.is_main:
+            try:
+                chosen = self._await_choice(step, is_sharded=True)
+            except (LookupError, OSError) as error:  # the others are waiting to hear of it
+                failure = error
+        else:
+            self._num_asked += 1
+        [(chosen, failure), *_] = gathered((chosen, failure))
+        if failure is not None:
+            raise failure
+        return chosen.sharded if chosen is not None else None
+
+    def _await_choice(self, step: int | None, *, is_sharded: bool = False) -> Chosen:
+        """What rank 0 has chosen; none, if there is no best."""
         if self.ask is None:
             raise AssertionError("nobody is there to ask")
         self.progress.move()
         self.flush()
         self._num_asked += 1
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
-        chosen = self._await(self.ask(self._num_asked, step), f"{what}, for which rank 0 has to ask, too,")
+        wanted = Wanted(self._num_asked, step, is_sharded)
+        chosen = self._await(self.ask(wanted), f"{what}, for which rank 0 has to ask, too,")
         if chosen.failure is not None:
             raise OSError(f"{what} did not arrive: {chosen.failure}")
-        if chosen.file is None and step is not None:
+        if chosen.file is None and chosen.sharded is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "no"
             raise LookupError(f"checkpoint.load(step={step}): {what} is not kept; those of these steps are: {steps}")
-        return chosen.file
+        return chosen
 
     def _await(self, future: Future[T], what: str) -> T:
         try:

@@ -136,10 +136,10 @@ class _Link:
             self._hinted.add(hint.kind)
             self.send(hint)
 
-    def ask(self, number: int, step: int | None) -> Future[orders.Chosen]:
-        """Ask for a checkpoint, see `reports.Wanted`; which it is, once it is here."""
-        self.send(reports.Wanted(number, step))
-        return self._choice(number)
+    def ask(self, wanted: reports.Wanted) -> Future[orders.Chosen]:
+        """Ask for a checkpoint; which it is, once it is here."""
+        self.send(wanted)
+        return self._choice(wanted.number)
 
     def _choice(self, number: int) -> Future[orders.Chosen]:
         return self._chosen.setdefault(number, Future())

@@ -103,10 +103,26 @@ class ShardedCheckpoints:
             OSError: The storage does not answer, or what it gave was damaged and there is no checkpoint before.
             ValueError: The state is not the one that was saved.
         """
+        step = self._load_first(self._sharding.start, state)
+        if step is None and self._sharding.start:
+            self._say("no sharded checkpoint is whole; the training starts afresh")
+        return step
+
+    def load_other(self, checkpoint: ShardedCheckpoint, state: dict[str, Any]) -> None:
+        """Fill a state with this checkpoint.
+
+        Raises:
+            OSError: It is not whole, or the storage does not answer.
+            ValueError: The state is not the one that was saved.
+        """
+        if self._load_first([checkpoint], state) is None:
+            raise OSError(f"the sharded checkpoint of step {checkpoint.step} is damaged; rank 0's log says how")
+
+    def _load_first(self, checkpoints: Sequence[ShardedCheckpoint], state: dict[str, Any]) -> int | None:
         from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
         is_touched = False
-        for checkpoint in self._sharding.start:
+        for checkpoint in checkpoints:
             reader = ShardReader(current_execution().filesystem(checkpoint.uri), checkpoint, state, self._moved)
             if not self._together(checkpoint, functools.partial(self._prepare, reader)):
                 continue
@@ -119,8 +135,6 @@ class ShardedCheckpoints:
                 "no sharded checkpoint is whole, and the state has been changed before that was found; rank 0's log "
                 "says what is damaged. Without the damaged ones the training starts afresh."
             )
-        if self._sharding.start:
-            self._say("no sharded checkpoint is whole; the training starts afresh")
         return None
 
     def settle(self, number: int) -> None:
