@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from fsspec.core import url_to_fs
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
 from flytekitplugins.daskpytorch.protocol.sharded import (
     LAYOUT,
@@ -84,7 +84,7 @@ def entry(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
 def commit(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
     """Write what makes the ranks' parts a checkpoint."""
     committed = entry(base, written)
-    files, folder = url_to_fs(committed.uri)
-    files.pipe_file(f"{folder}/{LAYOUT}", layout_of(written))
-    files.pipe_file(f"{folder}/.metadata", metadata_of(layout_of(written)))
+    files = current_execution().filesystem(committed.uri)
+    files.pipe_file(f"{committed.uri}/{LAYOUT}", layout_of(written))
+    files.pipe_file(f"{committed.uri}/.metadata", metadata_of(layout_of(written)))
     return committed

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -20,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.flyte import context as flyte_context
+from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from gangs import run_ranks
 from seaweed import Weed
@@ -183,3 +188,22 @@ def test_shards_go_to_a_bucket_and_come_back(weed: Weed, tmp_path: Path, monkeyp
     for name in ("by torch", "loaded"):
         assert_same(again[name], first["saved"])
     assert_same(again["trained"], first["trained"])
+
+
+def test_in_a_flyte_task_shards_go_where_flytes_credentials_allow_it(
+    weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is in a Flyte task's context, in an environment without any of Amazon's variables."""
+    weed.make_bucket("flytes")
+    for name in weed.env():
+        monkeypatch.delenv(name, raising=False)
+    keys = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": weed.keys.access, "SECRET_ACCESS_KEY": weed.keys.secret}
+    for name, value in keys.items():
+        monkeypatch.setenv(f"FLYTE_AWS_{name}", value)
+    access = FileAccessProvider(str(tmp_path), "s3://flytes/raw", data_config=DataConfig.auto())
+    with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+        assert isinstance(current_execution(), flyte_context.FlyteExecution)
+        entry = Rank("s3://flytes/base").save({"weights": torch.ones(3)}, 1)
+        content = {"weights": torch.zeros(3)}
+        assert Rank("s3://flytes/base", [entry]).checkpoints.load(content) == 1
+    assert content["weights"].equal(torch.ones(3))
