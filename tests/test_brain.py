@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,6 +23,7 @@ from flytekitplugins.daskpytorch.driver import brain, committer
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Preempted
+from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
@@ -31,6 +34,7 @@ from flytekitplugins.daskpytorch.errors import (
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Saved, Wanted
 from flytekitplugins.daskpytorch.settings import Keep
@@ -694,6 +698,25 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(world_of: Mak
         assert told.endswith(
             "; the newest checkpoint was that of step 100; that of step 101 could not be committed in time"
         )
+
+
+def test_shards_are_stored_though_another_checkpoint_is_not(
+    world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of()
+    paths = StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own="/store")
+    world.brain._request = dataclasses.replace(world.brain._request, storage=paths)
+    monkeypatch.setattr(world.checkpoints, "flush", lambda _: False)
+    world.heeds = True
+    world.form()
+    world.train()
+    world.save_shards()
+    world.feed(Preempted(REASON))
+    world.obey_all()  # they hold
+    world.obey_all()  # they stop
+    world.upload(world.agent(W1))  # what rank 0 has saved, too
+    world.obey_all()  # they leave
+    assert str(raised(world)).endswith("; the next attempt goes on from the checkpoint of step 100")
 
 
 def test_shards_count_as_progress_and_let_the_gang_grow(world_of: MakeWorld) -> None:

@@ -733,7 +733,8 @@ class Brain:
         reason = SCHEDULER_LOST if request.is_workers and self._has_lost_scheduler() else request.reason
         self._checkpoint = self._checkpoints.newest()
         newest = self._newest_step()
-        is_stored = self._checkpoints.flush(self._deadlines.storage)
+        sharded = self._committer.newest()
+        is_stored = self._checkpoints.flush(self._deadlines.storage) or (sharded is not None and sharded.step == newest)
         if newest is None:
             rest = "there is no checkpoint, so the next attempt starts afresh"
         elif self._request.storage is None:

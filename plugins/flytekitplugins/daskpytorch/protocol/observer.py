@@ -91,7 +91,7 @@ class Observer:
         """A rank called `log`."""
 
     def kept(self, step: int) -> None:
-        """A checkpoint of this step is safe with the driver."""
+        """A checkpoint of this step is safe: with the driver, or, where each rank has written its part, in storage."""
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
         """These checkpoints are kept now, all in all; called after `resumed` and `kept`."""
