@@ -1,0 +1,227 @@
+"""Sharded checkpoints in whole gangs: ranks that die at a chosen moment, storage that refuses, expires or is full."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from s3fs import S3FileSystem
+
+from fault_proxy import FaultProxy, denied
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from processes import nothing_left_behind, until
+from seaweed import READER, Keys, Weed
+
+DOOMED_STEP = 3
+
+
+class Notes(Observer):
+    """What was said of a gang, by whom ever."""
+
+    def __init__(self) -> None:
+        self.kept_steps: list[int] = []
+        self.resumed_steps: list[int | None] = []
+        self.texts: list[str] = []
+
+    def kept(self, step: int) -> None:
+        self.kept_steps.append(step)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        self.resumed_steps.append(step)
+
+    def noted(self, text: str) -> None:
+        self.texts.append(text)
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        self.texts.extend(lines)
+
+    def told(self, pattern: str) -> list[str]:
+        return [text for text in self.texts if re.search(pattern, text)]
+
+
+def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None) -> list[int]:
+    """Sum the steps up, in a tensor of this size: from which one it went on, and the sum.
+
+    Args:
+        steps: How many there are.
+        size: Of the tensor.
+        moment: When rank 1 kills itself in the save of one step, in its first life.
+        gates: A folder; before each step there must be a file of its number.
+    """
+    from flytekitplugins.daskpytorch.rank import shard_writer
+
+    shard_writer.RETRY_AFTER = (0.1, 0.2, 0.4)
+    rank, state = current_rank(), {"sum": torch.zeros(size)}
+    first = rank.checkpoint.load_sharded(state) or 0
+    for step in range(first + 1, steps + 1):
+        while gates is not None and not Path(gates, str(step)).exists():
+            time.sleep(0.01)
+        dist.all_reduce(torch.ones(1))
+        state["sum"] += step
+        if step == DOOMED_STEP and rank.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            doom(moment)
+        rank.checkpoint.save_sharded({"sum": state["sum"], "own": state["sum"] + rank.rank} if moment else state, step)
+        rank.checkpoint.flush()
+        if moment and step == DOOMED_STEP:
+            dist.all_reduce(torch.ones(1))  # nobody is further when rank 1 dies
+            time.sleep(600 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+    return [first, int(state["sum"][0])]
+
+
+def doom(moment: str) -> None:
+    """Have this process killed at a moment of its next save."""
+    from flytekitplugins.daskpytorch.rank import shard_writer
+    from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans
+    from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    match moment:
+        case "while staging":
+            SavePlans._tensor = die
+        case "in mid upload":
+            real = shard_writer._Stream.write
+            shard_writer._Stream.write = lambda self, data: (real(self, data), self._file.flush(), die())
+        case "before its report":
+            current_rank().checkpoint.sharded._report = die
+        case "after the commit":
+            settle = ShardedCheckpoints.settle
+            ShardedCheckpoints.settle = lambda self, number: (die if number == DOOMED_STEP - 1 else settle)(
+                self, number
+            )
+
+
+def run(uri: str, *args: Any, **how: Any) -> tuple[GangFutures, Notes]:
+    """A gang of two ranks that keeps its checkpoints there."""
+    notes = Notes()
+    request = request_for(train, args, how, Gang(ranks_per_worker=2, checkpoint_uri=uri))
+    return GangFutures(Supervisor(named(request, "gang"), OwnNode(), [notes]), 2), notes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank_left() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
+        fork_client.shutdown()
+
+
+@pytest.mark.parametrize("moment", ["while staging", "in mid upload", "before its report", "after the commit"])
+def test_rank_that_is_killed_in_a_save_costs_no_more_than_that_save(tmp_path: Path, moment: str) -> None:
+    futures, notes = run(str(tmp_path), 5, moment=moment)
+    first = DOOMED_STEP if moment == "after the commit" else DOOMED_STEP - 1
+    assert futures.result() == [[first, 15]] * 2, notes.texts
+    assert notes.resumed_steps == [first]
+    assert notes.kept_steps == [1, 2, *([3] if first == 3 else []), *range(first + 1, 6)]
+    there = sorted(f"{path.parent.name}/{path.name[0]}" for path in (tmp_path / "gang").glob("step-*/*"))
+    assert there == ["step-4/1", "step-5/1"]
+
+
+# ---- Storage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxy(weed: Weed) -> Iterator[FaultProxy]:
+    with FaultProxy(weed.endpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Has driver and ranks speak for somebody, by way of an endpoint; the URI."""
+    weed.make_bucket("faults")
+
+    def enter(keys: Keys | None = None, endpoint: str = "") -> str:
+        for name, value in weed.env(keys, endpoint).items():
+            monkeypatch.setenv(name, value)
+        S3FileSystem.clear_instance_cache()  # what it has opened before speaks for somebody else
+        return f"s3://faults/{tmp_path.name}"
+
+    return enter
+
+
+def test_token_that_expires_while_shards_are_written_or_committed_and_is_renewed_costs_a_line(
+    proxy: FaultProxy, bucket: Callable[..., str]
+) -> None:
+    uri = bucket(endpoint=proxy.endpoint)
+    proxy.fail(denied("ExpiredToken"), key=".distcp", times=2)
+    proxy.fail(denied("ExpiredToken"), key="layout.json", times=1)
+    futures, notes = run(uri, 3)
+    assert futures.result() == [[0, 6]] * 2
+    assert notes.kept_steps == [1, 2, 3]
+    assert notes.told("could not be written to .*; trying again, while the training goes on")
+    assert proxy.num_requests("layout.json") == 4
+
+
+def test_token_that_stays_expired_costs_the_checkpoints_and_not_the_training(
+    proxy: FaultProxy, bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    uri = bucket(endpoint=proxy.endpoint)
+    gates = tmp_path / "gates"
+    gates.mkdir()
+    futures, notes = run(uri, 3, gates=str(gates))
+    (gates / "1").touch()
+    until(lambda: notes.kept_steps == [1] or futures.done(), "the first checkpoint")
+    proxy.fail(denied("ExpiredToken"), key=".distcp")
+    (gates / "2").touch()
+    until(lambda: notes.told("of step 2 was not kept") or futures.done(), "the second to be given up")
+    proxy.heal()
+    (gates / "3").touch()
+    assert futures.result() == [[0, 6]] * 2
+    assert notes.kept_steps == [1, 3]
+    [told] = notes.told("of step 2 was not kept")
+    assert re.search(r"rank \d could not write its part \(PermissionError: ", told), told
+
+
+def test_storage_that_may_only_be_read_costs_the_checkpoints_and_not_the_training(bucket: Callable[..., str]) -> None:
+    futures, notes = run(bucket(READER), 2)
+    assert futures.result() == [[0, 3]] * 2
+    assert notes.kept_steps == []
+    assert len(notes.told(r"of step \d was not kept: rank \d could not write its part \(PermissionError")) == 2
+
+
+def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
+    disk, gates = tmp_path / "disk", tmp_path / "gates"
+    disk.mkdir()
+    gates.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        futures, notes = run(str(disk), 3, size=1 << 18, gates=str(gates))
+        (gates / "1").touch()
+        until(lambda: notes.kept_steps == [1] or futures.done(), "the first checkpoint")
+        filler = disk / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(bytes(16 << 20))
+        (gates / "2").touch()
+        until(lambda: notes.told("of step 2 was not kept") or futures.done(), "the second to be given up")
+        filler.unlink()
+        (gates / "3").touch()
+        assert futures.result() == [[0, 6]] * 2
+        assert notes.kept_steps == [1, 3]
+        assert notes.told(r"could not write its part \(OSError: \[Errno 28\] No space left on device")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_state_whose_structure_has_changed_is_an_error_that_says_in_what(tmp_path: Path) -> None:
+    run(str(tmp_path), 1)[0].result()
+    futures, _ = run(str(tmp_path), 2, size=5)
+    with pytest.raises(ValueError, match=r"is of another state than the one that it is loaded into: .*sum") as caught:
+        futures.result()
+    assert "step 1" in str(caught.value)
