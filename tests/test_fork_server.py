@@ -418,13 +418,14 @@ IMPORTING = """
 def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), str(tmp_path)]
-    with control, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as server:
+    with control, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as server, contextlib.ExitStack() as at_last:
+        at_last.callback(server.kill)  # else one that imports for ever would be waited for
         theirs.close()
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             socket.send_fds(control, [b"forkserver"], [its.fileno()])
         with contextlib.closing(ForkServerClient(mine)) as client:
-            source = "import sys; print('first' in sys.modules, 'second' in sys.modules); sys.stdin.read()"
+            source = "import sys, time; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
             assert Rank.running(client, 0, "import time; print('runs'); time.sleep(600)").line() == "runs"
             until((tmp_path / "first began").exists, "a piece")
             client.kill(0, signal.SIGKILL)
