@@ -52,7 +52,7 @@ class StoredItem:
     length: int
     """In bytes."""
     digest: str
-    """SHA-256 of these bytes, in hexadecimal digits."""
+    """XXH3 of these bytes, 128 bits in hexadecimal digits: it shows damage, at twenty times the speed of SHA-256."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ copied pieces --several parts at a time--> streams that take digests --> storage
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import heapq
 import sys
 import threading
@@ -14,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any
+
+import xxhash
 
 from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
 
@@ -79,7 +80,7 @@ class ShardWriter:
         return StoredPart(name=name, size=stream.position), items
 
     def _written(self, piece: Piece, stream: _Stream, part: str) -> StoredItem:
-        start, stream.digest = stream.position, hashlib.sha256()
+        start, stream.digest = stream.position, xxhash.xxh3_128()
         piece.write(stream)  # type: ignore[arg-type]
         self._moved()
         index = piece.item.index
@@ -117,7 +118,7 @@ class _Stream:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.position = 0
-        self.digest = hashlib.sha256()
+        self.digest = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
