@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import importlib
 import json
 import os
 import select
@@ -140,6 +141,7 @@ def _run(order: dict[str, Any], stdout: int, stderr: int) -> None:
     program = Path(sys.argv[0]).absolute()
     found_by = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(program.resolve().parent), *found_by, *sys.path[2:]]  # without the empty one, and this folder
+    importlib.invalidate_caches()  # packages that lie in several folders are looked for in those found now
     main = vars(sys.modules["__main__"])
     main.clear()
     main.update(__name__="__main__", __file__=str(program), __builtins__=builtins, __spec__=None, __doc__=None)
