@@ -664,6 +664,32 @@ def test_who_goes_on_in_the_same_folder_with_less_to_keep_removes_the_others(str
     assert strict.listed(0) == [7]
 
 
+def test_the_newest_stays_the_newest_while_what_was_left_is_taken_over(
+    moody: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt may end at any moment of it, and the manifest has what is known then."""
+    moody.keeping = BEST
+    checkpoints = moody.attempt(0)
+    for step, loss in LOSSES.items():
+        moody.save(checkpoints, 0, step, loss)
+    assert checkpoints.flush(PATIENCE)
+    checkpoints.close()
+    newest: list[int] = []
+
+    def watched(act: Callable[..., None]) -> Callable[..., None]:
+        def watch(upload: StorageUpload, *args: Any) -> None:
+            act(upload, *args)
+            newest.append(upload._listed()[0].step)
+
+        return watch
+
+    monkeypatch.setattr(StorageUpload, "offer", watched(StorageUpload.offer))
+    monkeypatch.setattr(StorageUpload, "supply", watched(StorageUpload.supply))
+    checkpoints = moody.attempt(1)
+    checkpoints.restore()
+    assert set(newest) == {7}
+
+
 def no_room_but_for_manifests(_: FileAccessProvider, local_path: str, remote_path: str, **kwargs: Any) -> str:
     if not remote_path.endswith(MANIFEST):
         raise OSError("no space left")

@@ -43,7 +43,9 @@ class Checkpoints:
         """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
         found = self._storage.restore(self._folder) if self._storage else []
         for file in found:
-            self.keep(file)
+            self._keep_here(file)
+        if self._storage is not None:
+            self._storage.supply({file.name: self._folder / file.name for file in found})
         return found[-1] if found else None
 
     def fence(self, attempt: int) -> None:
@@ -114,6 +116,11 @@ class Checkpoints:
         Raises:
             ValueError: It is that of an older attempt.
         """
+        file = self._keep_here(file)
+        if self._storage is not None:
+            self._storage.offer(file, self._folder / file.name)
+
+    def _keep_here(self, file: CheckpointFile) -> CheckpointFile:
         with self._lock:
             self._check(file)
             before = {other.name: other for other in self._kept}
@@ -124,8 +131,7 @@ class Checkpoints:
             for name in before.keys() - {kept.name for kept in self._kept}:
                 (self._folder / name).unlink(missing_ok=True)
                 self._states.pop(name, None)
-        if self._storage is not None:
-            self._storage.offer(file, self._folder / file.name)
+        return file
 
     def _is_whole(self, file: CheckpointFile) -> bool:
         path = self._folder / file.name

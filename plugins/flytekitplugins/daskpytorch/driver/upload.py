@@ -9,7 +9,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -105,6 +105,12 @@ class StorageUpload:
             stay = {*self._folders, *(other.name for other in [*self._wanted(), *copying])}
             self._known = {name: known for name, known in self._known.items() if name in stay}
             self._sources = {name: source for name, source in self._sources.items() if name in stay}
+            self._changed.notify_all()
+
+    def supply(self, paths: Mapping[str, Path]) -> None:
+        """Copy what the attempt before has left, too, by name; its order, by which the newest is known, stays."""
+        with self._changed:
+            self._sources |= {name: path for name, path in paths.items() if self._folders.get(name) != self._paths.own}
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
