@@ -17,7 +17,7 @@ import torch.distributed as dist
 from s3fs import S3FileSystem
 
 from fault_proxy import FaultProxy, denied
-from flytekitplugins.daskpytorch import Gang, Observer, current_rank
+from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -25,32 +25,9 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from processes import nothing_left_behind, until
 from seaweed import READER, Keys, Weed
+from sharded_states import Notes
 
 DOOMED_STEP = 3
-
-
-class Notes(Observer):
-    """What was said of a gang, by whom ever."""
-
-    def __init__(self) -> None:
-        self.kept_steps: list[int] = []
-        self.resumed_steps: list[int | None] = []
-        self.texts: list[str] = []
-
-    def kept(self, step: int) -> None:
-        self.kept_steps.append(step)
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        self.resumed_steps.append(step)
-
-    def noted(self, text: str) -> None:
-        self.texts.append(text)
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        self.texts.extend(lines)
-
-    def told(self, pattern: str) -> list[str]:
-        return [text for text in self.texts if re.search(pattern, text)]
 
 
 def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import signal
@@ -18,12 +17,11 @@ import torch
 import torch.distributed as dist
 from distributed import Client
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flytekitplugins.daskpytorch import Gang, Keep, Observer, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
@@ -33,31 +31,11 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from processes import dask_cluster, nothing_left_behind, until
 from seaweed import Weed
+from sharded_states import Notes, assert_same, make, state_of, whole
 
 NUM_STEPS = 24
 MOST_DEATHS = 8
 """A busy machine gets no further than a step or two between two."""
-
-
-class Notes(Observer):
-    """What was said of a gang."""
-
-    def __init__(self) -> None:
-        self.kept_steps: list[int] = []
-        self.resumed_steps: list[int | None] = []
-        self.texts: list[str] = []
-
-    def kept(self, step: int) -> None:
-        self.kept_steps.append(step)
-
-    def resumed(self, step: int) -> None:
-        self.resumed_steps.append(step)
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        self.resumed_steps.append(step)
-
-    def noted(self, text: str) -> None:
-        self.texts.append(text)
 
 
 def train(stop: int, seed: int | None = None, pause: float = 0.0) -> dict[str, Any]:
@@ -66,10 +44,7 @@ def train(stop: int, seed: int | None = None, pause: float = 0.0) -> dict[str, A
     What there was at the start, and in the end, gathered.
     """
     rank = current_rank()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 5))
-    fully_shard(model, mesh=init_device_mesh("cpu", (rank.world_size,)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = make(seed=0)
     state = state_of(model, optimizer)
     first = rank.checkpoint.load_sharded(state) or 0
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -114,24 +89,6 @@ def count(steps: int, pids: str | None = None) -> list[int]:
             (Path(pids) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank.rank}").write_text(str(os.getpid()))
             time.sleep(0.2)
     return [first, int(state["sum"])]
-
-
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a training goes on from, gathered and copied."""
-    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    return flatten_state_dict(copy.deepcopy(dict(zip(("model", "optimizer"), states, strict=True))))[0]
-
-
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    assert len(one) > 20
-    for key, value in one.items():
-        same = value.equal(other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        assert same, key
 
 
 def gang(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **settings: Any) -> tuple[Supervisor, Notes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +16,7 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
@@ -28,15 +24,8 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from gangs import run_ranks
 from seaweed import Weed
+from sharded_states import assert_same, make, state_of, whole
 from shards import Rank
-
-
-def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model whose sizes no number of ranks divides."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 5))
-    fully_shard(model, mesh=init_device_mesh("cpu", (current_rank().world_size,)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -47,29 +36,11 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
 def load(rank: Rank, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
     state = state_of(model, optimizer)
     step = rank.checkpoints.load(state)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return step
-
-
-def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a training goes on from, gathered and copied."""
-    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    return flatten_state_dict(copy.deepcopy(dict(zip(("model", "optimizer"), states, strict=True))))[0]
-
-
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    assert len(one) > 20
-    for key, value in one.items():
-        same = value.equal(other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        assert same, key
 
 
 def save_and_train_on(base: str, directory: Path) -> dict[str, Any]:

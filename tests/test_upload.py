@@ -145,6 +145,14 @@ class Attempts:
         checkpoints.keep(file)
         return file
 
+    def leave_all(self) -> None:
+        """The first attempt has saved all of `LOSSES`, and ended."""
+        checkpoints = self.attempt(0)
+        for step, loss in LOSSES.items():
+            self.save(checkpoints, 0, step, loss)
+        assert checkpoints.flush(PATIENCE)
+        checkpoints.close()
+
     def ran(self, number: int, *steps: int) -> list[CheckpointFile]:
         """An attempt that has kept checkpoints of these steps."""
         storage, files = self.storage(number), []
@@ -540,11 +548,7 @@ def test_the_best_are_copied_though_newer_ones_have_come_meanwhile(moody: Attemp
 
 
 def test_the_best_survive_attempts_and_the_newest_is_gone_on_from(strict: Attempts) -> None:
-    checkpoints = strict.attempt(0)
-    for step, loss in LOSSES.items():
-        strict.save(checkpoints, 0, step, loss)
-    assert checkpoints.flush(PATIENCE)
-    checkpoints.close()
+    strict.leave_all()
     for number in (1, 2):
         checkpoints = strict.attempt(number)
         start = checkpoints.restore()
@@ -566,11 +570,7 @@ def test_the_best_survive_attempts_and_the_newest_is_gone_on_from(strict: Attemp
 
 def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(moody: Attempts, store: MoodyStore) -> None:
     moody.keeping = BEST
-    checkpoints = moody.attempt(0)
-    for step, loss in LOSSES.items():
-        moody.save(checkpoints, 0, step, loss)
-    assert checkpoints.flush(PATIENCE)
-    checkpoints.close()
+    moody.leave_all()
     put, FileAccessProvider.put_data = FileAccessProvider.put_data, no_room_but_for_manifests
     try:
         checkpoints = moody.attempt(1)
@@ -588,11 +588,7 @@ def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(moody:
 
 
 def test_a_best_one_that_is_damaged_in_storage_gives_way_to_others(strict: Attempts) -> None:
-    checkpoints = strict.attempt(0)
-    for step, loss in LOSSES.items():
-        strict.save(checkpoints, 0, step, loss)
-    assert checkpoints.flush(PATIENCE)
-    checkpoints.close()
+    strict.leave_all()
     flip_a_byte(strict.store(0) / checkpoint(2)[0].name)
     checkpoints = strict.attempt(1)
     checkpoints.restore()
@@ -651,11 +647,7 @@ def test_a_manifest_from_before_metrics_is_read(attempts: Attempts) -> None:
 
 
 def test_who_goes_on_in_the_same_folder_with_less_to_keep_removes_the_others(strict: Attempts) -> None:
-    checkpoints = strict.attempt(0)
-    for step, loss in LOSSES.items():
-        strict.save(checkpoints, 0, step, loss)
-    assert checkpoints.flush(PATIENCE)
-    checkpoints.close()
+    strict.leave_all()
     strict.keeping = Keep(last=1)
     checkpoints = Checkpoints(strict.disk(1), strict.storage(0, previous=0), strict.keeping)
     checkpoints.restore()
@@ -669,11 +661,7 @@ def test_the_newest_stays_the_newest_while_what_was_left_is_taken_over(
 ) -> None:
     """An attempt may end at any moment of it, and the manifest has what is known then."""
     moody.keeping = BEST
-    checkpoints = moody.attempt(0)
-    for step, loss in LOSSES.items():
-        moody.save(checkpoints, 0, step, loss)
-    assert checkpoints.flush(PATIENCE)
-    checkpoints.close()
+    moody.leave_all()
     newest: list[int] = []
 
     def watched(act: Callable[..., None]) -> Callable[..., None]:

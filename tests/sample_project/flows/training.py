@@ -106,10 +106,7 @@ def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1,
     _leave(folder, f"start-{attempt}-{rank.rank}", state["epoch"])
     for epoch in range(state["epoch"] + 1, epochs + 1):
         if deaths[attempt : attempt + 1] == [str(epoch)]:
-            _leave(folder, f"dying-{attempt}-{rank.rank}", epoch)
-            while not Path(folder, f"die-{attempt}").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            _die(folder, attempt, epoch)
         time.sleep(pace)
         share = torch.tensor(10.0 * epoch + rank.rank, dtype=torch.float64)
         dist.all_reduce(share)
@@ -136,10 +133,7 @@ def resumable_shards(folder: str, epochs: int, dies_in: str = "") -> float:
     _leave(folder, f"start-{attempt}-{rank.rank}", state["epoch"])
     for epoch in range(state["epoch"] + 1, epochs + 1):
         if deaths[attempt : attempt + 1] == [str(epoch)]:
-            _leave(folder, f"dying-{attempt}-{rank.rank}", epoch)
-            while not Path(folder, f"die-{attempt}").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            _die(folder, attempt, epoch)
         state["epoch"] = epoch
         state["value"].to_local().mul_(0.5).add_(10.0 * epoch + rank.rank)
         rank.checkpoint.save_sharded(state, epoch)
@@ -159,6 +153,14 @@ def stubborn(folder: str) -> float:
         raise ValueError("the numbers do not add up")
     dist.barrier()
     return 0.0
+
+
+def _die(folder: str, attempt: int, epoch: int) -> None:
+    """Once the test has left `die-<attempt>`."""
+    _leave(folder, f"dying-{attempt}-{current_rank().rank}", epoch)
+    while not Path(folder, f"die-{attempt}").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave(folder: str, name: str, line: object) -> None:
