@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch.errors import (
     StoppedEarlyError,
     WorkerLostError,
 )
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Search, Wandb
 
@@ -40,12 +41,14 @@ __all__ = [
     "GangError",
     "GangHungError",
     "GangStartError",
+    "Goodput",
     "Keep",
     "LogRecord",
     "Observer",
     "PreemptedError",
     "RankContext",
     "RankObserver",
+    "RankUsage",
     "SavedCheckpoint",
     "Scheduler",
     "Search",

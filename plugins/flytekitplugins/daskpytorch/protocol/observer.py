@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.code import pack_call, unpack_call
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
@@ -95,6 +96,12 @@ class Observer:
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
         """These checkpoints are kept now, all in all; called after `resumed` and `kept`."""
+
+    def used(self, usage: RankUsage) -> None:
+        """What a rank has used, and done so far; of each rank at most every two seconds."""
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Where the gang's time has gone so far; at most every two seconds, and a last time just before `ended`."""
 
     def debugging(self, rank: int | None) -> None:
         """A rank's debugger talks to the user in the terminal; None: it has left it, perhaps for a moment."""

@@ -1,0 +1,68 @@
+"""Where a gang's time goes, and what its ranks use of their machines: records, read by drivers, ranks and users."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+__all__ = ["Goodput", "RankUsage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Where a gang's time has gone: seconds of its wall time, all of which add up to `total`.
+
+    A task may return one: Flyte takes it as any dataclass.
+    """
+
+    total: float
+    """From the moment that the gang was asked for."""
+    starting: float
+    """Until the first step: workers, imports, the rendezvous, loading; and again whenever the gang has started anew."""
+    stepping: float
+    """In steps whose work was kept, or is not yet lost."""
+    data: float
+    """Waiting for a data loader."""
+    evaluation: float
+    """In `RankContext.evaluating`, and in the validation of Lightning and of Transformers."""
+    saving: float
+    """In `checkpoint.save` and `checkpoint.save_sharded`, which the training waits for."""
+    waiting: float
+    """For workers to come back, for other ranks to finish, for what is left to do at the end."""
+    lost: float
+    """In work that was done in vain: no checkpoint held it when an attempt ended, and so it was to be done again."""
+
+    @property
+    def share(self) -> float:
+        """The steps' part of the whole, from 0 to 1: what is called the goodput."""
+        return self.stepping / self.total if self.total else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Each of the seconds by its name, `total` first."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """All in one line."""
+        others = {name: value for name, value in self.as_dict().items() if name not in ("total", "stepping")}
+        rest = ", ".join(f"{name} {value:.1f} s" for name, value in others.items() if value >= 0.05)
+        whole = f"goodput {100 * self.share:.0f} %: {self.stepping:.1f} s of {self.total:.1f} s stepping"
+        return f"{whole}; {rest}" if rest else whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUsage:
+    """What a rank uses of its machine, and what it has done so far."""
+
+    rank: int
+    time: float
+    """Seconds since the epoch, on the rank's clock."""
+    num_steps: int
+    """Optimizer steps of this attempt so far."""
+    seconds: Mapping[str, float]
+    """Of this attempt so far, by `stepping`, `data`, `evaluation` and `saving`: the main thread's, as in `Goodput`."""
+    cpu: float
+    """Processor cores that are busy with the rank's process, on average since the sample before."""
+    memory: int
+    """Bytes of the rank's process that are in main memory."""
+    gpu_memory: int | None
+    """Bytes that are taken of the rank's own GPU, by whomever; None where it has not used one."""
+    gpu_utilization: float | None
+    """From 0 to 1, as the driver of the GPU counts; None where the rank has not used one, or nobody can tell."""
