@@ -26,6 +26,7 @@ from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
@@ -44,6 +45,7 @@ from flytekitplugins.daskpytorch.protocol.reports import (
     Held,
     Located,
     Ready,
+    Remembered,
     Returned,
     Saved,
     ShardsNotWritten,
@@ -241,6 +243,8 @@ class World:
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
         """The first order of each attempt."""
+        self.recalled: dict[int, Recalled] = {}
+        """What ranks remember of their collectives."""
         self.heeds = False
         """The ranks ask `should_stop`, once a step."""
         self.complaints: list[str] = []
@@ -410,6 +414,7 @@ class World:
                     self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
                 case Locate():
                     self.report(agent, rank.rank, Located(1, "stack", -1))
+                    self.report(agent, rank.rank, Remembered(self.recalled.get(rank.rank)))
                 case Settled():
                     self._settle(agent, rank, order)
                 case Leave() if rank.has_delivered:
@@ -560,7 +565,8 @@ class World:
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""
         agent.ranks[rank].has_failed = True
-        self.report(agent, rank, Failure.of(error, self.clock(), position=(agent.ranks[rank].step, 0)))
+        failure = Failure.of(error, self.clock(), position=(agent.ranks[rank].step, 0))
+        self.report(agent, rank, replace(failure, recalled=self.recalled.get(rank)))
         self.leave(agent, rank, 1)
 
     def deliver(self, agent: Agent) -> None:

@@ -25,11 +25,21 @@ from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.agent import MAX_LINE, _Lines
 from flytekitplugins.daskpytorch.protocol import code, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
-from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, Chosen, Job, Leave, Locate, NotProvided, Provided
+from flytekitplugins.daskpytorch.protocol.orders import (
+    DUMP_SIGNAL,
+    Chosen,
+    Job,
+    Leave,
+    Locate,
+    NotProvided,
+    Provided,
+    ShowStacks,
+)
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Returned
+from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
 from processes import ends, fork_server, is_alive, ranks_of, refuse, until
 
 Wanted = TypeVar("Wanted")
@@ -289,6 +299,8 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
     while "wait_for_ever" not in (located := driver.hear(Located)).stacks:  # it is on its way there
         driver.send(messages.Tell(Locate()))
     assert "in _follow" in located.stacks  # of the thread that answers, too
+    assert driver.hear(Remembered).recalled == Recalled(groups=["the default group (gloo)"], collectives=[])
+    driver.send(messages.Tell(ShowStacks()))
     tail = ""
     while "wait_for_ever" not in tail:
         tail += "\n".join(driver.hear(messages.Lines).lines)

@@ -7,7 +7,9 @@ import functools
 import hashlib
 import inspect
 import json
+import signal
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,10 @@ from flytekitplugins.daskpytorch.errors import (
 )
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Saved, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Remembered, Saved, Wanted
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
@@ -817,6 +820,12 @@ def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world
 # ---- Hanging --------------------------------------------------------------------------------------------------------
 
 
+def locate(world: World, worker: str, rank: int, stacks: str, num_moves: int = 4) -> None:
+    """A rank answers where it is."""
+    world.report(world.agent(worker), rank, Located(5, stacks, num_moves))
+    world.report(world.agent(worker), rank, Remembered(world.recalled.get(rank)))
+
+
 def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=10.0)
     world.form()
@@ -864,12 +873,12 @@ def test_ranks_that_have_moved_say_so_with_their_answer(world_of: MakeWorld) -> 
         world.report(world.agent(worker), rank, Moved(3))
     world.wait(10.0)
     for worker, rank in ((W1, 0), (W2, 1)):
-        world.report(world.agent(worker), rank, Located(5, "busy", 4))
+        locate(world, worker, rank, "busy")
     world.wait(9.0)
     assert not any(isinstance(order, messages.Stop) for order in world.agent(W1).orders)
     world.wait(1.0)
     for worker, rank in ((W1, 0), (W2, 1)):
-        world.report(world.agent(worker), rank, Located(5, "still busy", 4))
+        locate(world, worker, rank, "still busy")
     assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
 
 
@@ -880,7 +889,7 @@ def test_only_ranks_that_do_not_answer_are_signalled(world_of: MakeWorld) -> Non
     for agent in world.connected():
         assert agent.orders.pop() == messages.Tell(Locate())
     for rank, worker in ((0, W1), (1, W1), (3, W2)):
-        world.report(world.agent(worker), rank, Located(5, f"stack of {rank}", -1))
+        locate(world, worker, rank, f"stack of {rank}", num_moves=-1)
     world.wait(0.5, beats=False)
     assert not world.agent(W1).orders
     assert world.agent(W2).orders.pop() == messages.Dump([2])
@@ -919,6 +928,78 @@ def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:
         world.wait(1.0)
         world.obey_all()
     assert isinstance(raised(world), GangHungError)
+
+
+def recalled(*numbers: int, is_done: bool = True) -> Recalled:
+    """All-reduces of one group, of which only the last may be waiting."""
+    group = "the default group (gloo)"
+    collectives = [
+        Collective(
+            group=group, number=number, operation="all_reduce", inputs=[(4,)], outputs=[(4,)], dtypes=["Float"],
+            is_done=is_done or number < max(numbers),
+        )
+        for number in numbers
+    ]  # fmt: skip
+    return Recalled(groups=[group], collectives=collectives)
+
+
+def test_hang_is_told_by_the_collective_that_a_rank_has_not_called(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.recalled = {0: recalled(1, 2, is_done=False), 1: recalled(1)}
+    world.form()
+    for _ in range(12):
+        world.wait(1.0)
+        world.obey_all()
+    error = raised(world)
+    assert isinstance(error, GangHungError)
+    assert error.rank == 1
+    assert "rank 1 has not called collective 2 of the default group (gloo), all_reduce of float32 [4]" in error.cause
+
+
+def test_failed_collective_is_explained_by_what_the_other_ranks_say(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=0)
+    world.recalled = {0: recalled(1, 2), 1: recalled(1)}
+    world.form()
+    world.fail(world.agent(W1), 0, RuntimeError("gloo: timed out waiting 1800000ms for recv"))
+    assert not world.agent(W2).orders  # the loss of a worker, which reads alike, is soon known
+    world.wait(0.4, beats=False)
+    assert world.agent(W2).orders == deque([messages.Tell(Locate())])
+    world.obey_all()
+    assert not world.is_over
+    world.wait(0.4, beats=False)
+    world.obey_all()
+    error = raised(world)
+    assert "timed out" in str(error)
+    assert "rank 1 has not called collective 2 of the default group (gloo)" in str(error.__cause__)
+    assert "  rank 0: all_reduce of float32 [4], waiting" in str(error.__cause__)
+
+
+def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_have_answered(world_of: MakeWorld) -> None:
+    world = world_of(num_workers=3, max_restarts=0)
+    world.recalled = {1: recalled(1, 2, is_done=False), 2: recalled(1)}
+    world.form()
+    world.leave(world.agent(W1), 0, -signal.SIGABRT)
+    assert world.agent(W2).orders == deque([messages.Tell(Locate())])
+    world.obey_all()  # they answer
+    assert isinstance(world.agent(W2).orders[-1], messages.Stop)
+    world.obey_all()
+    assert "rank 2 has not called collective 2 of the default group (gloo)" in str(raised(world))
+
+
+def test_rank_that_aborts_is_not_waited_for_longer_than_answers_take(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=0)
+    world.form()
+    world.leave(world.agent(W1), 0, -signal.SIGABRT)
+    world.agent(W2).is_suspended = True
+    world.wait(0.5, beats=False)
+    assert isinstance(world.agent(W2).orders.pop(), messages.Stop)
+
+
+def test_own_exception_ends_the_attempt_without_a_question(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=0)
+    world.form()
+    world.fail(world.agent(W1), 0, OwnError())
+    assert [type(order) for order in world.agent(W2).orders] == [messages.Stop]
 
 
 # ---- The best checkpoints -------------------------------------------------------------------------------------------

@@ -62,3 +62,9 @@ def test_both_libraries_take_the_interface_that_reaches_the_driver_unless_the_us
     found = variables({"NCCL_SOCKET_IFNAME": "ib0"}, interface="eth0")
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("eth0", "ib0")
     assert variables({}, interface="eth0")["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+def test_the_flight_recorder_remembers_what_is_asked_of_it_unless_the_user_wants_more() -> None:
+    assert variables({})["TORCH_FR_BUFFER_SIZE"] == "64"
+    assert variables({"TORCH_FR_BUFFER_SIZE": "9"})["TORCH_FR_BUFFER_SIZE"] == "9"
+    assert "TORCH_FR_BUFFER_SIZE" not in variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"})

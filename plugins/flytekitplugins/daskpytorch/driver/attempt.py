@@ -4,17 +4,19 @@ Holds no connection: the supervisor tells it what happens, and it says what that
 """
 
 import functools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
-from flytekitplugins.daskpytorch.driver.hang_detector import Stillness
+from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
 from flytekitplugins.daskpytorch.driver.prompts import Prompts
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
 from flytekitplugins.daskpytorch.protocol.orders import Chosen
@@ -40,6 +42,8 @@ class Attempt:
     steps: dict[int, int] = field(default_factory=dict)
     hang: tuple[int, str] | None = None
     """The rank that holds up the others, and the report."""
+    difference: str | None = None
+    """What differs in the ranks' collectives, one of which has failed."""
     held: dict[int, int] = field(default_factory=dict)
     """How often each rank has called `should_stop`, once it was asked to hold."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
@@ -54,6 +58,10 @@ class Attempt:
     """Ranks whose `should_stop` has turned true."""
     located: dict[int, Located] = field(default_factory=dict)
     """Where each rank is, once it was asked."""
+    remembered: dict[int, Recalled | None] = field(default_factory=dict)
+    """The last collectives of each rank, once it was asked, or has failed."""
+    ask_at: float = math.inf
+    """When to ask the ranks where they are, after a failure that may come of a collective; by the clock."""
     stillness: Stillness | None = None
     """From the moment that all have met."""
     hangs_at: float = 0.0
@@ -155,8 +163,15 @@ class Attempt:
     def note_failure(self, rank: int, failure: Failure) -> None:
         """A rank's function has raised an exception."""
         self.failures[rank] = failure
+        self.remembered[rank] = failure.recalled
         self.prompts.forget(rank)
         self._has_earnest_failure |= not failure.is_consequence
+
+    def explain_failure(self) -> None:
+        """Find what differs in the ranks' collectives, if that is what a rank may have failed of."""
+        stacks = {rank: located.stacks for rank, located in self.located.items()}
+        failed = [rank for rank, failure in self.failures.items() if failure.is_consequence]
+        self.difference = explain_failure(self.remembered, failed, stacks)
 
     def note_shards(
         self, rank: int, said: WrittenShards | ShardsNotWritten
@@ -193,7 +208,8 @@ class Attempt:
         here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
         for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
-        return find_root_failure(here.values())
+        root_failure = find_root_failure(here.values())
+        return replace(root_failure, difference=self.difference) if root_failure.may_be_of_collective else root_failure
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
         """The error that says which ranks have not met the others in time, and what those wrote."""

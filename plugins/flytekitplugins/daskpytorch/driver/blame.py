@@ -79,6 +79,8 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         message += f"\n\nNot started again, because {refusal}."
     if history:
         message += " Failures before this one:\n" + "\n".join(history)
+    if root_failure.difference is not None:
+        message += f"\n\nThe ranks do not agree in their collectives: {root_failure.difference}"
     if root_failure.hang is not None:
         message += "\n" + root_failure.hang.partition("\n")[2]
     if rank_traceback:

@@ -295,6 +295,8 @@ class Brain:
             case reports.Located(num_moves=num_moves):
                 attempt.located[rank] = report
                 attempt.note_moves(rank, num_moves)
+            case reports.Remembered(recalled):
+                attempt.remembered[rank] = recalled
             case reports.StoppedEarly():
                 attempt.stopped_early.add(rank)
             case reports.Returned(value):
@@ -533,10 +535,11 @@ class Brain:
         if attempt.is_over:
             return self._begin_to_settle()
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
-        if is_time or attempt.has_earnest_failure or self._is_cancelled or self._stopped_early is not None:
+        if is_time or self._is_cancelled or self._stopped_early is not None:
             return self._stop()
         if attempt.is_failing:
-            attempt.stop_at = attempt.stop_at or now + BLAME_WINDOW
+            if self._is_understood(attempt):
+                return self._stop()
         elif attempt.has_delivered:
             self._let_leave(attempt)
         elif self._is_to_end(attempt):
@@ -547,6 +550,24 @@ class Brain:
             self._observe("debugging", rank)
             self._tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
+
+    def _is_understood(self, attempt: Attempt) -> bool:
+        """Whether a failure ends the attempt at once.
+
+        Where all ranks' failures read like the loss of a peer a better cause may follow. Where one may come of a
+        collective the other ranks say first where they are.
+        """
+        is_earnest = attempt.has_earnest_failure
+        if is_earnest and not attempt.root_failure().may_be_of_collective:
+            return True
+        now = self._now()
+        if attempt.stop_at is None:
+            attempt.stop_at = now + (ANSWER_TIME if is_earnest else BLAME_WINDOW)
+            attempt.ask_at = attempt.stop_at - ANSWER_TIME
+        if now >= attempt.ask_at:
+            attempt.ask_at = math.inf
+            self._tell(messages.Tell(orders.Locate()))
+        return is_earnest and attempt.have_answered(attempt.remembered)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
         """Whether a training in which nothing has failed is to be stopped all the same."""
@@ -572,6 +593,7 @@ class Brain:
         asked = self._stop_request is not None and not attempt.has_delivered
         return [
             attempt.stop_at,
+            attempt.ask_at,
             attempt.prompts.due,
             None if attempt.is_formed or attempt.prompts.debugged else attempt.began_at + self._settings.start_timeout,
             self._stop_request.deadline if asked and self._stop_request is not None else None,
@@ -642,6 +664,8 @@ class Brain:
     def _begin_to_settle(self) -> Phase:
         attempt = self._gang
         self._ended_at = self._now()
+        if attempt.is_failing and attempt.hang is None:
+            attempt.explain_failure()
         if attempt.has_delivered and not attempt.stopped_early and not self._is_cancelled:
             if (num_workers := len(attempt.ranks_of)) < self._num_wanted:
                 self._note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
@@ -762,7 +786,7 @@ class Brain:
             if hangs_at is not None and self._now() >= hangs_at:
                 self._ask_where(attempt)
             return False
-        if not attempt.have_answered(attempt.located):
+        if not attempt.have_answered(attempt.remembered):
             if self._now() >= self._signal_at:
                 self._signal_silent(attempt)
             if self._now() < self._stacks_until:
@@ -772,11 +796,13 @@ class Brain:
         if (hangs_at := self._hangs_at(attempt)) is None or self._now() < hangs_at:
             return False
         attempt.hang = report_hang(self._rank_states(attempt), self._settings.hang_timeout or 0.0)
+        self._tell(messages.Tell(orders.ShowStacks()))
         return True
 
     def _ask_where(self, attempt: Attempt) -> None:
         self._stacks.clear()
         attempt.located.clear()
+        attempt.remembered.clear()
         self._tell(messages.Tell(orders.Locate()))
         self._signal_at, self._stacks_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
 
@@ -808,6 +834,7 @@ class Brain:
                 num_collectives=located[rank].num_collectives if rank in located else None,
                 still_for=attempt.stillness.still_for(rank, now),
                 stacks=located[rank].stacks if rank in located else self._stacks.get(rank, "it did not answer"),
+                recalled=attempt.remembered.get(rank),
             )
             for rank in attempt.places
         }

@@ -2,19 +2,19 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-__all__ = ["RankState", "Stillness", "collective_of", "find_hung", "report_hang"]
+from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, named
+from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS, users_frames
+from flytekitplugins.daskpytorch.protocol.collectives import Recalled
+
+__all__ = ["RankState", "Stillness", "collective_of", "explain_failure", "find_hung", "report_hang"]
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
-NOT_THE_USERS = re.compile(
-    r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'
-)
-"""Frames of Python, of what is installed, of ours, and of the text that an interpreter was started with."""
 FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
 MAX_FRAMES = 10
 """Of each rank in the report; the log has all."""
@@ -53,14 +53,40 @@ class RankState:
     """Seconds without a sign of life."""
     stacks: str
     """The tracebacks of its threads."""
+    recalled: Recalled | None = None
+    """Its last collectives, where torch records them."""
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float) -> tuple[int, str]:
     """The rank that holds up the others, and the report: its first line says why, the rest what all were doing."""
-    rank, why = find_hung(states)
+    difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
+    rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
     told = f"no sign of life for {still:.1f} s (hang_timeout={hang_timeout:g}); {why}"
-    return rank, f"it hangs, or holds up the others: {told}\n{_doings(states)}"
+    shown = f"{difference.shown}\n\n" if difference is not None else ""
+    return rank, f"it hangs, or holds up the others: {told}\n{shown}{_doings(states)}"
+
+
+def explain_failure(
+    recalled: Mapping[int, Recalled | None], failed: Collection[int], stacks: Mapping[int, str]
+) -> str | None:
+    """What differs in the ranks' collectives after the failure of one; the first line is a sentence. None: nothing.
+
+    Args:
+        recalled: What each rank has said that it remembers.
+        failed: Ranks whose collective has failed.
+        stacks: What the others were doing.
+    """
+    difference = compare({rank: each for rank, each in recalled.items() if each is not None}, failed)
+    if difference is None:
+        return None
+    told = f"{difference.what}\n{difference.shown}"
+    frames = users_frames(_main_frames(stacks.get(difference.rank, "")))
+    return told + (f"\nrank {difference.rank} was in:{_indented(frames[:MAX_FRAMES])}" if frames else "")
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def _doings(states: Mapping[int, RankState]) -> str:
@@ -68,7 +94,7 @@ def _doings(states: Mapping[int, RankState]) -> str:
     doing: dict[str, list[int]] = defaultdict(list)
     for rank, state in states.items():
         doing[_doing(state)].append(rank)
-    shown = "".join(f"\n\n{_ranks(ranks)}, {what}" for what, ranks in doing.items())
+    shown = "".join(f"\n\n{named(ranks)}, {what}" for what, ranks in doing.items())
     return f"What the main threads were doing, the innermost call first (all threads are in the log):{shown}"
 
 
@@ -76,28 +102,26 @@ def _doing(state: RankState) -> str:
     frames = _main_frames(state.stacks)
     if not frames:
         return state.stacks.strip() or "which showed no stacks"
-    users = [frame for frame in frames if not NOT_THE_USERS.search(frame)]
+    users = users_frames(frames)
     collective = collective_of(state.stacks)
     title = f"in {collective}, called from" if collective else "in"
-    return "\n  ".join([f"{title}:", *(users or frames)[:MAX_FRAMES]])
+    return f"{title}:{_indented((users or frames)[:MAX_FRAMES])}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    named = [str(rank) for rank in ranks]
-    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named)}"
-
-
-def find_hung(states: Mapping[int, RankState]) -> tuple[int, str]:
+def find_hung(states: Mapping[int, RankState], difference: Difference | None = None) -> tuple[int, str]:
     """The rank that holds up the others, and why it is thought to.
 
-    A rank that does not answer comes first: something keeps its process, or its interpreter, from running. Then the
-    one that has entered the fewest collectives: the others wait for it in the next. Among equals one that is not
-    inside a collective, then one that is in another collective than most, and then the one that has stood still the
-    longest.
+    A rank that does not answer comes first: something keeps its process, or its interpreter, from running. Then what
+    differs in the ranks' collectives, where they remember those. Then the one that has entered the fewest: the others
+    wait for it in the next. Among equals one that is not inside a collective, then one that is in another collective
+    than most, and then the one that has stood still the longest.
     """
     silent = [rank for rank, state in states.items() if state.num_collectives is None]
     if silent:
         return silent[0], "it does not answer: suspended, or inside C code that holds the interpreter"
+    if difference is not None:
+        has_returned = states[difference.rank].is_done
+        return difference.rank, f"{difference.what}{'; its function has returned' if has_returned else ''}"
     entered = {rank: state.num_collectives or 0 for rank, state in states.items()}
     fewest = min(entered.values())
     behind = [rank for rank, count in entered.items() if count == fewest]
@@ -122,7 +146,7 @@ def _in_words(within: Mapping[int, str | None]) -> str:
     ranks_in: dict[str | None, list[int]] = defaultdict(list)
     for rank, collective in within.items():
         ranks_in[collective].append(rank)
-    return ", ".join(f"{_ranks(ranks)} in {collective}" for collective, ranks in ranks_in.items())
+    return ", ".join(f"{named(ranks)} in {collective}" for collective, ranks in ranks_in.items())
 
 
 def collective_of(stacks: str) -> str | None:

@@ -47,7 +47,8 @@ to have of it (`program`).
       │ ◀── Reported ─────────────────────────── │ ◀── Held(num_calls) ────────────────── │
       │ ─── Tell(Release(last_call)) ──────────▶ │ ─── Release ─────────────────────────▶ │ all stop at the same call
       │ nothing moves: ─── Tell(Locate) ───────▶ │ ─── Locate ──────────────────────────▶ │
-      │ ◀── Reported ─────────────────────────── │ ◀── Located(collectives, stacks) ───── │ or, if it does not answer:
+      │ ◀── Reported ─────────────────────────── │ ◀── Located(stacks) ────────────────── │
+      │ ◀── Reported ─────────────────────────── │ ◀── Remembered(collectives) ────────── │ or, if it does not answer:
       │ ─── Dump(ranks) ───────────────────────▶ │ ─── signal ──────────────────────────▶ │ writes stacks to a file
       │ ◀── Stacks ───────────────────────────── │                                        │
       │                                          │                                        │

@@ -14,6 +14,7 @@ import cloudpickle
 from tblib import pickling_support
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
+from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 __all__ = ["CONSEQUENCES", "CONSEQUENCE_TYPES", "MAX_PICKLED", "MAX_TEXT", "Failure", "RankExit"]
 
@@ -53,6 +54,8 @@ class Failure:
     """File and line that raised it."""
     is_final: bool = False
     """It is certain to come again: the function had returned something of no use, or the code itself is wrong."""
+    recalled: Recalled | None = None
+    """The rank's last collectives, where it reads like the loss of a peer."""
 
     @classmethod
     def of(
@@ -124,6 +127,8 @@ class RankExit:
     """We ended it, after another rank's failure."""
     hang: str | None = None
     """It held up the others: for how long, why it is thought to, and the stacks of all ranks."""
+    difference: str | None = None
+    """What differs in the collectives of the ranks, one of which may have failed for that."""
     step: int | None = None
     """The newest step that it had named."""
     agent_traceback: str | None = None
@@ -140,6 +145,13 @@ class RankExit:
         if self.hang is not None:
             return False
         return self.stopped if self.failure is None else self.failure.is_consequence
+
+    @property
+    def may_be_of_collective(self) -> bool:
+        """Its collective may have failed: torch raises then, and NCCL's watchdog, as gloo in its threads, aborts."""
+        if self.hang is not None or self.stopped:
+            return False
+        return self.failure.is_consequence if self.failure is not None else self.exitcode == -signal.SIGABRT
 
     @property
     def is_infrastructure(self) -> bool:

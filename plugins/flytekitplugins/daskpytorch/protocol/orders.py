@@ -10,6 +10,7 @@ from typing import Literal
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
+from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
@@ -118,7 +119,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Locate:
-    """Report (`Located`) where you are."""
+    """Report where you are (`Located`), and your last collectives (`Remembered`)."""
+
+
+@dataclass(frozen=True)
+class ShowStacks:
+    """Write to the log what all threads do."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ class Quit:
     """Seconds until it is killed."""
 
 
-OrderToAll = Hold | Release | Settled | Kept | Locate | Prompt | Interrupt | Leave
+OrderToAll = Hold | Release | Settled | Kept | Locate | ShowStacks | Prompt | Interrupt | Leave
 Order = OrderToAll | Provided | NotProvided | Chosen | Quit
 
 
@@ -228,6 +234,8 @@ def environment(
         "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
+        env.setdefault("TORCH_FR_BUFFER_SIZE", str(2 * MAX_COLLECTIVES))  # torch's own 2000 cost each collective more
     if interface is not None:
         # gloo listens where the host's name resolves to, which on many machines is a loopback address.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)

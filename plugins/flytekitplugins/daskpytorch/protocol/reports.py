@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
@@ -94,6 +95,14 @@ class Located:
 
 
 @dataclass(frozen=True)
+class Remembered:
+    """Its last collectives; what follows `Located`."""
+
+    recalled: Recalled | None
+    """None where torch does not record them."""
+
+
+@dataclass(frozen=True)
 class FolderWanted:
     """The folder of its task's results is to be there when the task ends."""
 
@@ -143,6 +152,7 @@ ShortReport = (
     | Hint
     | Held
     | Located
+    | Remembered
     | FolderWanted
     | StoppedEarly
     | AtPrompt

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +32,16 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
-from flytekitplugins.daskpytorch.rank import debugger, hints, imports, libraries, numa, process_group, sources
+from flytekitplugins.daskpytorch.rank import (
+    debugger,
+    flight_recorder,
+    hints,
+    imports,
+    libraries,
+    numa,
+    process_group,
+    sources,
+)
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
@@ -62,6 +72,7 @@ def main(channel: Connection) -> int:
             call = _unpack(order, observers)
             process_group.join(order.place, order.job, _take_device(order))
             context.enter(rank)
+            flight_recorder.call_before_abort(link.send_collectives)
             link.send(reports.Ready())
             _watch_progress(order, link, progress)
             if order.job.hints:
@@ -81,7 +92,10 @@ def main(channel: Connection) -> int:
         debugger.explain(error, order.place.rank)
         position = (progress.step, progress.num_moves_since)
         is_final = has_returned and not _is_of_storage(error)
-        link.send(Failure.of(error, time.time(), position, is_final=is_final))
+        failure = Failure.of(error, time.time(), position, is_final=is_final)
+        if failure.is_consequence:
+            failure = replace(failure, recalled=flight_recorder.recall())
+        link.send(failure)
         _wind_up(observers, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
@@ -129,6 +143,10 @@ class _Link:
         self._has_delivered |= isinstance(report, reports.Returned)
         with self._lock, contextlib.suppress(OSError):
             self._channel.send_bytes(data)
+
+    def send_collectives(self) -> None:
+        """Report the last collectives."""
+        self.send(reports.Remembered(flight_recorder.recall()))
 
     def hint(self, hint: reports.Hint | None) -> None:
         """Report what looks forgotten; each kind once, since a loss that is NaN is so at every step from there on."""
@@ -206,10 +224,11 @@ class _Link:
                 if self.sharded is not None:
                     self.sharded.settle(number)
             case orders.Locate():
-                stacks = _stacks()
                 num_moves, num_collectives = rank.progress.num_moves, process_group.num_collectives()
-                self.send(reports.Located(stacks=stacks, num_collectives=num_collectives, num_moves=num_moves))
-                _show(stacks)
+                self.send(reports.Located(stacks=_stacks(), num_collectives=num_collectives, num_moves=num_moves))
+                self.send_collectives()
+            case orders.ShowStacks():
+                _show(_stacks())
             case orders.Prompt() | orders.Interrupt():
                 prompt.obey(order)
             case orders.Provided(attempt) | orders.NotProvided(attempt):

@@ -1,0 +1,198 @@
+"""What differs in the collectives that the ranks remember. Pure; runs in the driver.
+
+The collectives of a process group have numbers, and all its ranks must call the same one under the same number.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flytekitplugins.daskpytorch.driver.stacks import users_frames
+from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+
+__all__ = ["Difference", "compare", "in_words", "named"]
+
+UNEVEN = ("scatter", "all_to_all", "alltoall")
+"""How the names of operations begin to which ranks may well bring different shapes."""
+MAX_USERS_FRAMES = 3
+"""Of each collective in the report."""
+MAX_NAMED = 8
+MAX_SHAPES = 4
+PYTHON_NAMES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+"""Of the types whose C++ names the recorder has."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Why ranks wait for each other."""
+
+    rank: int
+    """The one that holds up the others."""
+    what: str
+    """In a sentence."""
+    shown: str
+    """The collective, as each rank has called it, or not."""
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What the ranks have called under one number."""
+
+    group: str
+    number: int
+    by_rank: Mapping[int, Collective]
+
+    @property
+    def waiting(self) -> list[int]:
+        return [rank for rank, collective in self.by_rank.items() if not collective.is_done]
+
+    @property
+    def name(self) -> str:
+        return f"collective {self.number} of {self.group}"
+
+
+def compare(recalled: Mapping[int, Recalled], failed: Collection[int] = ()) -> Difference | None:
+    """What differs in the ranks' collectives; None where they agree, or nothing is known.
+
+    Two calls that do not fit under one number come first: whatever follows them follows from them. Then the rank that
+    others wait for, and that waits for nobody; then ranks that wait for each other, in different groups.
+
+    Args:
+        recalled: What each rank remembers, as far as it has said so.
+        failed: Ranks whose newest collective has failed, which their recorder may count as done.
+    """
+    recalled = {
+        rank: _with_newest_open(recalled[rank]) if rank in failed else recalled[rank] for rank in sorted(recalled)
+    }
+    calls = list(_by_number(recalled))
+    return _mismatch(calls) or _absence(calls, recalled)
+
+
+def _with_newest_open(recalled: Recalled) -> Recalled:
+    if not recalled.collectives:
+        return recalled
+    *others, newest = recalled.collectives
+    return replace(recalled, collectives=[*others, replace(newest, is_done=False)])
+
+
+def _by_number(recalled: Mapping[int, Recalled]) -> Iterator[_Calls]:
+    """In each group by number."""
+    calls: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+    for rank, each in recalled.items():
+        for collective in each.collectives:
+            calls[collective.group, collective.number][rank] = collective
+    for (group, number), by_rank in sorted(calls.items()):
+        yield _Calls(group, number, by_rank)
+
+
+# ---- Some that do not fit
+
+
+def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
+    """The first of a group's numbers under which ranks have called what does not go together."""
+    for calls in all_calls:
+        alike: dict[object, list[int]] = defaultdict(list)
+        for rank, collective in calls.by_rank.items():
+            alike[_essence(collective, with_shapes=bool(calls.waiting))].append(rank)
+        if len(alike) > 1:
+            most, *_, least = sorted(alike.values(), key=len, reverse=True)
+            theirs, others = (in_words(calls.by_rank[ranks[0]]) for ranks in (least, most))
+            what = f"{named(least)} called {theirs} as {calls.name}, {named(most)} {others}"
+            return Difference(least[0], what, _shown(calls))
+    return None
+
+
+def _essence(collective: Collective, *, with_shapes: bool) -> object:
+    """What must be the same on all ranks; shapes that have not kept a collective from its end were good enough."""
+    if not with_shapes or collective.operation.startswith(UNEVEN):
+        return collective.operation
+    return collective.operation, tuple(map(tuple, collective.inputs)), tuple(collective.dtypes)
+
+
+# ---- One that is not called
+
+
+def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> Difference | None:
+    """The rank for which others wait in a collective that it has not called."""
+    awaited: dict[int, _Calls] = {}
+    waiting: set[int] = set()
+    for calls in all_calls:
+        absent = [rank for rank, each in recalled.items() if _lacks(each, calls)]
+        if absent and calls.waiting:
+            waiting.update(calls.waiting)
+            awaited |= {rank: awaited.get(rank, calls) for rank in absent}
+    free = [rank for rank in awaited if rank not in waiting]
+    if not awaited:
+        return None
+    rank = (free or list(awaited))[0]
+    calls = awaited[rank]
+    called = in_words(calls.by_rank[calls.waiting[0]])
+    wait = f"{named(calls.waiting)} {'waits' if len(calls.waiting) == 1 else 'wait'}"
+    what = f"rank {rank} has not called {calls.name}, {called}, in which {wait}"
+    if not free:
+        what += ", but waits for others itself, in another group: the ranks wait in a circle"
+    return Difference(rank, what, "\n".join([_shown(calls), _shown_last(rank, recalled[rank])]))
+
+
+def _lacks(recalled: Recalled, calls: _Calls) -> bool:
+    """Whether it should call that, but has not come to it."""
+    its_own = (each.number for each in recalled.collectives if each.group == calls.group)
+    return calls.group in recalled.groups and max(its_own, default=0) < calls.number
+
+
+# ---- In words
+
+
+def in_words(collective: Collective) -> str:
+    """Such as `all_reduce of float32 [4, 3]`."""
+    shapes = collective.inputs or collective.outputs
+    if not shapes:
+        return collective.operation
+    kinds = sorted({PYTHON_NAMES.get(name, name) for name in collective.dtypes})
+    told = ", ".join(str(list(shape)) for shape in shapes[:MAX_SHAPES])
+    return f"{collective.operation} of {' and '.join(kinds)} {told}{', ...' if len(shapes) > MAX_SHAPES else ''}"
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Such as `ranks 0, 2`."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    more = f", ... ({len(numbers)} in all)" if len(numbers) > MAX_NAMED else ""
+    return f"ranks {', '.join(numbers[:MAX_NAMED])}{more}"
+
+
+def _shown(calls: _Calls) -> str:
+    """What each rank has called, those together that have called the same at the same place."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, collective in calls.by_rank.items():
+        state = "done" if collective.is_done else "waiting"
+        alike[f"{in_words(collective)}, {state}{_called_from(collective)}"].append(rank)
+    lines = [f"  {named(ranks)}: {told}" for told, ranks in alike.items()]
+    return "\n".join([f"C{calls.name[1:]}, as torch's flight recorder has it:", *lines])
+
+
+def _shown_last(rank: int, recalled: Recalled) -> str:
+    if not recalled.collectives:
+        return f"  rank {rank}: not called, nor any other before"
+    last = recalled.collectives[-1]
+    return (
+        f"  rank {rank}: not called; its last was collective {last.number} of {last.group}, {in_words(last)}, "
+        f"{'done' if last.is_done else 'waiting'}{_called_from(last)}"
+    )
+
+
+def _called_from(collective: Collective) -> str:
+    frames = users_frames(collective.frames)[:MAX_USERS_FRAMES]
+    return ", called from:" + "".join(f"\n    {frame}" for frame in frames) if frames else ""

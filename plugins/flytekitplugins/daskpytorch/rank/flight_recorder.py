@@ -1,0 +1,118 @@
+"""What torch's flight recorder knows of this rank's collectives. Torch fills it in by itself, for gloo and for NCCL.
+
+Its records are torch's own and not documented: what has another form than here says nothing, and a torch that is too
+old has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective, Recalled
+
+__all__ = ["call_before_abort", "recall"]
+
+
+def recall() -> Recalled | None:
+    """The last collectives; None where nothing is recorded. May be called in any thread, whatever the others do."""
+    try:
+        groups = list(_groups())
+        has_nccl = any("nccl" in group for group in groups)
+        entries = [entry for entry in _entries(has_nccl=has_nccl) if _group_of(entry) in groups]
+        newest = sorted(entries, key=lambda entry: entry["time_created_ns"])[-MAX_COLLECTIVES:]
+        collectives = [_collective(entry) for entry in newest]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of another torch
+        return None
+    return Recalled(groups=groups, collectives=collectives)
+
+
+def call_before_abort(report: Callable[[], None]) -> None:
+    """Have this called before an uncaught C++ exception aborts the process.
+
+    That is how gloo ends a rank that has received another shape than it expects, and NCCL's watchdog one whose
+    collective has timed out: both in threads of theirs, so that no line of Python comes to say why.
+    """
+    global _handler
+    handler_type = ctypes.CFUNCTYPE(None)
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (AttributeError, OSError):  # torch was built with another library
+        return
+
+    def handler() -> None:
+        report()
+        previous()  # says what was thrown, and aborts
+
+    set_terminate.restype, set_terminate.argtypes = handler_type, [handler_type]
+    _handler = handler_type(handler)  # ctypes keeps no reference
+    previous = set_terminate(_handler)
+
+
+_handler: object = None
+
+
+def _groups() -> Iterator[str]:
+    """The process groups that this rank is in, once for each backend: each of them counts by itself."""
+    from torch.distributed import distributed_c10d
+
+    for group, (backends, _) in distributed_c10d._world.pg_map.items():  # noqa: SLF001 - as `process_group` does
+        for backend in backends.split(","):
+            yield _name(group.group_name, group.group_desc, backend.rpartition(":")[2])
+
+
+def _group_of(entry: Mapping[str, Any]) -> str:
+    name, described = entry["process_group"]
+    return _name(name, described, entry["profiling_name"].partition(":")[0])
+
+
+def _name(name: str, described: str, backend: str) -> str:
+    if described == "default_pg":
+        return f"the default group ({backend})"
+    return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
+
+
+def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
+    from torch._C import _distributed_c10d
+
+    c10d: Any = _distributed_c10d
+    with _without_compiler():
+        yield from _entries_in(c10d._dump_fr_trace(True, True, False))  # noqa: SLF001
+        if has_nccl:  # else nothing touches CUDA
+            yield from _entries_in(c10d._dump_nccl_trace(True, True, False))  # noqa: SLF001
+
+
+def _entries_in(trace: bytes) -> Sequence[Mapping[str, Any]]:
+    entries: Sequence[Mapping[str, Any]] = pickle.loads(trace).get("entries", ())  # noqa: S301 - torch's own, of here
+    return [entry for entry in entries if not entry["is_p2p"]]
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Asked for stacks, torch looks for its compiler to map compiled code, and imports it, for seconds, to look."""
+    import torch
+
+    lazy: set[str] = getattr(torch, "_lazy_modules", set())
+    is_lazy = "_inductor" in lazy
+    lazy.discard("_inductor")
+    try:
+        yield
+    finally:
+        if is_lazy:
+            lazy.add("_inductor")
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    return Collective(
+        group=_group_of(entry),
+        number=entry["collective_seq_id"],
+        operation=entry["profiling_name"].rpartition(":")[2],
+        inputs=[tuple(sizes) for sizes in entry["input_sizes"]],
+        outputs=[tuple(sizes) for sizes in entry["output_sizes"]],
+        dtypes=entry["input_dtypes"] or entry["output_dtypes"],
+        is_done=entry["retired"] or entry["state"] == "completed",
+        frames=[f'File "{at["filename"]}", line {at["line"]} in {at["name"]}' for at in entry["frames"]],
+    )

@@ -1,0 +1,165 @@
+"""What differs in the collectives that ranks remember."""
+
+from __future__ import annotations
+
+import pytest
+
+from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named
+from flytekitplugins.daskpytorch.driver.hang_detector import explain_failure
+from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+
+ALL = "the default group (gloo)"
+ROW, COLUMN = "group 1 (gloo)", "group 2 (gloo)"
+
+
+def call(number: int, operation: str = "all_reduce", *shape: int, group: str = ALL, **more: object) -> Collective:
+    """A collective that is done, with a tensor of 4 numbers."""
+    shapes = [shape or (4,)]
+    how = {"dtypes": ["Float"], "is_done": True, "frames": [f'File "/code/train.py", line {number} in train']} | more
+    return Collective(group=group, number=number, operation=operation, inputs=shapes, outputs=shapes, **how)
+
+
+def waiting(number: int, operation: str = "all_reduce", *shape: int, **more: object) -> Collective:
+    return call(number, operation, *shape, is_done=False, **more)
+
+
+def of(*collectives: Collective, groups: tuple[str, ...] = (ALL,)) -> Recalled:
+    return Recalled(groups=groups, collectives=collectives)
+
+
+def test_ranks_that_agree_differ_in_nothing() -> None:
+    assert compare({}) is None
+    assert compare({0: of(), 1: of()}) is None
+    assert compare({0: of(call(1), call(2)), 1: of(call(1), call(2))}) is None
+    assert compare({0: of(waiting(2)), 1: of(waiting(2))}) is None
+
+
+def test_rank_that_has_not_called_what_others_wait_in_is_named() -> None:
+    waits = of(call(1), waiting(2, "broadcast", 3, 5))
+    difference = compare({0: waits, 1: of(call(1)), 2: waits})
+    assert difference is not None
+    assert difference.rank == 1
+    assert difference.what == (
+        "rank 1 has not called collective 2 of the default group (gloo), broadcast of float32 [3, 5], in which "
+        "ranks 0, 2 wait"
+    )
+    assert difference.shown == (
+        "Collective 2 of the default group (gloo), as torch's flight recorder has it:\n"
+        '  ranks 0, 2: broadcast of float32 [3, 5], waiting, called from:\n    File "/code/train.py", line 2 in train\n'
+        "  rank 1: not called; its last was collective 1 of the default group (gloo), all_reduce of float32 [4], done, "
+        'called from:\n    File "/code/train.py", line 1 in train'
+    )
+
+
+def test_rank_that_has_called_none_is_behind() -> None:
+    difference = compare({0: of(waiting(1)), 1: of()})
+    assert difference is not None
+    assert difference.rank == 1
+    assert "rank 1: not called, nor any other before" in difference.shown
+
+
+def test_other_operation_is_named_with_both() -> None:
+    difference = compare({0: of(waiting(7)), 1: of(waiting(7)), 2: of(waiting(7, "broadcast", 9))})
+    assert difference is not None
+    assert difference.rank == 2
+    assert difference.what == (
+        "rank 2 called broadcast of float32 [9] as collective 7 of the default group (gloo), ranks 0, 1 all_reduce of "
+        "float32 [4]"
+    )
+
+
+def test_of_two_ranks_the_first_is_taken_to_be_right() -> None:
+    difference = compare({1: of(waiting(7, "barrier")), 0: of(waiting(7))})
+    assert difference is not None
+    assert difference.rank == 1
+
+
+def test_first_number_that_differs_is_told_not_what_follows() -> None:
+    difference = compare({0: of(call(5, "barrier"), waiting(6)), 1: of(waiting(5), waiting(6, "broadcast"))})
+    assert difference is not None
+    assert "collective 5" in difference.what
+
+
+@pytest.mark.parametrize("other", [waiting(2, "all_reduce", 5), waiting(2, dtypes=["Double"])])
+def test_other_shapes_and_types_count_where_ranks_wait(other: Collective) -> None:
+    difference = compare({0: of(waiting(2)), 1: of(other)})
+    assert difference is not None
+    assert difference.rank == 1
+    assert in_words(other) in difference.what
+
+
+def test_shapes_may_differ_in_what_is_done_and_where_they_always_may() -> None:
+    assert compare({0: of(call(2)), 1: of(call(2, "all_reduce", 5))}) is None
+    assert compare({0: of(waiting(2, "all_to_all_single", 8)), 1: of(waiting(2, "all_to_all_single", 5))}) is None
+    assert compare({0: of(waiting(2, "scatter", 8)), 1: of(waiting(2, "scatter", 5))}) is None
+
+
+def test_other_operation_counts_even_if_all_think_that_it_is_done() -> None:
+    assert compare({0: of(call(2)), 1: of(call(2, "broadcast"))}) is not None
+
+
+def test_failed_collective_counts_as_not_done_whatever_the_recorder_says() -> None:
+    recalled = {0: of(call(1), call(2)), 1: of(call(1))}
+    assert compare(recalled) is None
+    difference = compare(recalled, failed=[0])
+    assert difference is not None
+    assert difference.rank == 1
+    assert compare({0: of(), 1: of()}, failed=[0]) is None
+
+
+def test_last_in_a_line_of_ranks_that_wait_for_each_other_is_named() -> None:
+    recalled = {
+        0: of(waiting(3, group=ROW), groups=(ALL, ROW)),
+        1: of(call(2, group=ROW), waiting(9), groups=(ALL, ROW)),
+        2: of(call(8)),
+    }
+    difference = compare(recalled)
+    assert difference is not None
+    assert difference.rank == 2
+    assert "collective 9 of the default group" in difference.what
+
+
+def test_ranks_outside_a_group_are_not_missed_in_it() -> None:
+    assert compare({0: of(waiting(1, group=ROW), groups=(ALL, ROW)), 2: of()}) is None
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_wait_in_a_circle() -> None:
+    recalled = {
+        0: of(waiting(1, group=ROW), groups=(ROW, COLUMN)),
+        1: of(waiting(1, group=COLUMN), groups=(ROW, COLUMN)),
+    }
+    difference = compare(recalled)
+    assert difference is not None
+    assert difference.what.endswith("the ranks wait in a circle")
+
+
+def test_old_collectives_that_a_rank_has_forgotten_are_not_missed() -> None:
+    assert compare({0: of(*map(call, range(1, 9))), 1: of(*map(call, range(5, 9)))}) is None
+
+
+def test_words_for_collectives_and_ranks() -> None:
+    many = Collective(
+        group=ALL, number=1, operation="all_gather", inputs=[], outputs=[(2,)] * 9, dtypes=["Long"], is_done=True
+    )
+    barrier = Collective(group=ALL, number=1, operation="barrier", inputs=[], outputs=[], dtypes=[], is_done=True)
+    assert in_words(many) == "all_gather of int64 [2], [2], [2], [2], ..."
+    assert in_words(barrier) == "barrier"
+    assert named([3]) == "rank 3"
+    assert named(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"
+
+
+def test_frames_of_the_user_alone_are_shown() -> None:
+    frames = ['File "/venv/lib/python3.11/site-packages/torch/x.py", line 1 in f', 'File "/code/a.py", line 2 in g']
+    difference = compare({0: of(waiting(1, frames=frames)), 1: of()})
+    assert difference is not None
+    assert "a.py" in difference.shown
+    assert "torch/x.py" not in difference.shown
+
+
+def test_explained_failure_says_what_the_missing_rank_was_doing() -> None:
+    stacks = 'Current thread 0x1 (most recent call first):\n  File "/code/project/data.py", line 31 in read\n'
+    told = explain_failure({0: of(call(1)), 1: of(), 2: None}, [0], {1: stacks})
+    assert told is not None
+    assert told.startswith("rank 1 has not called collective 1")
+    assert told.endswith('rank 1 was in:\n  File "/code/project/data.py", line 31 in read')
+    assert explain_failure({0: None, 1: None}, [0], {}) is None
