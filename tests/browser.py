@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,71 @@ window.addEventListener("load", () => {  // all pictures have been loaded, or ha
   document.getElementById("report").textContent = JSON.stringify(images.map(image => {
     const box = image.getBoundingClientRect();
     const natural_width = image.naturalWidth ?? box.width;
-    return {alt: image.alt ?? "", natural_width, box: [box.left, box.top, box.right, box.bottom]};
+    const alt = image.alt ?? image.querySelector("[aria-label]").getAttribute("aria-label");
+    return {alt, natural_width, box: [box.left, box.top, box.right, box.bottom]};
   }));
 });
 </script>
 """
 """Says in the page itself what became of each picture of a tab."""
+
+
+INSPECTION = """
+<pre id="report"></pre>
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const report = {};
+  for (const frame of document.querySelectorAll("iframe")) {
+    const page = frame.contentDocument, root = page.documentElement, inner = frame.contentWindow;
+    const charts = [...page.querySelectorAll(".dpt-chart")];
+    const hasInk = canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean);
+    const legend = () => [...page.querySelectorAll(".dpt-legend b")].map(value => value.textContent);
+    const found = report[frame.name] = {
+      overflow: root.scrollWidth - root.clientWidth,
+      num_charts: charts.length,
+      num_drawn: charts.filter(chart => [...chart.querySelectorAll("canvas")].some(hasInk)).length,
+      labels: charts.map(chart => chart.querySelector("[role=img]").getAttribute("aria-label")),
+      num_tables: charts.filter(chart => chart.querySelector("details table")).length,
+      requests: inner.performance.getEntriesByType("resource").map(entry => entry.name),
+      legend: legend(),
+    };
+    page.querySelector(".dpt-plot").dispatchEvent(new inner.KeyboardEvent("keydown", {key: "ArrowRight"}));
+    found.legend_after_arrow = legend();
+    page.querySelectorAll(".dpt-chart button").forEach(button => button.click());
+    found.pressed = [...page.querySelectorAll(".dpt-chart button")].map(button => button.getAttribute("aria-pressed"));
+    found.errors = inner.errors;
+  }
+  document.getElementById("report").textContent = JSON.stringify(report);
+}, 1000));
+</script>
+"""
+"""Says in the page itself what became of the pages in its frames, before and after all their buttons are pressed."""
+CATCH = "<script>window.errors = []; addEventListener('error', event => errors.push(event.message));</script>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspected:
+    """What a page looks like to a browser."""
+
+    overflow: int
+    """Pixels that it is wider than its window."""
+    num_charts: int
+    num_drawn: int
+    """Charts that are not blank."""
+    labels: list[str]
+    """What a screen reader says of each chart."""
+    num_tables: int
+    """Charts with a table beside them."""
+    requests: list[str]
+    """What it has tried to load."""
+    legend: list[str]
+    """The values beside the names of all lines."""
+    legend_after_arrow: list[str]
+    """The same once an arrow key was pressed on the first chart."""
+    pressed: list[str]
+    """The state of all the charts' buttons, once each was pressed."""
+    errors: list[str]
+    """Of its scripts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +104,7 @@ class Shown:
 
 
 def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000, pictures: str = "img") -> list[Shown]:
-    """The pictures of one of the Deck's tabs, `img` or `svg`; skips where there is no Chromium."""
+    """The pictures of one of the Deck's tabs, `img` or charts (`.dpt-chart`); skips where there is no Chromium."""
     page, screenshot = folder / "page.html", folder / "screenshot.png"
     page.write_text(deck.read_text().replace("</body>", _report(tab, pictures) + "</body>"))
     dom = _chromium(folder, "--dump-dom", page.as_uri(), height=height)
@@ -53,6 +113,25 @@ def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000, picture
     found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
     assert found, dom[-2000:]
     return [_shown(image, screen) for image in json.loads(html.unescape(found[1]))]
+
+
+def inspect(pages: Mapping[str, str], folder: Path, widths: Sequence[int]) -> dict[tuple[str, int], Inspected]:
+    """Open pages, each at every width, all in one browser; skips where there is no Chromium."""
+    frames = "".join(
+        f'<iframe name="{name} {width}" width="{width}" height="2000" srcdoc="{html.escape(_document(page))}"></iframe>'
+        for name, page in pages.items()
+        for width in widths
+    )
+    (folder / "host.html").write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{INSPECTION}</body>")
+    dom = _chromium(folder, "--dump-dom", (folder / "host.html").as_uri(), height=2000)
+    found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
+    assert found, dom[-2000:]
+    reports = json.loads(html.unescape(found[1]))
+    return {(name, width): Inspected(**reports[f"{name} {width}"]) for name in pages for width in widths}
+
+
+def _document(page: str) -> str:
+    return f"<!doctype html><html><head><meta charset=utf-8>{CATCH}</head><body>{page}</body></html>"
 
 
 def _report(tab: str, pictures: str) -> str:

@@ -1,249 +1,304 @@
-"""The Deck of a training: what is kept of its records, how it is thinned, and what no name or value can break."""
+"""The pieces of a page: what no name or value can break, how much a page may weigh, what it asks of others."""
 
 from __future__ import annotations
 
+import hashlib
+import html
+import json
 import math
-import pickle
 import re
-import warnings
+from html.parser import HTMLParser
+from importlib.resources import files
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.display.deck import MAX_CURVES, Recorder
-from flytekitplugins.daskpytorch.report import MAX_POINTS, line_chart
-
-Points = list[tuple[float, float]]
-
-
-def record(step: int, rank: int = 0, **metrics: Any) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=None, time=0.0, metrics=metrics)
-
-
-def drawn(recorder: Recorder) -> dict[str, Points]:
-    """Every curve of every chart."""
-    return {name: points for _, curves, _ in recorder._charts() for name, points in curves.items()}
-
-
-def fed(values: list[float], name: str = "loss") -> Points:
-    recorder = Recorder()
-    for step, value in enumerate(values):
-        recorder.logged(record(step, **{name: value}))
-    return drawn(recorder)[name]
-
-
-# ---- What is kept ---------------------------------------------------------------------------------------------------
-
-
-def test_only_rank_0s_values_are_kept() -> None:
-    recorder = Recorder()
-    for step in range(3):
-        for rank in (1, 0, 2):
-            recorder.logged(
-                record(step, rank=rank, loss=float(rank), note="text", of_1=0.5) if rank else record(step, loss=2)
-            )
-    assert drawn(recorder) == {"loss": [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0)]}
-
-
-def test_what_is_kept_does_not_grow_with_the_steps() -> None:
-    recorder, sizes = Recorder(), []
-    for step in range(40_000):
-        recorder.logged(record(step, loss=math.sin(step), held_out_loss=math.cos(step), epoch=step))
-        if step + 1 in (10_000, 20_000, 40_000):
-            sizes.append(len(pickle.dumps(recorder)))
-    assert max(sizes) < 1.1 * min(sizes)
-
-
-def test_short_curves_are_kept_as_they_are() -> None:
-    values = [float(step % 7) for step in range(MAX_POINTS // 2)]
-    assert fed(values) == list(enumerate(values))
-
-
-@pytest.mark.parametrize("num_values", [MAX_POINTS + 1, 2 * MAX_POINTS - 1, 2 * MAX_POINTS, 7_777])
-def test_long_curves_have_no_more_points_than_are_meant(num_values: int) -> None:
-    points = fed([math.sin(step) for step in range(num_values)])
-    assert MAX_POINTS // 4 <= len(points) <= MAX_POINTS
-    assert [x for x, _ in points] == sorted(x for x, _ in points)
-
-
-@pytest.mark.parametrize("value", [9.0, -9.0])
-def test_no_spike_is_lost(value: float) -> None:
-    values = [math.sin(step) for step in range(7_777)]
-    values[5_001] = value
-    assert (5_001.0, value) in fed(values)
-
-
-def test_the_newest_value_of_a_level_curve_is_shown() -> None:
-    points = fed([1.0] * 5_000)
-    assert points[0] == (0.0, 1.0)
-    assert points[-1] == (4_999.0, 1.0)
-
-
-ENTRIES = st.lists(st.tuples(st.integers(-5, 40), st.integers(-9, 9)), max_size=40)
-"""Steps, which may go back, and values; a few times as many as a curve may have points in these tests."""
-
-
-@settings(max_examples=60, deadline=None)
-@given(ENTRIES)
-def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[int, int]]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "MAX_POINTS", 8)
-        recorder = Recorder()
-        for step, value in entries:
-            recorder.logged(record(step, loss=value))
-        points, values = drawn(recorder).get("loss", []), [value for _, value in entries]
-    assert len(points) <= 8
-    assert set(points) <= set(entries)
-    assert {y for _, y in points} >= {pick(values) for pick in (min, max) if values}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(ENTRIES, st.none() | st.integers(-5, 40)), max_size=4), ENTRIES)
-def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
-    attempts: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "MAX_POINTS", 8)
-        recorder, kept = Recorder(), []
-        for entries, resumed in [*attempts, (last, 40)]:
-            for step, value in entries:
-                recorder.logged(record(step, loss=value))
-            recorder.restarting("why", resumed)
-            kept = [entry for entry in [*kept, *entries] if resumed is not None and entry[0] <= resumed]
-            points = drawn(recorder).get("loss", [])
-            assert len(points) <= 8
-            assert set(points) <= set(kept)
-
-
-def test_a_restart_drops_what_will_be_logged_again() -> None:
-    recorder = Recorder()
-    for step in range(10):
-        recorder.logged(record(step, loss=float(step), late=1.0) if step > 5 else record(step, loss=float(step)))
-    recorder.restarting("rank 1: lost", 3)
-    assert drawn(recorder) == {"loss": [(float(step), float(step)) for step in range(4)]}
-    recorder.logged(record(4, loss=0.5))
-    assert drawn(recorder)["loss"][-2:] == [(3.0, 3.0), (4.0, 0.5)]
-    recorder.restarting("rank 1: lost", None)
-    assert drawn(recorder) == {}
-
-
-def test_records_that_sum_up_an_epoch_are_drawn_over_the_epochs() -> None:
-    recorder = Recorder()
-    for step in range(6):
-        recorder.logged(record(step, epoch=1 + step // 3, loss=float(step)))
-        if step % 3 == 2:
-            recorder.logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
-    [(title, curves, x_label)] = recorder._charts()
-    assert (title, x_label) == ("loss", "epoch")
-    assert curves == {"loss": [(1.0, 0.5), (2.0, 0.5)], "held_out_loss": [(1.0, 0.25), (2.0, 0.25)]}
-    recorder.restarting("lost", 1)
-    assert drawn(recorder) == {"loss": [(0.0, 0.0), (1.0, 1.0)]}
-
-
-def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
-    recorder = Recorder()
-    for step in range(4 * MAX_CURVES):
-        recorder.logged(record(step, **{f"gradient_{step}": 1.0}))
-    assert list(drawn(recorder)) == [f"gradient_{step}" for step in range(MAX_CURVES)]
-    recorder._by_step = dict(list(recorder._by_step.items())[:1])  # drawing takes long
-    assert f"Only the first {MAX_CURVES} metrics" in recorder.html()
-
-
-def test_checkpoints_are_a_table() -> None:
-    recorder = Recorder()
-    assert "Checkpoints" not in recorder.html()
-    place = "s3://bucket/<own>/step-3.pt"
-    recorder.keeps([SavedCheckpoint(step=1, metrics={}, size=1, place=None)])
-    recorder.keeps(
-        [
-            SavedCheckpoint(step=3, metrics={"loss": 0.123456789, "hits": 2.0}, size=1_234_567, place=place),
-            SavedCheckpoint(step=7, metrics={"loss": math.nan}, size=5, place=None),
-        ]
-    )
-    page = recorder.html()
-    rows = [re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
-    assert ["3", "loss 0.123457, hits 2", "1,234,567", "s3://bucket/&lt;own&gt;/step-3.pt"] in rows
-    assert ["7", "loss nan", "5", "the driver&#x27;s disk"] in rows
-    assert not [row for row in rows if row[:1] == ["1"]]
-
-
-def test_what_no_chart_can_show_is_left_out() -> None:
-    assert fed([1.0, math.nan, math.inf, 10**400, 1.7e308, -1.7e308, 2.0]) == [(0.0, 1.0), (6.0, 2.0)]
-
-
-# ---- What is drawn --------------------------------------------------------------------------------------------------
-
-
-def num_drawn(svg: str) -> int:
-    """Points of the longest line, as it stands in the SVG."""
-    return max(len(re.findall("[ML]", path)) for path in re.findall(r'<path d="([^"]*)" clip-path', svg))
-
-
-def test_a_chart_of_many_points_is_thinned() -> None:
-    svg = line_chart("loss", {"loss": [(float(x), float(x * 7919 % 100)) for x in range(20_000)]}, "step")
-    assert MAX_POINTS // 4 < num_drawn(svg) <= MAX_POINTS
-
+from flytekitplugins.daskpytorch.report.curve import MAX_POINTS
+from flytekitplugins.daskpytorch.report.html import shared
+from flytekitplugins.daskpytorch.report.timeline import MAX_EVENTS
 
 ODD_NAMES = [
     "",
     "_private",
     "$",
     "$\\frac{$",
-    "cost in $ and $",
     "<script>alert(1)</script>",
     "--></svg><b>",
+    "</script><b>",
+    '"><img src=x onerror=alert(1)>',
     "x" * 10_000,
+    "a\nb",
+    "\x1b[31mred\x1b[0m",
+    "\x00",
+    "\ud800",
+    "&amp;",
+    "損失",
+    "\u202eback",
 ]
-ODD_NAMES += ["a\nb", "\x1b[31mred\x1b[0m", "\x00", "\ud800", "&amp;", "損失", "held_out_x", "\u202eback"]
 
 
-@pytest.mark.filterwarnings("ignore:.*missing from.*font")
-def test_no_name_breaks_the_page_or_gets_into_it_unescaped() -> None:
-    recorder = Recorder()
-    for name in ODD_NAMES:
-        recorder.logged(record(0, **{name: 1.0}))
-    recorder.ended(ValueError("<b>\ud800"))
-    html = recorder.html()
-    html.encode()
-    assert "<script" not in html
-    assert "<b>" not in html
-    assert "\x1b" not in html
-    assert "x" * 1_000 not in html
-    charts = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
-    assert len(charts) == len(ODD_NAMES)
-    for chart in charts:
-        ET.fromstring(chart)
+class Parts(HTMLParser):
+    """The elements of a page, the texts in them, and whether each that was opened was closed."""
+
+    VOID = ("img", "meta", "br")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
 
 
-NUMBERS = st.one_of(
-    st.floats(),
-    st.integers(),
-    st.booleans(),
-    st.sampled_from([10**400, -(10**400), 1e308, -1e308, 5e-324, math.nan, math.inf, -math.inf, -0.0]),
+def bare(piece: str) -> str:
+    """Without what all pieces share."""
+    assert shared() in piece
+    return piece.replace(shared(), "")
+
+
+def chart_data(page: str) -> list[dict[str, Any]]:
+    """What the script draws, of each chart of a page."""
+    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)]
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of all tables."""
+    rows = re.findall("<tr>(.*?)</tr>", page, re.DOTALL)
+    return [[html.unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row, re.DOTALL)] for row in rows]
+
+
+def every_piece(name: str) -> list[str]:
+    """One of each kind, made of this text wherever one may stand."""
+    return [
+        report.status(name, name, note=name, done=0.5),
+        report.alert(name, name),
+        report.figures({name: name, f"{name} ": (1.5, name)}),
+        report.line_chart(name, {name: [(0, 1.0), (1, 2.0)]}, name, best={name: "min"}, marks=[(0.5, name)]),
+        report.table((name,), [(name,)]),
+        report.shares({name: 1.0}, unit=name),
+        report.timeline([report.Span(start=0, end=1, text=name)], [report.Event(time=0, text=name, detail=name)]),
+        report.card(name, report.text(name)),
+        report.details(name, report.text(name, quiet=True)),
+        report.section(name, report.grid(report.text(name)), note=name),
+    ]
+
+
+# ---- What is shipped
+
+
+def test_the_library_is_the_one_that_was_looked_at() -> None:
+    """uPlot 1.6.32, as `npm pack uplot` has it, and its licence."""
+    assets = files("flytekitplugins.daskpytorch.report") / "assets"
+    digests = {
+        name: hashlib.sha256((assets / name).read_bytes()).hexdigest()
+        for name in ("uPlot.iife.min.js", "uPlot.min.css", "uPlot-LICENSE")
+    }
+    assert (assets / "uPlot.iife.min.js").read_text().startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    assert digests == {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+        "uPlot-LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    }
+
+
+def test_every_rule_of_the_style_is_bound_to_our_pieces() -> None:
+    """Other Decks stand on the same page."""
+    style = (files("flytekitplugins.daskpytorch.report") / "assets" / "report.css").read_text()
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
+    selectors = re.findall(r"(?:^|[{};])\s*([^{};@]+?)\s*\{", style)
+    assert len(selectors) > 50
+    assert [selector for selector in selectors if "dpt" not in selector] == []
+
+
+# ---- A page
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_no_text_breaks_the_page_or_gets_into_it_unescaped(name: str) -> None:
+    page = report.page(*every_piece(name))
+    page.encode()
+    parts = Parts(bare(page))
+    assert "img" not in {tag for tag, _ in parts.elements}
+    assert not [attrs for _, attrs in parts.elements if any(at.startswith("on") for at in attrs)]
+    assert [attrs.get("type") for tag, attrs in parts.elements if tag == "script"] == ["application/json"]
+    assert "\x1b" not in page
+    assert [data["lines"][0]["y"] for data in chart_data(page)] == [[1, 2]]
+
+
+def test_what_pieces_share_stands_once_in_a_page() -> None:
+    pieces = every_piece("loss")
+    assert all(piece.count(shared()) == 1 for piece in pieces)
+    assert report.page(*pieces).count(shared()) == 1
+    assert report.page(report.section("one", *pieces), "<p>own</p>").count(shared()) == 1
+
+
+def test_a_page_loads_nothing_from_anywhere() -> None:
+    page = report.page(*every_piece("loss"), report.table(("run",), [("https://wandb.ai/me/run?a=1&b=2",)]))
+    for tag, attributes in Parts(page).elements:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "meta")
+        assert "src" not in attributes
+        assert "href" not in attributes or tag == "a"
+    assert "url(" not in page
+    assert "@import" not in page
+    for call in ("fetch(", "XMLHttpRequest", "import(", "sendBeacon", "WebSocket"):
+        assert call not in page
+    assert '<a href="https://wandb.ai/me/run?a=1&amp;b=2" target="_blank" rel="noopener noreferrer">' in page
+
+
+@pytest.mark.parametrize("text", ["javascript:alert(1)", "see https://x.org", "https://x.org/\"onclick='x'", "ftp://x"])
+def test_only_an_address_of_the_web_is_a_link(text: str) -> None:
+    assert "<a " not in report.table(("where",), [(text,)])
+
+
+# ---- Charts
+
+
+def test_a_chart_of_many_points_is_thinned_and_keeps_its_spike() -> None:
+    points = [(float(x), float(x * 7919 % 100)) for x in range(1_000_000)]
+    points[654_321] = (654_321.0, 1e6)
+    chart = report.line_chart("loss", {"loss": points}, "step")
+    [line] = chart_data(chart)[0]["lines"]
+    assert MAX_POINTS // 4 < len(line["x"]) <= MAX_POINTS
+    assert (654_321, 1e6) in zip(line["x"], line["y"], strict=True)
+    assert len(bare(chart)) < 60_000
+
+
+@pytest.mark.parametrize("points", [[], [(3, 1.0)], [(0, math.nan), (1, math.inf), (2, -math.inf), (3, 10**400)]])
+def test_few_points_and_none_are_drawn_as_they_are(points: list[tuple[float, float]]) -> None:
+    chart = report.line_chart("loss", {"loss": points, "other": [(1, 5.0)]}, "step", best={"loss": "min"})
+    lines = {line["name"]: line for line in chart_data(chart)[0]["lines"]}
+    assert lines["loss"]["x"] == [x for x, y in points if abs(y) < 1e300]
+    assert lines["other"]["y"] == [5]
+    if not lines["loss"]["x"]:
+        assert "loss: no values" in chart
+
+
+def test_a_chart_says_in_words_what_it_draws() -> None:
+    curves = {"loss": [(0, 2.5), (10, 0.25), (20, 0.5)], "val_loss": [(10, 1.0)]}
+    chart = bare(report.line_chart("loss", curves, "step", best={"loss": "min"}, marks=[(10, "started again")]))
+    parts = Parts(chart)
+    [plot] = [attributes for _, attributes in parts.elements if attributes.get("class") == "dpt-plot"]
+    assert plot["role"] == "img"
+    assert plot["aria-label"] == (
+        "loss by step: loss: 2.5 at step 0, 0.5 at 20, best 0.25 at 10; val_loss: 1 at step 10, 1 at 10"
+    )
+    assert rows_of(chart)[1:] == [["0", "2.5", ""], ["10", "0.25", "1"], ["20", "0.5", ""]]
+    assert "┆ started again at step 10" in chart
+    assert chart_data(chart)[0]["lines"][0]["best"] == [10, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "is_log", "may_be"),
+    [
+        ([1.0, 50.0], None, False, True),
+        ([0.001, 50.0], None, True, True),
+        ([0.0, 50.0], None, False, False),
+        ([0.0, 50.0], True, False, False),
+        ([1.0, 2.0], True, True, True),
+        ([0.001, 50.0], False, False, True),
+        ([], None, False, False),
+    ],
 )
-NAMES = st.one_of(st.sampled_from(["loss", "epoch", "held_out_loss", "samples_per_second", *ODD_NAMES[:8]]), st.text())
-STEPS = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-3, 10)
-RECORDS = st.builds(
-    LogRecord,
-    rank=st.integers(0, 1),
-    step=STEPS,
-    num_steps=st.none() | STEPS,
-    time=st.floats(),
-    metrics=st.dictionaries(NAMES, NUMBERS | st.text() | st.just("x" * 100_000), max_size=4),
+def test_a_wide_range_of_positive_values_has_a_logarithmic_scale(
+    values: list[float], log: bool | None, is_log: bool, may_be: bool
+) -> None:
+    [data] = chart_data(report.line_chart("loss", {"loss": list(enumerate(values))}, "step", log=log))
+    assert (data["log"], data["positive"]) == (is_log, may_be)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.lists(st.tuples(st.floats(-10, 10), st.floats()), max_size=50), min_size=1, max_size=4
+    )
 )
+def test_any_curves_can_be_drawn(curves: dict[str, list[tuple[float, float]]]) -> None:
+    best: Any = dict.fromkeys(curves, "max")
+    Parts(bare(report.line_chart("any", curves, "x", best=best)))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(records=st.lists(RECORDS, max_size=4))
-def test_any_records_can_be_drawn(records: list[LogRecord]) -> None:
-    recorder = Recorder()
-    for each in records:
-        recorder.logged(each)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*missing from.*font")
-        recorder.html().encode()
+# ---- Other pieces
+
+
+def test_columns_of_numbers_are_aligned() -> None:
+    page = report.table(("name", "value", "share"), [("a", 1_234, "12 %"), ("b1", 0.123456, "")])
+    assert rows_of(page)[1:] == [["a", "1,234", "12 %"], ["b1", "0.1235", ""]]
+    assert re.findall(r'<th(?: class="(.*?)")? scope', page) == ["", "dpt-num", "dpt-num"]
+
+
+def test_a_table_may_have_no_rows() -> None:
+    assert "<tbody></tbody>" in report.table(("a", "b"), [])
+
+
+def test_a_figure_that_is_no_number_is_red() -> None:
+    page = bare(report.figures({"loss": math.nan, "step": (1_234, "of 2,000"), "note": "nan"}))
+    assert '<dd class="dpt-bad">nan</dd>' in page
+    assert "<dd>1,234<small>of 2,000</small></dd>" in page
+    assert page.count("dpt-bad") == 1
+
+
+def test_shares_add_up_and_small_ones_are_summed() -> None:
+    page = bare(report.shares({"stepping": 75.0, "data": 25.0, "none": 0.0, "spoilt": math.nan}, unit="s"))
+    assert "stepping <b>75%</b> 75 s" in page
+    assert "none" not in page
+    many = bare(report.shares({f"part {i}": float(i) for i in range(1, 20)}))
+    assert many.count("<li") == 8
+    assert "others" in many
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.25, "0.25 s"),
+        (9.96, "10 s"),
+        (42.3, "42 s"),
+        (60, "1 min"),
+        (200, "3 min 20 s"),
+        (3_599.9, "60 min"),
+        (7_500, "2 h 5 min"),
+        (200_000, "2.3 days"),
+    ],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert report.duration(seconds) == text
+
+
+def test_a_timeline_says_what_lasted_and_what_happened() -> None:
+    spans = [report.Span(start=100, end=110, text="starting"), report.Span(start=110, end=200, text="training")]
+    events = [report.Event(time=105, text="ranks have met"), report.Event(time=190, text="failed", detail="line\nline")]
+    page = bare(report.timeline(spans, events))
+    assert "timeline of 1 min 40 s: starting 10 s; training 1 min 30 s" in page
+    assert re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page) == [("0.000", "10.000"), ("10.000", "90.000")]
+    assert [row[0] for row in rows_of(page)[1:]] == ["+5 s", "+1 min 30 s"]
+    assert "line\nline" in page
+
+
+def test_a_timeline_of_nothing_is_a_line() -> None:
+    Parts(bare(report.timeline([])))
+    Parts(bare(report.timeline([report.Span(start=5, end=5, text="at once")])))
+
+
+def test_of_many_events_the_first_and_the_last_are_shown() -> None:
+    page = report.timeline([], [report.Event(time=i, text=f"event {i}") for i in range(10_000)])
+    assert len(rows_of(page)) == MAX_EVENTS + 2
+    assert "… 9,700 more …" in page
+    for shown in ("event 0<", "event 9999<"):
+        assert shown in page
+    assert len(page) < 200_000

@@ -205,7 +205,7 @@ def check_training(attempt: Attempt, **storage: str) -> None:
     seen = {name: value.scalar.primitive.string_value for name, value in outputs["seen"].map.literals.items()}
     assert seen == {"execution": "f3a", "secret": "s3cret", "text": "hello", "lazy": "42", "rank": "0 of 2"}
     assert "the sum is 11.0" in attempt.deck
-    assert "<svg" in attempt.deck
+    assert 'class="dpt-card dpt-chart"' in attempt.deck
     assert (attempt.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"
     assert files_in(outputs["results"].scalar.blob.uri, **storage) == {
         f"rank-{rank}/total.json": b'{"total": 11.0}' for rank in range(2)

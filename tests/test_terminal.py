@@ -19,7 +19,6 @@ from rich.console import Console
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
-from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.protocol.observer import Shape
@@ -158,20 +157,6 @@ def test_other_ranks_are_not_shown() -> None:
     assert "step" not in shown(record(0, rank=1, loss=1.0))
 
 
-def test_the_report_has_curves_gang_timings_and_the_error() -> None:
-    recorder = Recorder()
-    recorder.placed(SHAPE)
-    recorder.formed(0.5)
-    for epoch in (1, 2):
-        recorder.logged(record(epoch, epoch=epoch, loss=1 / epoch, held_out_loss=2 / epoch, held_out_accuracy=0.5))
-    recorder.ended(ValueError("<spoilt>"))
-    html = recorder.html()
-    assert html.count("<svg") == 2  # loss with held_out_loss, and accuracy
-    assert "tcp://10.0.0.2:1" in html
-    assert "ranks have met" in html
-    assert "&lt;spoilt&gt;" in html
-
-
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
     text = io.StringIO()
     display = ProgressDisplay(Console(file=text, force_terminal=True, width=200, highlight=False))
@@ -188,17 +173,6 @@ def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_m
     display.ended(None)
     assert "━" in text.getvalue()[before:]
     assert "loss 0.125" in text.getvalue()[before:]
-
-
-def test_the_report_names_restarts_with_their_reasons() -> None:
-    recorder = Recorder()
-    recorder.placed(SHAPE)
-    recorder.restarting("rank 1: <lost>", None)
-    recorder.placed(SHAPE)
-    recorder.ended(None)
-    html = recorder.html()
-    assert "started again: rank 1: &lt;lost&gt;" in html
-    assert html.count("workers ready") == 2
 
 
 # ---- What cannot be written, and odd records -------------------------------------------------------------------------

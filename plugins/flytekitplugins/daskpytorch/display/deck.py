@@ -1,133 +1,217 @@
-"""The Deck of a training: charts of what rank 0 logged, the gang, its timings. Runs in the driver."""
+"""What a training's Deck tells of: an observer that keeps it, in bounded memory. Runs in the driver."""
 
+import math
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.display.deck_page import State, Training, page_of
+from flytekitplugins.daskpytorch.display.metrics import Metrics
+from flytekitplugins.daskpytorch.display.story import Story
+from flytekitplugins.daskpytorch.display.usage import Usages
+from flytekitplugins.daskpytorch.display.wandb import plain_inputs
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.report import Curve, line_chart, table
+from flytekitplugins.daskpytorch.report import Curve
 
 __all__ = ["Recorder"]
 
-HELD_OUT = "held_out"
-"""Begins the names of metrics of data that nothing was learnt from."""
-UNCHARTED = {"epoch", "samples_seen"}
-MAX_CURVES = 50
-"""Metrics that are drawn; each takes memory, and a tenth of a second to draw."""
-MAX_VALUE = 1e200
-"""What is beyond cannot be drawn."""
+NUM_RECENT = 50
+"""Records from which the pace follows, and the time that is left."""
+PACE_INTERVAL = 1.0
+"""Seconds between two points of the line of steps per second."""
+MAX_SPOILT = 20
+"""Metrics of which it is said that they have become no numbers."""
 
 
 class Recorder(Observer):
-    """Keeps what happened, as far as the Deck shows it: of the records rank 0's, and of these what is drawn."""
+    """Keeps what happened, as far as the Deck shows it: of the records rank 0's, and of these what is drawn.
 
-    def __init__(self) -> None:
-        self.shape: Shape | None = None
-        self._by_step: dict[str, Curve] = {}
-        self._by_epoch: dict[str, Curve] = {}
-        """Of the records that sum up an epoch; drawn in place of the others where there are any."""
-        self._is_crowded = False
-        self.error: Exception | None = None
+    Its methods are called on the gang's thread, and `html` on any.
+    """
+
+    def __init__(
+        self, name: str = "", inputs: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._name = name
+        self._inputs = plain_inputs(inputs or {})
+        self._story = Story(clock)
+        self._metrics = Metrics()
+        self._usages = Usages(self._story.began_at)
+        self._goodput: Goodput | None = None
         self._checkpoints: Sequence[SavedCheckpoint] = ()
-        self._began_at = time.monotonic()
-        self._timings: list[tuple[str, float]] = []
+        self._record: LogRecord | None = None
+        """Rank 0's newest."""
+        self._recent: deque[LogRecord] = deque(maxlen=NUM_RECENT)
+        self._pace = Curve()
+        self._paced: LogRecord | None = None
+        """From which the next point of that line is measured."""
+        self._spoilt: set[str] = set()
+        self._outcome: State | None = None
+        self._failure = ""
+        self.num_changes = 0
+        """That something was kept; what a display that is up to date has seen."""
+
+    def resumed(self, step: int) -> None:
+        """Keep where it starts."""
+        with self._changing():
+            self._story.tell(f"goes on from the checkpoint of step {step:,} of the attempt before", "good")
 
     def placed(self, shape: Shape) -> None:
         """Keep the gang's shape."""
-        self.shape = shape
-        self._timings.append(("workers ready", time.monotonic() - self._began_at))
+        with self._changing():
+            self._name = self._name or shape.name
+            self._story.placed(shape)
+            self._usages.expect(shape.world_size)
 
     def formed(self, seconds: float) -> None:
-        """Keep the time of the rendezvous."""
-        self._timings.append(("ranks have met", time.monotonic() - self._began_at))
+        """Keep when."""
+        with self._changing():
+            self._story.formed()
 
     def logged(self, record: LogRecord) -> None:
         """Keep rank 0's values."""
         if record.rank != 0:
             return
-        numbers = record.numbers
-        self._take(self._by_step, record.step, float(record.step), numbers)
-        if "epoch" in numbers and any(name.startswith(HELD_OUT) for name in numbers):
-            self._take(self._by_epoch, record.step, numbers["epoch"], numbers)
+        with self._changing():
+            self._metrics.take(record)
+            self._measure(record)
+            self._look_for_spoilt(record)
+            self._record = record
+            self._recent.append(record)
 
-    def restarting(self, reason: str, step: int | None) -> None:
-        """Keep the reason, and drop what will be logged again."""
-        for curves in (self._by_step, self._by_epoch):
-            for name, curve in list(curves.items()):
-                if step is not None:
-                    curve.cut(step)
-                if step is None or not curve.points:
-                    del curves[name]
-        self._timings.append((f"started again: {reason}", time.monotonic() - self._began_at))
+    def kept(self, step: int) -> None:
+        """Keep when."""
+        with self._changing():
+            self._story.kept(step)
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
         """Keep which they are."""
-        self._checkpoints = checkpoints
+        with self._changing():
+            self._checkpoints = checkpoints
+
+    def used(self, usage: RankUsage) -> None:
+        """Keep what a rank uses."""
+        with self._changing():
+            self._usages.take(usage)
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Keep where the time went."""
+        with self._changing():
+            self._goodput = goodput
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Keep the reason, and drop what will be logged again."""
+        with self._changing():
+            self._metrics.cut(step)
+            self._recent.clear()
+            self._paced = self._record = None
+            self._spoilt.clear()
+            self._story.restarting(reason, step)
+
+    def noted(self, text: str) -> None:
+        """Keep what was said."""
+        with self._changing():
+            self._story.noted(text)
 
     def ended(self, error: Exception | None) -> None:
         """Keep the outcome."""
-        self.error = error
-        self._timings.append(("ended", time.monotonic() - self._began_at))
+        self.conclude(error)
 
-    def html(self) -> str:
-        """The Deck's body."""
-        parts = []
-        if self.error is not None:
-            parts.append(f"<h3>Failed</h3><pre>{escape(str(self.error.__cause__ or self.error))}</pre>")
-        parts += [line_chart(title, curves, x_label) for title, curves, x_label in self._charts()]
-        if self._is_crowded:
-            parts.append(f"<p>Only the first {MAX_CURVES} metrics are drawn.</p>")
-        if self.shape is not None:
-            parts.append("<h3>Gang</h3>" + _gang_table(self.shape))
-        if self._checkpoints:
-            parts.append("<h3>Checkpoints</h3>" + _checkpoint_table(self._checkpoints))
-        parts.append("<h3>Timings</h3>" + table(("until", "seconds"), [(n, f"{s:.2f}") for n, s in self._timings]))
-        return "\n".join(parts).encode(errors="replace").decode()  # an error's text may have what no file can take
+    def conclude(self, error: BaseException | None) -> None:
+        """Keep how it has ended: the first error counts, and an error more than none."""
+        with self._changing():
+            if error is None:
+                self._outcome = self._outcome or State("done", "good")
+                self._story.ended("ended", "good")
+            elif not self._failure:
+                self._outcome, self._failure = _outcome_of(error)
+                self._story.ended_at = None
+                self._story.ended(f"{self._outcome.word}: {self._failure}", self._outcome.tone)
 
-    def _take(self, curves: dict[str, Curve], step: int, x: float, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            if name in UNCHARTED or not (abs(x) <= MAX_VALUE and abs(value) <= MAX_VALUE):
-                continue
-            if name not in curves and len(curves) == MAX_CURVES:
-                self._is_crowded = True
-            else:
-                curves.setdefault(name, Curve()).add((step, x, value))
+    def html(self, places: Mapping[str, str] | None = None) -> str:
+        """The Deck's body, as of now.
 
-    def _charts(self) -> Iterable[tuple[str, dict[str, list[tuple[float, float]]], str]]:
-        """Title, curves and x-axis of each chart; `loss` and `held_out_loss` share one, and the like."""
-        chosen, x_label = (self._by_epoch, "epoch") if self._by_epoch else (self._by_step, "step")
-        charts: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(dict)
-        for name, curve in chosen.items():
-            charts[name.removeprefix(f"{HELD_OUT}_")][name] = curve.points
-        for title, curves in charts.items():
-            yield title.replace("_", " "), curves, x_label
+        Args:
+            places: What the run leaves, and where.
+        """
+        with self._lock:
+            training = self._so_far()
+        return page_of(training, places or {})
 
+    def _changing(self) -> threading.Lock:
+        self.num_changes += 1
+        return self._lock
 
-def _gang_table(shape: Shape) -> str:
-    rows = [
-        (place.rank, place.local_rank, node.host, node.worker, _device(node, place), place.num_threads)
-        for node, places in zip(shape.nodes, shape.places, strict=True)
-        for place in places
-    ]
-    header = ("rank", "local_rank", "host", "worker", "device", "threads")
-    return f"<p>{shape.world_size} ranks, backend {escape(shape.backend)}</p>" + table(header, rows)
-
-
-def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
-    rows = [
-        (
-            each.step,
-            ", ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
-            f"{each.size:,}",
-            each.place or "the driver's disk",
+    def _so_far(self) -> Training:
+        """A copy of all that the page shows, made quickly: the page is written while the gang goes on."""
+        story = self._story
+        return Training(
+            name=self._name,
+            state=self._outcome or self._state(),
+            failure=self._failure,
+            now=self._clock(),
+            seconds=story.seconds,
+            spans=story.spans,
+            events=list(story.events),
+            restarts=list(story.restarts),
+            shape=story.shape,
+            record=self._record,
+            epoch=self._metrics.epoch,
+            steps_per_second=self._speed(),
+            newest=dict(self._metrics.newest),
+            charts=list(self._metrics.charts()),
+            is_crowded=self._metrics.is_crowded,
+            pace=self._pace.points,
+            usage=list(self._usages.charts()),
+            ranks=sorted(self._usages.newest.values(), key=lambda speed: speed.usage.rank),
+            goodput=self._goodput,
+            inputs=self._inputs,
+            checkpoints=list(self._checkpoints),
         )
-        for each in checkpoints
-    ]
-    return table(("step", "metrics", "bytes", "place"), rows)
+
+    def _state(self) -> State:
+        if self._story.is_training:
+            return State("training", "busy")
+        return State(
+            "starting again" if self._story.restarts else "starting", "warn" if self._story.restarts else "idle"
+        )
+
+    def _measure(self, record: LogRecord) -> None:
+        """Note the pace, where some time has passed."""
+        if self._paced is None or record.step < self._paced.step:
+            self._paced = record
+        elif record.time - self._paced.time >= PACE_INTERVAL and record.step > self._paced.step:
+            steps = (record.step - self._paced.step) / (record.time - self._paced.time)
+            self._pace.add((record.step, record.time - self._story.began_at, steps))
+            self._paced = record
+
+    def _speed(self) -> float | None:
+        """Steps per second over the newest records."""
+        if len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        is_forward = last.step > first.step and last.time > first.time
+        return (last.step - first.step) / (last.time - first.time) if is_forward else None
+
+    def _look_for_spoilt(self, record: LogRecord) -> None:
+        for name, value in record.numbers.items():
+            if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
+                self._spoilt.add(name)
+                self._story.tell(f"{name} is {value:g} at step {record.step:,}", "bad")
 
 
-def _device(node: Node, place: Place) -> str:
-    return "CPU" if place.gpu is None else f"{node.gpu_names[node.gpus.index(place.gpu)]} (GPU {place.gpu})"
+def _outcome_of(error: BaseException) -> tuple[State, str]:
+    text = str(error.__cause__ or error) or type(error).__name__
+    if isinstance(error, StoppedEarlyError):
+        return State("stopped early", "warn"), text
+    if isinstance(error, (KeyboardInterrupt, GangCancelledError)):
+        return State("interrupted", "warn"), text
+    return State("failed", "bad"), text

@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
-__all__ = ["WandbObserver", "console_link", "inputs_of", "model_settings", "settings", "sweep_settings"]
+__all__ = ["WandbObserver", "console_link", "inputs_of", "model_settings", "plain_inputs", "settings", "sweep_settings"]
 
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
@@ -142,15 +142,15 @@ def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
         "hosts": [node.host for node in shape.nodes],
         "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
     }
-    return {**_plain(inputs), "gang": gang}
+    return {**plain_inputs(inputs), "gang": gang}
 
 
-def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's inputs as Weights & Biases can show them: numbers, strings, dataclasses as dictionaries; no secrets."""
+def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's inputs as trackers and Decks show them: numbers, strings, dataclasses as dictionaries; no secrets."""
     plain: dict[str, Any] = {}
     for name, value in without_secrets(dict(inputs)).items():
         if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
-            plain |= _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+            plain |= plain_inputs({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         elif isinstance(value, (str, int, float, bool, type(None))):
             plain[name] = value
         elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:

@@ -1,0 +1,285 @@
+"""A training as a page: how it is going, whether it learns, how fast, what happened, who, with what, where."""
+
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart, Points
+from flytekitplugins.daskpytorch.display.usage import GIB, RankSpeed
+from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+
+__all__ = ["State", "Training", "page_of"]
+
+MAX_FIGURES = 6
+"""Metrics among the key figures."""
+NUM_OPEN = 8
+"""Charts that are open when the page is; the others are below a click."""
+MAX_PAGE_POINTS = 24_000
+"""Of all charts of metrics together, at 17 bytes each."""
+MAX_SHOWN_RANKS = 1_000
+SPEEDS = re.compile(
+    r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
+)
+PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "starting")
+"""Of `Goodput`, as they stand side by side."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How it stands, in a word or two."""
+
+    word: str
+    tone: report.Tone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """All that a page shows, at one moment."""
+
+    name: str
+    state: State
+    failure: str
+    """Why it has ended, if it has not as it should."""
+    now: float
+    seconds: float
+    """Since the gang was asked for, or how long it took."""
+    spans: Sequence[report.Span]
+    events: Sequence[report.Event]
+    restarts: Sequence[tuple[int, str]]
+    """From which step, and why."""
+    shape: Shape | None
+    record: LogRecord | None
+    """Rank 0's newest."""
+    epoch: float | None
+    steps_per_second: float | None
+    newest: Mapping[str, float]
+    charts: Sequence[Chart]
+    is_crowded: bool
+    pace: Points
+    """Steps per second over the seconds since the beginning."""
+    usage: Sequence[tuple[str, Mapping[str, Points]]]
+    ranks: Sequence[RankSpeed]
+    goodput: Goodput | None
+    inputs: Mapping[str, Any]
+    checkpoints: Sequence[SavedCheckpoint]
+
+
+def page_of(training: Training, places: Mapping[str, str]) -> str:
+    """The page, whose most asked questions are answered first."""
+    parts = [
+        *_how_it_goes(training),
+        *_learning(training),
+        *_speed(training),
+        report.section("What happened", report.timeline(training.spans, training.events)),
+        *_who(training.shape),
+        *_with_what(training.inputs),
+        *_where(training.checkpoints, places),
+    ]
+    return report.page(*parts)
+
+
+def _how_it_goes(training: Training) -> Iterable[str]:
+    state, record = training.state, training.record
+    share = None
+    if record is not None and record.num_steps:
+        share = 1.0 if state.tone == "good" else _num_done(record) / record.num_steps
+    as_of = time.strftime("%H:%M:%S", time.localtime(training.now))
+    note = (
+        f"as of {as_of}"
+        if state.tone in ("busy", "idle") or (not training.failure and state.tone == "warn")
+        else f"ended at {as_of}"
+    )
+    yield report.status(
+        state.word, training.name.rpartition(".")[2] or "Training", tone=state.tone, note=note, done=share
+    )
+    if training.failure:
+        title, _, words = training.failure.strip().partition("\n")
+        yield report.alert(title, words, tone=state.tone)
+    yield report.figures(_figures(training))
+
+
+def _figures(training: Training) -> dict[str, object]:
+    figures: dict[str, object] = {}
+    record = training.record
+    if training.epoch is not None:
+        figures["epoch"] = training.epoch
+    if record is not None:
+        figures["step"] = (record.step, f"of {record.num_steps:,}" if record.num_steps else "")
+        left = _seconds_left(training)
+        if left is not None:
+            figures["time left"] = (report.duration(left), "at the pace of the last steps")
+    figures["took" if training.state.word not in ("training", "starting", "starting again") else "running for"] = (
+        report.duration(training.seconds)
+    )
+    if training.goodput is not None:
+        figures["goodput"] = (f"{training.goodput.share:.0%}", "of the time in steps")
+    figures |= _newest(training)
+    if training.steps_per_second is not None:
+        figures["steps per second"] = training.steps_per_second
+    if training.restarts:
+        figures["restarts"] = len(training.restarts)
+    return figures
+
+
+def _newest(training: Training) -> dict[str, object]:
+    """The newest values of what is drawn first, with the best."""
+    found: dict[str, object] = {}
+    best = {name: _best_of(chart, name) for chart in training.charts for name in chart.best}
+    for name in (name for chart in training.charts for name in chart.by_step):
+        if name in training.newest and len(found) < MAX_FIGURES:
+            found[name.replace("_", " ")] = (training.newest[name], best.get(name, ""))
+    return found | {
+        name: value for name, value in training.newest.items() if not math.isfinite(value) and name not in found
+    }
+
+
+def _best_of(chart: Chart, name: str) -> str:
+    points, pick = chart.by_step[name], min if chart.best[name] == "min" else max
+    if len(points) < 2:
+        return ""
+    x, y = pick(points, key=lambda point: point[1])
+    return f"best {y:.4g} at step {x:,.0f}"
+
+
+def _seconds_left(training: Training) -> float | None:
+    record, speed = training.record, training.steps_per_second
+    if training.state.tone != "busy" or record is None or not record.num_steps or not speed:
+        return None
+    return max(0.0, (record.num_steps - _num_done(record)) / speed)
+
+
+def _num_done(record: LogRecord) -> int:
+    return min(record.step + 1, record.num_steps or 0)
+
+
+def _learning(training: Training) -> Iterable[str]:
+    charts = [chart for chart in training.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
+    if not charts:
+        return
+    num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in training.charts)
+    marks = [(float(step), "started again") for step, _ in training.restarts]
+    budget = max(50, MAX_PAGE_POINTS // num_lines)
+    drawn = [piece for chart in charts for piece in _draw(chart, marks, budget)]
+    pieces = [report.grid(*drawn[:NUM_OPEN])]
+    if more := drawn[NUM_OPEN:]:
+        pieces.append(report.details(f"{len(more)} more charts", report.grid(*more)))
+    if training.is_crowded:
+        pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
+    yield report.section("Is it learning?", *pieces)
+
+
+def _draw(chart: Chart, marks: Sequence[tuple[float, str]], budget: int) -> Iterable[str]:
+    for label, curves in (("step", chart.by_step), ("epoch", chart.by_epoch)):
+        if curves:
+            shown = {name: mode for name, mode in chart.best.items() if name in curves}
+            yield report.line_chart(
+                chart.title, curves, label, best=shown, marks=marks if label == "step" else (), max_points=budget
+            )
+
+
+def _speed(training: Training) -> Iterable[str]:
+    pieces = []
+    if training.goodput is not None:
+        pieces.append(report.card("Where the gang's time went", report.shares(_seconds_of(training.goodput), unit="s")))
+    charts = [
+        report.line_chart(name.replace("_", " "), {name: points}, "step", from_zero=True, max_points=500)
+        for chart in training.charts
+        if SPEEDS.search(chart.title.replace(" ", "_"))
+        for name, points in chart.by_step.items()
+    ]
+    usage = dict(training.usage)
+    if training.pace and "steps per second" not in usage:
+        charts.append(
+            report.line_chart("steps per second", {"rank 0": training.pace}, "seconds", from_zero=True, max_points=500)
+        )
+    charts += [
+        report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in usage.items() if lines
+    ]
+    if charts:
+        pieces.append(report.grid(*charts))
+    if training.ranks:
+        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(training.ranks)))
+    if pieces:
+        yield report.section("Is it fast?", *pieces)
+
+
+def _seconds_of(goodput: Goodput) -> dict[str, float]:
+    seconds = goodput.as_dict()
+    return {name: seconds[name] for name in PHASES}
+
+
+def _ranks_table(ranks: Sequence[RankSpeed]) -> str:
+    names = list(dict.fromkeys(name for one in ranks for name in one.usage.seconds))
+    has_gpu = any(one.usage.gpu_memory is not None for one in ranks)
+    header = ["rank", "steps", "steps/s", *(f"{name} (s)" for name in names), "CPU (cores)", "memory (GiB)"]
+    header += ["GPU memory (GiB)", "GPU (%)"] if has_gpu else []
+    return report.table(header, [_rank_row(one, names, has_gpu=has_gpu) for one in ranks[:MAX_SHOWN_RANKS]])
+
+
+def _rank_row(one: RankSpeed, names: Sequence[str], *, has_gpu: bool) -> list[object]:
+    usage = one.usage
+    row: list[object] = [usage.rank, usage.num_steps, _brief(one.steps_per_second)]
+    row += [f"{usage.seconds[name]:.1f}" if name in usage.seconds else "" for name in names]
+    row += [f"{usage.cpu:.2f}", f"{usage.memory / GIB:.2f}"]
+    if has_gpu:
+        row.append("" if usage.gpu_memory is None else f"{usage.gpu_memory / GIB:.2f}")
+        row.append("" if usage.gpu_utilization is None else f"{100 * usage.gpu_utilization:.0f}")
+    return row
+
+
+def _brief(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _who(shape: Shape | None) -> Iterable[str]:
+    if shape is None:
+        return
+    rows = [
+        (place.rank, place.local_rank, node.host, node.worker, _device(node, place), place.num_threads)
+        for node, places in zip(shape.nodes, shape.places, strict=True)
+        for place in places
+    ][:MAX_SHOWN_RANKS]
+    header = ("rank", "local rank", "host", "worker", "device", "threads")
+    versions = {name: version for node in shape.nodes[:1] for name, version in node.versions.items()}
+    pieces = [report.card("Ranks", report.table(header, rows))]
+    if versions:
+        pieces.append(report.card("Versions", report.table(("", ""), versions.items())))
+    note = f"{shape.world_size:,} ranks on {len(shape.nodes):,} workers, backend {shape.backend}"
+    yield report.section("Who", report.grid(*pieces, least=300), note=note)
+
+
+def _device(node: Node, place: Place) -> str:
+    return "CPU" if place.gpu is None else f"{node.gpu_names[node.gpus.index(place.gpu)]} (GPU {place.gpu})"
+
+
+def _with_what(inputs: Mapping[str, Any]) -> Iterable[str]:
+    if inputs:
+        yield report.section("With what", report.card("Inputs", report.table(("name", "value"), inputs.items())))
+
+
+def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) -> Iterable[str]:
+    rows = [*places.items(), ("logs", "the task's own log has all that the ranks write, each line with its rank")]
+    pieces = [report.card("Places", report.table(("what", "where"), rows))]
+    if checkpoints:
+        pieces.append(report.card("Checkpoints", _checkpoint_table(checkpoints)))
+    yield report.section("Where", report.grid(*pieces, least=380))
+
+
+def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
+    rows = [
+        (
+            each.step,
+            ", ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
+            f"{each.size:,}",
+            each.place or "the driver's disk",
+        )
+        for each in checkpoints
+    ]
+    return report.table(("step", "metrics", "bytes", "place"), rows)

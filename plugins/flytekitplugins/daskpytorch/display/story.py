@@ -1,0 +1,129 @@
+"""What happened to a gang, in the order in which it did: spans of time and events, for its Deck."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.report import Event, Span, Tone
+
+__all__ = ["Story"]
+
+MAX_EVENTS = 2_000
+"""That are kept; of more, the middle is forgotten."""
+MAX_SPANS = 400
+WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
+GROWN = "more workers have come"
+"""The reason to start again that is none to worry about."""
+
+
+@dataclass
+class Story:
+    """A gang's, from the moment it is asked for."""
+
+    clock: Callable[[], float] = time.time
+    events: list[Event] = field(default_factory=list)
+    num_attempts: int = 1
+    shape: Shape | None = None
+    restarts: list[tuple[int, str]] = field(default_factory=list)
+    """From which step the gang started again (0: from the beginning), and why."""
+    _spans: list[Span] = field(default_factory=list)
+    _kept: tuple[int, int] | None = None
+    """Since anything else happened: the step of the first checkpoint, and how many there were."""
+
+    def __post_init__(self) -> None:
+        self.began_at = self._since = self.clock()
+        self._now: tuple[str, Tone] | None = (WORKERS, "idle")
+        self.ended_at: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return (self.ended_at or self.clock()) - self.began_at
+
+    @property
+    def spans(self) -> list[Span]:
+        """What lasted, and what still does."""
+        return [*self._spans, *([self._current()] if self._now is not None else [])]
+
+    @property
+    def is_training(self) -> bool:
+        """The ranks have met, and are not gone."""
+        return self._now is not None and self._now[0] == TRAINING
+
+    def tell(self, text: str, tone: Tone = "idle") -> None:
+        """Something happened; the first line is its heading."""
+        heading, _, detail = text.strip().partition("\n")
+        self._append(Event(time=self.clock(), text=heading, detail=detail.rstrip(), tone=tone))
+        self._kept = None
+
+    def placed(self, shape: Shape) -> None:
+        """Workers are there, and ranks are being started."""
+        num_hosts = len({node.host for node in shape.nodes})
+        text = (
+            f"{_count(shape.world_size, 'rank')} on {_count(len(shape.nodes), 'worker')} of {_count(num_hosts, 'host')}"
+        )
+        before = self.shape.world_size if self.shape is not None else shape.world_size
+        if shape.world_size < before:
+            self.tell(f"shrunk: {text}, where there were {_count(before, 'rank')}", "warn")
+        elif shape.world_size > before:
+            self.tell(f"grown: {text}, where there were {_count(before, 'rank')}", "good")
+        else:
+            self.tell(f"workers are there: {text}")
+        self.shape = shape
+        self._enter((RANKS, "warn"))
+
+    def formed(self) -> None:
+        """All ranks have met."""
+        self.tell("all ranks have met", "good")
+        self._enter((TRAINING, "busy"))
+
+    def kept(self, step: int) -> None:
+        """A checkpoint is safe; those that nothing came between are one event."""
+        first, count = self._kept or (step, 0)
+        if count:
+            self.events.pop()
+        text = f"{count + 1:,} checkpoints, of steps {first:,} to {step:,}" if count else f"checkpoint of step {step:,}"
+        self._append(Event(time=self.clock(), text=text, tone="good"))
+        self._kept = (first, count + 1)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """An attempt is over, and another follows."""
+        start = f"from step {step:,}" if step is not None else "from the beginning, since no checkpoint was saved"
+        grows = reason.startswith(GROWN)
+        self.tell(f"starts again {start}: {reason}", "good" if grows else "bad")
+        self.restarts = [*self.restarts, (step or 0, reason.partition("\n")[0])][-MAX_SPANS:]
+        self.num_attempts += 1
+        self._enter((WORKERS, "idle"))
+
+    def noted(self, text: str) -> None:
+        """Something is said to the user; what `restarting` has told already is left out."""
+        words = text.partition(": ")[2] or text
+        if words.startswith("going on from ") or (self.restarts and words.startswith(self.restarts[-1][1])):
+            return
+        self.tell(words)
+
+    def ended(self, text: str, tone: Tone) -> None:
+        """It is over."""
+        if self.ended_at is None:
+            self.tell(text, tone)
+            self.ended_at = self.clock()
+            self._enter(None)
+
+    def _current(self) -> Span:
+        text, tone = self._now or ("", "idle")
+        return Span(start=self._since, end=self.ended_at or self.clock(), text=text, tone=tone)
+
+    def _enter(self, now: tuple[str, Tone] | None) -> None:
+        if self._now is not None:
+            self._spans = [*self._spans, self._current()][-MAX_SPANS:]
+        self._since, self._now = self.clock(), now
+
+    def _append(self, event: Event) -> None:
+        self.events.append(event)
+        if len(self.events) > MAX_EVENTS:
+            del self.events[MAX_EVENTS // 2]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

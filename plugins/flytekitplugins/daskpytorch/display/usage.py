@@ -1,0 +1,97 @@
+"""What the ranks use and where their time goes, as far as the Deck shows it: in a bounded number of points."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from flytekitplugins.daskpytorch.goodput import RankUsage
+from flytekitplugins.daskpytorch.report import Curve
+
+__all__ = ["QUANTITIES", "RankSpeed", "Usages"]
+
+MAX_LINES = 4
+"""Ranks that have a line each; of more, the lowest, the middle and the highest are drawn."""
+MAX_POINTS = 400
+"""Of each line."""
+GIB = float(1 << 30)
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpeed:
+    """A rank's newest sample, and what follows from it and the one before."""
+
+    usage: RankUsage
+    steps_per_second: float | None
+    """Since the sample before."""
+
+
+QUANTITIES: dict[str, Callable[[RankSpeed], float | None]] = {
+    "steps per second": lambda one: one.steps_per_second,
+    "CPU (cores)": lambda one: one.usage.cpu,
+    "memory (GiB)": lambda one: one.usage.memory / GIB,
+    "GPU memory (GiB)": lambda one: None if one.usage.gpu_memory is None else one.usage.gpu_memory / GIB,
+    "GPU utilization (%)": lambda one: None if one.usage.gpu_utilization is None else 100 * one.usage.gpu_utilization,
+}
+"""What is drawn, and how it follows from a sample."""
+
+
+@dataclass
+class Usages:
+    """What all ranks have said last, and lines over time."""
+
+    began_at: float
+    num_ranks: int = 0
+    """Of the gang."""
+    newest: dict[int, RankSpeed] = field(default_factory=dict)
+    _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
+
+    def take(self, usage: RankUsage) -> None:
+        """Keep a sample."""
+        before = self.newest.get(usage.rank)
+        self.newest[usage.rank] = RankSpeed(usage=usage, steps_per_second=_speed(before, usage))
+        if max(self.num_ranks, len(self.newest)) <= MAX_LINES:
+            self._draw(usage.time, f"rank {usage.rank}", self.newest[usage.rank])
+        elif usage.rank == min(self.newest):
+            self._draw_spread(usage.time)
+
+    def expect(self, num_ranks: int) -> None:
+        """The ranks of an attempt are gone, and so many others come; the lines stay."""
+        self.num_ranks = num_ranks
+        self.newest.clear()
+
+    def charts(self) -> Iterable[tuple[str, dict[str, Points]]]:
+        """The lines of each quantity, over the seconds since the beginning."""
+        for what, lines in self._lines.items():
+            yield what, {name: line.points for name, line in sorted(lines.items(), key=_order)}
+
+    def _draw(self, time: float, name: str, speed: RankSpeed) -> None:
+        for what, of in QUANTITIES.items():
+            self._add(what, name, time, of(speed))
+
+    def _draw_spread(self, time: float) -> None:
+        for what, of in QUANTITIES.items():
+            if values := sorted(value for speed in self.newest.values() if (value := of(speed)) is not None):
+                for name, value in (
+                    ("lowest", values[0]),
+                    ("middle", values[len(values) // 2]),
+                    ("highest", values[-1]),
+                ):
+                    self._add(what, f"{name} rank", time, value)
+
+    def _add(self, what: str, name: str, time: float, value: float | None) -> None:
+        if value is not None:
+            lines = self._lines.setdefault(what, {})
+            lines.setdefault(name, Curve(MAX_POINTS)).add((0, max(0.0, time - self.began_at), value))
+
+
+def _speed(before: RankSpeed | None, usage: RankUsage) -> float | None:
+    """Steps per second since the sample before, if both are of the same attempt."""
+    if before is None or usage.time <= before.usage.time or usage.num_steps < before.usage.num_steps:
+        return None
+    return (usage.num_steps - before.usage.num_steps) / (usage.time - before.usage.time)
+
+
+def _order(line: tuple[str, Curve]) -> int:
+    number = line[0].rpartition(" ")[2]
+    return int(number) if number.isdigit() else -1

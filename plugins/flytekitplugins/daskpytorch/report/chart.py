@@ -1,0 +1,153 @@
+"""Lines over steps, epochs or seconds: drawn by uPlot in the reader's browser, with a summary and a table beside."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from flytekitplugins.daskpytorch.report.curve import thinned
+from flytekitplugins.daskpytorch.report.html import element, name_of, text_of, whole
+from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
+
+__all__ = ["line_chart"]
+
+MAX_VALUE = 1e200
+"""What is beyond cannot be drawn."""
+NUM_COLOURS = 8
+NUM_ROWS = 12
+"""Of the table beside a chart."""
+WIDE_RANGE = 100.0
+"""Values that differ by more than this factor are drawn on a logarithmic axis."""
+MAX_MARKS = 100
+Points = list[tuple[float, float]]
+
+
+def line_chart(
+    title: str,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    *,
+    best: Mapping[str, Literal["min", "max"]] | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+    log: bool | None = None,
+    dashed: Iterable[str] = (),
+    faint: Iterable[str] = (),
+    from_zero: bool = False,
+    max_points: int | None = None,
+) -> str:
+    """A chart of lines, with their newest and best values, and as a text and a table for those who see none.
+
+    The reader points at it to see values, marks a part to see it enlarged (a double click goes back), takes lines away
+    by their names, and where all values are positive chooses a logarithmic scale.
+
+    Args:
+        title: Above the chart; what x is follows.
+        curves: For each name its points (x, y), x ascending; what is no finite number is left out.
+        x_label: What x is, such as "step".
+        best: Lines whose lowest or highest point has a ring.
+        marks: Values of x with a vertical line at each, and what it stands for.
+        log: Whether to begin with a logarithmic scale; None: where the largest value is 100 times the smallest.
+        dashed: Lines that are, such as one to compare with.
+        faint: Lines that stay in the background.
+        from_zero: The axis begins at 0, if it is not logarithmic.
+        max_points: Of a line; longer ones are thinned, and keep their spikes. None: 2,000.
+    """
+    drawn = {name: thinned(_finite(points), max_points) for name, points in curves.items()}
+    chosen = {name: _best(drawn[name], mode) for name, mode in (best or {}).items() if drawn.get(name)}
+    values = [y for points in drawn.values() for _, y in points]
+    is_positive = bool(values) and min(values) > 0
+    is_log = is_positive and (max(values) > WIDE_RANGE * min(values) if log is None else log)
+    data = {
+        "title": name_of(title),
+        "x_label": x_label,
+        "log": is_log,
+        "positive": is_positive and not from_zero,
+        "whole": all(float(x).is_integer() for points in drawn.values() for x, _ in points),
+        "from_zero": from_zero,
+        "marks": [{"x": x, "text": words} for x, words in marks[-MAX_MARKS:]],
+        "lines": [
+            {
+                "name": name_of(name),
+                "colour": i % NUM_COLOURS,
+                "x": [_short(x) for x, _ in points],
+                "y": [_short(y) for _, y in points],
+                "best": chosen.get(name),
+                "dashed": name in set(dashed),
+                "faint": name in set(faint),
+            }
+            for i, (name, points) in enumerate(drawn.items())
+        ],
+    }
+    summary = "; ".join(_summary(name, points, x_label, chosen.get(name)) for name, points in drawn.items())
+    by_words: dict[str, list[str]] = {}
+    for x, what in marks[-MAX_MARKS:]:
+        by_words.setdefault(what, []).append(_number(x))
+    words = "; ".join(f"{what} at {x_label} {', '.join(at)}" for what, at in by_words.items())
+    content = (
+        element("header", element("figcaption", f"{text_of(name_of(title))} <small>by {text_of(x_label)}</small>"))
+        + element(
+            "ul", "".join(_legend(i, *item, chosen.get(item[0])) for i, item in enumerate(drawn.items())), "dpt-legend"
+        )
+        + element("div", "", "dpt-plot", role="img", tabindex=0, aria_label=f"{name_of(title)} by {x_label}: {summary}")
+        + (element("p", f"┆ {text_of(words)}", "dpt-soft dpt-text") if marks else "")
+        + folded(f"Values by {x_label}", _values(drawn, x_label))
+        + f'<script type="application/json">{_json(data)}</script>'
+    )
+    return whole(element("figure", content, "dpt-card dpt-chart"))
+
+
+def _finite(points: Iterable[tuple[float, float]]) -> Points:
+    return [(x, y) for x, y in points if abs(x) <= MAX_VALUE and abs(y) <= MAX_VALUE]
+
+
+def _best(points: Points, mode: Literal["min", "max"]) -> tuple[float, float]:
+    pick = min if mode == "min" else max
+    return pick(points, key=lambda point: point[1])
+
+
+def _legend(index: int, name: str, points: Points, best: tuple[float, float] | None) -> str:
+    """The line's name, which takes it away, and its newest value."""
+    button = element("button", text_of(name_of(name)), type="button", aria_pressed="true")
+    newest = _number(points[-1][1]) if points else "no values"
+    remark = f" best {_number(best[1])} at {_number(best[0])}" if best is not None else ""
+    return element("li", f"{button}<b>{newest}</b>{remark}", style=f"--c:var(--c{index % NUM_COLOURS})")
+
+
+def _summary(name: str, points: Points, x_label: str, best: tuple[float, float] | None) -> str:
+    name = name_of(name)
+    if not points:
+        return f"{name}: no values"
+    (first_x, first), (last_x, last) = points[0], points[-1]
+    text = f"{name}: {_number(first)} at {x_label} {_number(first_x)}, {_number(last)} at {_number(last_x)}"
+    return text if best is None else f"{text}, best {_number(best[1])} at {_number(best[0])}"
+
+
+def _values(curves: Mapping[str, Points], x_label: str) -> str:
+    """A table of values at some x, the first and the last among them."""
+    by_x = {name: dict(points) for name, points in curves.items()}
+    every = sorted({x for points in by_x.values() for x in points})
+    rare = sorted({x for points in by_x.values() if len(points) <= NUM_ROWS for x in points})
+    chosen = sorted({*_spread(rare), *_spread(every)})  # lines of few points are shown whole
+    rows = [[_number(x), *(_number(values[x]) if x in values else "" for values in by_x.values())] for x in chosen]
+    return cells_table([text_of(x_label), *(text_of(name_of(name)) for name in curves)], rows)
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """As many of them as a table has rows, the first and the last among them."""
+    if len(values) <= NUM_ROWS:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (NUM_ROWS - 1))] for i in range(NUM_ROWS)]
+
+
+def _short(value: float) -> float | int:
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _json(data: object) -> str:
+    """As it may stand in a script element, whatever the texts in it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

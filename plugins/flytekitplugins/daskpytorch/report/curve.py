@@ -1,0 +1,77 @@
+"""A line in a bounded number of points, however many there were."""
+
+import operator
+
+__all__ = ["MAX_POINTS", "Curve", "Point", "thinned"]
+
+MAX_POINTS = 2_000
+"""Of a curve; longer ones are thinned."""
+Point = tuple[int, float, float]
+"""Step, x and y."""
+
+
+class Curve:
+    """A metric over the training, in a bounded number of points, however many there were.
+
+    By min-max decimation, as audio editors draw waves: of so many successive points the lowest and the highest are
+    kept, so that no spike is lost; when there are too many such buckets, each two become one.
+    """
+
+    def __init__(self, max_points: int | None = None) -> None:
+        self._max_buckets = (max_points or MAX_POINTS) // 2
+        self._buckets: list[list[Point]] = []
+        self._size = 1
+        """Points that go into a bucket."""
+        self._room = 0
+        """How many more go into the last one."""
+
+    def add(self, point: Point) -> None:
+        """Take in the next point."""
+        if self._room == 0:
+            if len(self._buckets) >= self._max_buckets:
+                self._halve()
+            self._buckets.append([])
+            self._room = self._size
+        self._room -= 1
+        bucket = self._buckets[-1]
+        if len(bucket) < 2 or not (bucket[0][2] < point[2] < bucket[1][2] or bucket[1][2] < point[2] < bucket[0][2]):
+            self._buckets[-1] = _extremes([*bucket, point])
+
+    def cut(self, step: int) -> None:
+        """Forget the points of later steps."""
+        self._buckets = [kept for bucket in self._buckets if (kept := [point for point in bucket if point[0] <= step])]
+        self._room = 0
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The x and y of what was kept, in order."""
+        return [(x, y) for bucket in self._buckets for _, x, y in bucket]
+
+    def _halve(self) -> None:
+        if len(self._buckets) % 2:
+            self._buckets.append([])
+        pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
+        self._buckets = [_extremes([*first, *second]) for first, second in pairs]
+        self._size *= 2
+
+
+def thinned(points: list[tuple[float, float]], max_points: int | None = None) -> list[tuple[float, float]]:
+    """The points, or as many of them as a curve keeps."""
+    if len(points) <= (max_points or MAX_POINTS):
+        return points
+    curve = Curve(max_points)
+    for x, y in points:
+        curve.add((0, x, y))
+    return curve.points
+
+
+def _extremes(points: list[Point]) -> list[Point]:
+    """The lowest and the highest, in the order in which they came: of equal ones the first and the last."""
+    if len(points) < 3:
+        return points
+    lowest = min(points, key=_y_of)
+    highest = max(reversed(points), key=_y_of)
+    return [point for point in points if point is lowest or point is highest]
+
+
+_y_of = operator.itemgetter(2)

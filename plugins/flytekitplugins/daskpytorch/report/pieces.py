@@ -1,0 +1,195 @@
+"""The pieces of a page but for its charts and its timeline: texts, key figures, tables, parts of a whole."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from flytekitplugins.daskpytorch.report.html import element, name_of, shared, text_of, whole
+
+__all__ = [
+    "Tone",
+    "alert",
+    "card",
+    "cells_table",
+    "details",
+    "figures",
+    "folded",
+    "grid",
+    "page",
+    "section",
+    "shares",
+    "status",
+    "table",
+    "text",
+]
+
+Tone = Literal["busy", "good", "bad", "warn", "idle"]
+"""What a colour is to say."""
+NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
+"""A cell that is aligned to the right; empty ones are, too, beside others."""
+MAX_SHARES = 8
+"""Colours that there are."""
+
+
+def page(*pieces: str) -> str:
+    """All that a Deck shows: the pieces from top to bottom, with what they share in it once.
+
+    Its look follows the reader's: light or dark, wide or narrow. It asks nothing of any server; several pages may be
+    Decks of one task.
+
+    Args:
+        pieces: Of this module, or HTML of your own.
+    """
+    return shared() + element("div", _bare(*pieces), "dpt dpt-page")
+
+
+def section(title: str, *pieces: str, note: str = "") -> str:
+    """Pieces under a heading, with an optional remark beside it."""
+    remark = " " + element("small", text_of(note)) if note else ""
+    content = element("h2", text_of(title) + remark) + _bare(*pieces)
+    return whole(element("section", content, "dpt-section dpt-stack"))
+
+
+def grid(*pieces: str, least: int = 420) -> str:
+    """Pieces side by side, as many as there is room for.
+
+    Args:
+        pieces: Of about the same height.
+        least: Pixels that each takes at least.
+    """
+    return whole(element("div", _bare(*pieces), "dpt-grid", style=f"--least:{least:d}px"))
+
+
+def card(title: str, *pieces: str) -> str:
+    """Pieces in a frame of their own, under a small heading."""
+    return whole(element("div", element("h3", text_of(title)) + _bare(*pieces), "dpt-card dpt-stack"))
+
+
+def details(summary: str, *pieces: str) -> str:
+    """Pieces that are shown when the reader asks for them."""
+    return whole(folded(summary, *pieces))
+
+
+def text(words: object, *, quiet: bool = False) -> str:
+    """A paragraph; quiet: in small grey letters."""
+    return whole(element("p", text_of(words), "dpt-text dpt-soft" if quiet else "dpt-text"))
+
+
+def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done: float | None = None) -> str:
+    """What a page is about, and how it stands.
+
+    Args:
+        state: In a word or two.
+        title: Of the page.
+        tone: The state's colour.
+        note: A remark at the right.
+        done: The share that is done, 0 to 1, as a bar.
+    """
+    content = element("span", text_of(state), f"dpt-chip dpt-{tone}") + element("h1", text_of(title))
+    if note:
+        content += element("span", text_of(note), "dpt-soft")
+    if done is not None:
+        percent = f"{100 * min(1.0, max(0.0, done)):.0f}"
+        bar = element("span", style=f"width:{percent}%")
+        content += element(
+            "div",
+            bar,
+            f"dpt-bar dpt-{tone}",
+            role="progressbar",
+            aria_label="done",
+            aria_valuemin=0,
+            aria_valuemax=100,
+            aria_valuenow=percent,
+        )
+    return whole(element("header", content, "dpt-status"))
+
+
+def alert(title: str, words: str = "", *, tone: Tone = "bad") -> str:
+    """What a reader must not miss, with a text that may be long: a traceback, say."""
+    content = element("strong", text_of(title))
+    if words:
+        content += element("pre", text_of(words), tabindex=0)
+    return whole(element("div", content, f"dpt-alert dpt-{tone}", role="alert"))
+
+
+def figures(values: Mapping[str, object]) -> str:
+    """Key figures in a row: for each name a value, or a value and a remark below it.
+
+    Args:
+        values: Numbers are shown in four digits; one that is no finite number is red.
+    """
+    return whole(element("dl", "".join(_figure(*item) for item in values.items()), "dpt-figures"))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; everything in it is escaped, columns of numbers are aligned, and addresses of the web are links.
+
+    One with many rows scrolls below its header.
+    """
+    cells = [[text_of(cell) for cell in row] for row in rows]
+    return whole(cells_table([text_of(name) for name in header], cells))
+
+
+def shares(values: Mapping[str, float], *, unit: str = "") -> str:
+    """The parts of a whole, as a bar, with the number and the share of each beside its name.
+
+    Args:
+        values: From 0 up, with their names; the smallest are summed up where there are more than eight.
+        unit: Follows the numbers.
+    """
+    parts = _largest({name: value for name, value in values.items() if value > 0 and math.isfinite(value)})
+    total = sum(parts.values()) or 1.0
+    bar = "".join(
+        element("span", style=f"--c:var(--c{i});width:{100 * part / total:.2f}%")
+        for i, part in enumerate(parts.values())
+    )
+    named = [
+        element(
+            "li",
+            f"{text_of(name)} <b>{part / total:.0%}</b> {part:,.4g}{text_of(unit and ' ' + unit)}",
+            style=f"--c:var(--c{i})",
+        )
+        for i, (name, part) in enumerate(parts.items())
+    ]
+    return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", "".join(named), "dpt-legend"))
+
+
+def folded(summary: str, *pieces: str) -> str:
+    """`details` within a piece."""
+    return element("details", element("summary", text_of(summary)) + _bare(*pieces), "dpt-more dpt-stack")
+
+
+def _bare(*pieces: str) -> str:
+    return "".join(pieces).replace(shared(), "")
+
+
+def _figure(name: str, value: object) -> str:
+    shown, remark = value if isinstance(value, tuple) else (value, "")
+    is_bad = isinstance(shown, float) and not math.isfinite(shown)
+    small = element("small", text_of(remark)) if remark else ""
+    what = element("dd", text_of(shown) + small, "dpt-bad" if is_bad else "")
+    return element("div", element("dt", text_of(name_of(name))) + what)
+
+
+def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
+    """`table` within a piece, of cells that are HTML already."""
+    columns = list(zip(*cells, strict=True)) if cells else []
+    numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
+    kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)
+    head = "".join(element("th", name, kind, scope="col") for name, kind in zip(header, kinds, strict=True))
+    body = "".join(
+        element("tr", "".join(element("td", cell, kind) for cell, kind in zip(row, kinds, strict=True)))
+        for row in cells
+    )
+    content = element("thead", element("tr", head)) + element("tbody", body)
+    return element(
+        "div", element("table", content), f"dpt-scroll {class_}".rstrip(), tabindex=0, role="group", aria_label="table"
+    )
+
+
+def _largest(parts: Mapping[str, float]) -> dict[str, float]:
+    if len(parts) <= MAX_SHARES:
+        return dict(parts)
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return {**dict(ordered[: MAX_SHARES - 1]), "others": sum(value for _, value in ordered[MAX_SHARES - 1 :])}

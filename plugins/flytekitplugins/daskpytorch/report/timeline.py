@@ -1,0 +1,116 @@
+"""What happened, and when: spans of time on a line, events above it, and all of them in words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flytekitplugins.daskpytorch.process.streams import one_line
+from flytekitplugins.daskpytorch.report.html import element, text_of, whole
+from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
+
+__all__ = ["Event", "Span", "duration", "timeline"]
+
+MAX_EVENTS = 300
+"""Of more, the first and the last are shown."""
+MAX_TEXT = 300
+"""Characters of an event's text that are shown."""
+MAX_DETAIL = 1_000
+"""Characters of an event's detail that are shown."""
+MAX_SPANS = 400
+NUM_TICKS = 5
+NARROW = 4.0
+"""Per cent of the line below which a span has no room for its name."""
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+    time: float
+    """In seconds, on the same clock as the others."""
+    text: str
+    detail: str = ""
+    """More about it, which may be several lines; of a long one the end is shown."""
+    tone: Tone = "idle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that lasted."""
+
+    start: float
+    """In seconds, on the same clock as the others."""
+    end: float
+    text: str
+    tone: Tone = "idle"
+
+
+def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
+    """A line of time with spans on it and events above, and the events as a table.
+
+    Args:
+        spans: One after the other.
+        events: In the order in which they happened.
+    """
+    times = [*(time for span in spans for time in (span.start, span.end)), *(event.time for event in events)]
+    start = min(times, default=0.0)
+    length = max(max(times, default=0.0) - start, 1e-3)
+    line = "".join(_drawn(span, start, length) for span in spans[-MAX_SPANS:])
+    marks = "".join(_mark(event, start, length) for event in _ends(events))
+    ticks = "".join(element("span", duration(length * i / (NUM_TICKS - 1))) for i in range(NUM_TICKS))
+    words = "; ".join(f"{span.text} {duration(span.end - span.start)}" for span in spans[-MAX_SPANS:])
+    content = (
+        element("div", marks, "dpt-marks", aria_hidden="true")
+        + element("div", line, "dpt-track", role="img", aria_label=f"timeline of {duration(length)}: {words}")
+        + element("div", ticks, "dpt-ticks", aria_hidden="true")
+        + _events(events, start)
+    )
+    return whole(element("div", content, "dpt-card"))
+
+
+def duration(seconds: float) -> str:
+    """Such as `0.25 s`, `3 min 20 s`, `2 h 5 min`, `3.2 days`."""
+    if seconds < MINUTE:
+        return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
+    whole_seconds = round(seconds)
+    if seconds < HOUR:
+        return (
+            f"{whole_seconds // 60} min {whole_seconds % 60} s" if whole_seconds % 60 else f"{whole_seconds // 60} min"
+        )
+    if seconds < DAY:
+        return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60} min"
+    return f"{seconds / DAY:,.1f} days"
+
+
+def _drawn(span: Span, start: float, length: float) -> str:
+    left, width = 100 * (span.start - start) / length, 100 * (span.end - span.start) / length
+    class_ = f"dpt-{span.tone}" + (" dpt-narrow" if width < NARROW else "")
+    title = f"{span.text}: {duration(span.end - span.start)}"
+    return element("span", text_of(span.text), class_, title=title, style=f"left:{left:.3f}%;width:{width:.3f}%")
+
+
+def _mark(event: Event, start: float, length: float) -> str:
+    left = 100 * (event.time - start) / length
+    title = f"{duration(event.time - start)}: {one_line(event.text, MAX_TEXT)}"
+    return element("span", "", f"dpt-{event.tone}", title=title, style=f"left:{left:.3f}%")
+
+
+def _events(events: Sequence[Event], start: float) -> str:
+    rows = [
+        [
+            "+" + duration(event.time - start),
+            element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
+            + text_of(one_line(event.text, MAX_TEXT))
+            + (element("span", text_of(event.detail[-MAX_DETAIL:]), "dpt-soft") if event.detail else ""),
+        ]
+        for event in _ends(events)
+    ]
+    if (left_out := len(events) - len(rows)) > 0:
+        rows.insert(MAX_EVENTS // 2, ["", f"… {left_out:,} more …"])
+    return cells_table(["after", "what happened"], rows, "dpt-events") if rows else ""
+
+
+def _ends(events: Sequence[Event]) -> Sequence[Event]:
+    if len(events) <= MAX_EVENTS:
+        return events
+    return [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]

@@ -1,0 +1,633 @@
+"""The Deck of a training: what is kept of it, and what the page says."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Metrics, base_of, better
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.report import curve
+from flytekitplugins.daskpytorch.report.curve import MAX_POINTS
+from flytekitplugins.daskpytorch.report.html import shared
+from test_report import ODD_NAMES, Parts, chart_data, rows_of
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Clock:
+    """Goes forward when it is told to."""
+
+    now: float = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def record(step: int, rank: int = 0, num_steps: int | None = None, time: float = 0.0, **metrics: Any) -> LogRecord:
+    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=time, metrics=metrics)
+
+
+def shape(num_workers: int, per_worker: int = 1, *, gpus: int = 0) -> Shape:
+    names = tuple(map(str, range(gpus)))
+    nodes = [
+        Node(
+            worker=f"tcp://10.0.0.{number}:4000",
+            host=f"node-{number // 2}",
+            num_cores=8,
+            gpus=names,
+            gpu_names=("H100",) * gpus,
+            interface=None,
+            versions={"torch": "2.9.0"},
+        )
+        for number in range(num_workers)
+    ]
+    return Shape(name="flows.train", backend="gloo", nodes=nodes, places=place_ranks(nodes, per_worker))
+
+
+def usage(rank: int, time: float, num_steps: int, **changes: Any) -> RankUsage:
+    seconds = {"stepping": 1.5, "data": 0.25}
+    given = {"seconds": seconds, "cpu": 2.0, "memory": 3 << 30, "gpu_memory": None, "gpu_utilization": None} | changes
+    return RankUsage(rank=rank, time=time, num_steps=num_steps, **given)
+
+
+def by_step(recorder: Recorder) -> dict[str, Points]:
+    """Every line over the steps."""
+    return {name: points for chart in recorder._metrics.charts() for name, points in chart.by_step.items()}
+
+
+def body(recorder: Recorder, places: Mapping[str, str] | None = None) -> str:
+    """The page without what all pages share, which has been parsed."""
+    page = recorder.html(places).replace(shared(), "")
+    Parts(page)
+    return page
+
+
+def figures(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)(?:<small>.*?)?</dd>", page))
+
+
+def state(page: str) -> str:
+    return re.findall(r'class="dpt-chip[^>]*>(.*?)<', page)[0]
+
+
+def events(page: str) -> list[str]:
+    """The headings of what happened."""
+    return re.findall(r'aria-hidden="true"></span>([^<]+)', page.partition("dpt-events")[2])
+
+
+def fed(values: list[float], name: str = "loss") -> Points:
+    recorder = Recorder()
+    for step, value in enumerate(values):
+        recorder.logged(record(step, **{name: value}))
+    return by_step(recorder)[name]
+
+
+# ---- What is kept of the metrics
+
+
+def test_only_rank_0s_values_are_kept() -> None:
+    recorder = Recorder()
+    for step in range(3):
+        for rank in (1, 0, 2):
+            recorder.logged(
+                record(step, rank=rank, loss=float(rank), note="text", of_1=0.5) if rank else record(step, loss=2)
+            )
+    assert by_step(recorder) == {"loss": [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0)]}
+
+
+def test_what_is_kept_does_not_grow_with_the_steps() -> None:
+    metrics, sizes = Metrics(), []
+    for step in range(40_000):
+        metrics.take(record(step, loss=math.sin(step), epoch=step // 10))
+        metrics.take(record(step, held_out_loss=math.cos(step), epoch=step))
+        if step + 1 in (20_000, 40_000):
+            sizes.append(len(pickle.dumps(metrics)))
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_short_curves_are_kept_as_they_are() -> None:
+    values = [float(step % 7) for step in range(MAX_POINTS // 2)]
+    assert fed(values) == list(enumerate(values))
+
+
+@pytest.mark.parametrize("num_values", [MAX_POINTS + 1, 2 * MAX_POINTS - 1, 2 * MAX_POINTS, 7_777])
+def test_long_curves_have_no_more_points_than_are_meant(num_values: int) -> None:
+    points = fed([math.sin(step) for step in range(num_values)])
+    assert MAX_POINTS // 4 <= len(points) <= MAX_POINTS
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+
+
+@pytest.mark.parametrize("value", [9.0, -9.0])
+def test_no_spike_is_lost(value: float) -> None:
+    values = [math.sin(step) for step in range(7_777)]
+    values[5_001] = value
+    assert (5_001.0, value) in fed(values)
+
+
+def test_the_newest_value_of_a_level_curve_is_shown() -> None:
+    points = fed([1.0] * 5_000)
+    assert points[0] == (0.0, 1.0)
+    assert points[-1] == (4_999.0, 1.0)
+
+
+ENTRIES = st.lists(st.tuples(st.integers(-5, 40), st.integers(-9, 9)), max_size=40)
+"""Steps, which may go back, and values; a few times as many as a curve may have points in these tests."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(ENTRIES)
+def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[int, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curve, "MAX_POINTS", 8)
+        recorder = Recorder()
+        for step, value in entries:
+            recorder.logged(record(step, loss=value))
+        points, values = by_step(recorder).get("loss", []), [value for _, value in entries]
+    assert len(points) <= 8
+    assert set(points) <= set(entries)
+    assert {y for _, y in points} >= {pick(values) for pick in (min, max) if values}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(ENTRIES, st.none() | st.integers(-5, 40)), max_size=4), ENTRIES)
+def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
+    attempts: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curve, "MAX_POINTS", 8)
+        recorder, kept = Recorder(), []
+        for entries, resumed in [*attempts, (last, 40)]:
+            for step, value in entries:
+                recorder.logged(record(step, loss=value))
+            recorder.restarting("why", resumed)
+            kept = [entry for entry in [*kept, *entries] if resumed is not None and entry[0] <= resumed]
+            points = by_step(recorder).get("loss", [])
+            assert len(points) <= 8
+            assert set(points) <= set(kept)
+
+
+def test_a_restart_drops_what_will_be_logged_again() -> None:
+    recorder = Recorder()
+    for step in range(10):
+        recorder.logged(record(step, loss=float(step), late=1.0) if step > 5 else record(step, loss=float(step)))
+    recorder.restarting("rank 1: lost", 3)
+    assert by_step(recorder) == {"loss": [(float(step), float(step)) for step in range(4)]}
+    recorder.logged(record(4, loss=0.5))
+    assert by_step(recorder)["loss"][-2:] == [(3.0, 3.0), (4.0, 0.5)]
+    recorder.restarting("rank 1: lost", None)
+    assert by_step(recorder) == {}
+
+
+def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
+    recorder = Recorder()
+    for step in range(6):
+        recorder.logged(record(step, epoch=1 + step // 3, loss=float(step)))
+        if step % 3 == 2:
+            recorder.logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
+    [chart] = recorder._metrics.charts()
+    assert chart.title == "loss"
+    assert chart.by_step == {
+        "loss": [(float(step), float(step)) for step in range(6)],
+        "held_out_loss": [(2.0, 0.25), (5.0, 0.25)],
+    }
+    assert chart.by_epoch == {"loss": [(1.0, 0.5), (2.0, 0.5)], "held_out_loss": [(1.0, 0.25), (2.0, 0.25)]}
+    assert chart.best == {"held_out_loss": "min"}
+
+
+def test_an_epochs_value_is_the_mean_of_its_steps_where_nothing_sums_it_up() -> None:
+    recorder = Recorder()
+    for step in range(6):
+        recorder.logged(record(step, epoch=1 + step // 2, loss=float(step)))
+        if step % 2:
+            recorder.logged(record(step, val_loss=0.25))
+    [chart] = recorder._metrics.charts()
+    assert chart.by_epoch == {
+        "loss": [(1.0, 0.5), (2.0, 2.5), (3.0, 4.5)],
+        "val_loss": [(1.0, 0.25), (2.0, 0.25), (3.0, 0.25)],
+    }
+
+
+def test_a_restart_keeps_the_means_of_the_epochs_before_it() -> None:
+    recorder = Recorder()
+    for step in range(5):
+        recorder.logged(record(step, epoch=1 + step // 2, loss=float(step)))
+    recorder.restarting("lost", 3)
+    for step in range(4, 6):
+        recorder.logged(record(step, epoch=1 + step // 2, loss=9.0))
+    [chart] = recorder._metrics.charts()
+    assert chart.by_epoch == {"loss": [(1.0, 0.5), (2.0, 2.5), (3.0, 9.0)]}
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["loss", "held_out_loss"], "loss"),
+        (["loss", "val_loss", "test_loss"], "loss"),
+        (["train_loss", "valid_loss"], "loss"),
+        (["train/accuracy", "eval/accuracy"], "accuracy"),
+        (["train_loss_step", "val_loss_epoch"], "loss"),
+        (["loss.train", "loss.val"], "loss"),
+        (["eval_loss", "eval_runtime"], None),
+        (["test_loss"], "test loss"),
+        (["learning_rate", "grad_norm"], None),
+        (["value", "evaluation"], None),
+    ],
+)
+def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[str], title: str | None) -> None:
+    recorder = Recorder()
+    recorder.logged(record(0, **dict.fromkeys(names, 1.0)))
+    charts = list(recorder._metrics.charts())
+    if title is None:
+        assert [list(chart.by_step) for chart in charts] == [[name] for name in names]
+    else:
+        assert [(chart.title, list(chart.by_step)) for chart in charts] == [(title, names)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *[(name, "min") for name in ("loss", "val_loss", "perplexity", "word_error_rate", "test/mse", "cer")],
+        *[(name, "max") for name in ("accuracy", "val_acc", "f1", "eval/f1_macro", "r2", "mAP")],
+        *[(name, None) for name in ("learning_rate", "grad_norm", "concerns", "bitmap_size", "backlog")],
+    ],
+)
+def test_what_is_good_follows_from_the_name(name: str, mode: str | None) -> None:
+    assert better(name) == mode
+
+
+def test_a_name_of_nothing_but_its_kind_stays() -> None:
+    assert base_of("val_") == "val_"
+
+
+def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
+    recorder = Recorder()
+    for step in range(4 * MAX_CURVES):
+        recorder.logged(record(step, **{f"gradient_{step}": 1.0}))
+    assert list(by_step(recorder)) == [f"gradient_{step}" for step in range(MAX_CURVES)]
+    page = body(recorder)
+    assert len(chart_data(page)) == MAX_CURVES
+    assert f"Only the first {MAX_CURVES} metrics" in page
+    assert f"{MAX_CURVES - 8} more charts" in page
+
+
+def test_what_no_chart_can_show_is_left_out() -> None:
+    assert fed([1.0, math.nan, math.inf, 10**400, 1.7e308, -1.7e308, 2.0]) == [(0.0, 1.0), (6.0, 2.0)]
+
+
+# ---- How it is going
+
+
+def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
+    clock = Clock()
+    recorder = Recorder("flows.train", clock=clock)
+    assert state(body(recorder)) == "starting"
+    clock.now += 5
+    recorder.placed(shape(2))
+    recorder.formed(5.0)
+    for step in range(11):
+        recorder.logged(record(step, num_steps=101, time=2.0 * step, epoch=1, loss=1 / (step + 1)))
+    clock.now += 55
+    page = body(recorder)
+    assert state(page) == "training"
+    assert f"as of {time.strftime('%H:%M:%S', time.localtime(clock.now))}" in page
+    found = figures(page)
+    assert (found["epoch"], found["step"], found["running for"], found["loss"]) == ("1", "10", "1 min", "0.09091")
+    assert found["time left"] == "3 min"  # 90 steps at half a step per second
+    assert 'aria-valuenow="11"' in page
+    assert "best 0.09091 at step 10" in page
+
+
+@pytest.mark.parametrize(
+    ("error", "word", "first"),
+    [
+        (None, "done", None),
+        (
+            GangError("rank 1 raised ValueError: bad\nTraceback\nits lines", rank=1),
+            "failed",
+            "rank 1 raised ValueError: bad",
+        ),
+        (
+            StoppedEarlyError("others are better", epoch=1, metric="loss", value=2.0),
+            "stopped early",
+            "others are better",
+        ),
+        (GangCancelledError("train was cancelled"), "interrupted", "train was cancelled"),
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+    ],
+)
+def test_the_end_is_said_at_the_top(error: BaseException | None, word: str, first: str | None) -> None:
+    recorder = Recorder(clock=(clock := Clock()))
+    recorder.logged(record(0, loss=0.5))
+    clock.now += 30
+    recorder.conclude(error)
+    clock.now += 1_000
+    page = body(recorder)
+    assert state(page) == word
+    assert figures(page)["took"] == "30 s"
+    assert "time left" not in page
+    alerts = re.findall(r'role="alert"><strong>(.*?)</strong>(?:<pre tabindex="0">(.*?)</pre>)?', page, re.DOTALL)
+    assert [title for title, _ in alerts] == ([first] if first else [])
+    if word == "failed":
+        assert alerts[0][1] == "Traceback\nits lines"
+        assert page.index('role="alert"') < page.index("dpt-figures") < page.index("dpt-chart")
+
+
+def test_the_users_own_error_is_told_by_the_gangs_which_says_where() -> None:
+    recorder, error = Recorder(), ValueError("bad")
+    error.__cause__ = GangError("rank 1 on node-0: ValueError: bad")
+    recorder.ended(error)
+    assert "<strong>rank 1 on node-0: ValueError: bad</strong>" in body(recorder)
+
+
+def test_an_error_after_the_gangs_end_counts_and_the_first_stays() -> None:
+    recorder = Recorder()
+    recorder.ended(None)
+    recorder.conclude(OSError("the outputs did not arrive"))
+    recorder.conclude(ValueError("another"))
+    page = body(recorder)
+    assert state(page) == "failed"
+    assert "the outputs did not arrive" in page
+    assert "another" not in page
+
+
+def test_a_loss_that_is_no_number_is_told_once() -> None:
+    recorder = Recorder()
+    for step, loss in enumerate([0.5, math.nan, math.nan, math.inf]):
+        recorder.logged(record(step, loss=loss))
+    page = body(recorder)
+    assert events(page) == ["loss is nan at step 1"]
+    assert '<dd class="dpt-bad">inf</dd>' in page.replace("<small>", "</dd><small>")
+
+
+# ---- What happened
+
+
+def test_the_gangs_story_is_told() -> None:
+    recorder = Recorder(clock=(clock := Clock()))
+    recorder.resumed(40)
+    recorder.placed(shape(4))
+    recorder.formed(1.0)
+    for step in (50, 60, 70):
+        recorder.logged(record(step, loss=0.5))
+        recorder.kept(step)
+    clock.now += 60
+    recorder.restarting("rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)", 70)
+    recorder.noted("train: rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)")
+    recorder.noted("train: going on from step 70")
+    assert state(body(recorder)) == "starting again"
+    clock.now += 20
+    recorder.placed(shape(3))
+    recorder.formed(1.0)
+    recorder.logged(record(71, loss=0.4))
+    recorder.restarting("more workers have come", 71)
+    recorder.placed(shape(4))
+    recorder.formed(1.0)
+    clock.now += 10
+    recorder.ended(None)
+    page = body(recorder)
+    assert events(page) == [
+        "goes on from the checkpoint of step 40 of the attempt before",
+        "workers are there: 4 ranks on 4 workers of 2 hosts",
+        "all ranks have met",
+        "3 checkpoints, of steps 50 to 70",
+        "starts again from step 70: rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)",
+        "shrunk: 3 ranks on 3 workers of 2 hosts, where there were 4 ranks",
+        "all ranks have met",
+        "starts again from step 71: more workers have come",
+        "grown: 4 ranks on 4 workers of 2 hosts, where there were 3 ranks",
+        "all ranks have met",
+        "ended",
+    ]
+    assert "training 1 min; waiting for workers 20 s; ranks start 0 s; training 0 s" in page
+    [chart] = [data for data in chart_data(page) if data["title"] == "loss"]
+    assert [mark["x"] for mark in chart["marks"]] == [70, 71]
+    assert figures(page)["restarts"] == "2"
+
+
+def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
+    recorder = Recorder()
+    recorder.noted("train: rank 1 raised\nTraceback (most recent call last):\nValueError")
+    page = body(recorder)
+    assert events(page) == ["rank 1 raised"]
+    assert "Traceback (most recent call last):\nValueError" in page
+
+
+def test_the_story_does_not_grow_without_end() -> None:
+    recorder = Recorder()
+    for number in range(5_000):
+        recorder.noted(f"train: notice {number}")
+        recorder.restarting(f"reason {number}", number)
+    assert len(recorder._story.events) <= 2_000
+    assert len(body(recorder)) < 300_000
+
+
+# ---- Fast, who, with what, where
+
+
+def test_each_rank_has_its_usage_and_its_lines() -> None:
+    recorder = Recorder(clock=Clock())
+    for moment in range(3):
+        for rank in range(2):
+            recorder.used(usage(rank, 1_000.0 + 2 * moment, 10 * moment * (rank + 1), gpu_utilization=0.5))
+    page = body(recorder)
+    charts = {data["title"]: {line["name"]: line["y"] for line in data["lines"]} for data in chart_data(page)}
+    assert charts["steps per second"] == {"rank 0": [5, 5], "rank 1": [10, 10]}
+    assert charts["memory (GiB)"] == {"rank 0": [3, 3, 3], "rank 1": [3, 3, 3]}
+    assert charts["GPU utilization (%)"]["rank 1"] == [50, 50, 50]
+    assert "GPU memory (GiB)" not in charts
+    assert ["1", "40", "10", "1.5", "0.2", "2.00", "3.00"] in rows_of(page)
+
+
+def test_of_many_ranks_the_slowest_the_middle_and_the_fastest_are_drawn() -> None:
+    recorder = Recorder(clock=Clock())
+    recorder.placed(shape(9))
+    for moment in range(4):
+        for rank in range(9):
+            recorder.used(usage(rank, 1_000.0 + moment, rank * moment, cpu=float(rank)))
+    charts = {data["title"]: data["lines"] for data in chart_data(body(recorder))}
+    spread = {line["name"]: line["y"][-1] for line in charts["CPU (cores)"]}
+    assert spread == {"lowest rank": 0, "middle rank": 4, "highest rank": 8}
+
+
+def test_an_attempts_first_sample_says_nothing_of_its_speed() -> None:
+    recorder = Recorder(clock=Clock())
+    recorder.used(usage(0, 1_000.0, 100))
+    recorder.restarting("lost", None)
+    recorder.placed(shape(1))
+    recorder.used(usage(0, 1_002.0, 5))
+    recorder.used(usage(0, 1_004.0, 15))
+    charts = {data["title"]: data["lines"] for data in chart_data(body(recorder))}
+    assert charts["steps per second"][0]["y"] == [5]
+
+
+def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
+    recorder = Recorder()
+    parts = {
+        "starting": 5.0,
+        "stepping": 80.0,
+        "data": 5.0,
+        "evaluation": 4.0,
+        "saving": 3.0,
+        "waiting": 2.0,
+        "lost": 1.0,
+    }
+    recorder.accounted(Goodput(total=100.0, **parts))
+    page = body(recorder)
+    assert figures(page)["goodput"] == "80%"
+    assert re.findall(r"(\w+) <b>(\d+)%</b>", page) == [
+        *(("stepping", "80"), ("data", "5"), ("evaluation", "4"), ("saving", "3")),
+        *(("lost", "1"), ("waiting", "2"), ("starting", "5")),
+    ]
+
+
+def test_without_samples_the_pace_follows_from_the_records() -> None:
+    recorder = Recorder(clock=Clock())
+    for step in range(9):
+        recorder.logged(record(step, time=1_000.0 + 0.5 * step, loss=1.0, samples_per_second=64.0))
+    charts = {data["title"]: data["lines"][0]["y"] for data in chart_data(body(recorder))}
+    assert charts["steps per second"] == [2, 2, 2, 2]
+    assert charts["samples per second"] == [64] * 9
+
+
+def test_ranks_devices_and_versions_are_tables() -> None:
+    recorder = Recorder()
+    recorder.placed(shape(2, 2, gpus=2))
+    rows = rows_of(body(recorder))
+    assert ["3", "1", "node-0", "tcp://10.0.0.1:4000", "H100 (GPU 1)", "2"] in rows
+    assert ["torch", "2.9.0"] in rows
+
+
+def test_inputs_are_shown_without_secrets() -> None:
+    recorder = Recorder(
+        "train", {"lr": 0.003, "api_key": "sk-123", "options": {"password": "hush"}, "names": ["a"] * 99}
+    )
+    rows = rows_of(page := body(recorder))
+    assert ["lr", "0.003"] in rows
+    assert ["num_names", "99"] in rows
+    assert "sk-123" not in page
+    assert "hush" not in page
+
+
+def test_checkpoints_and_places_are_tables() -> None:
+    recorder = Recorder()
+    assert "Checkpoints" not in body(recorder)
+    place = "s3://bucket/<own>/step-3.pt"
+    recorder.keeps([SavedCheckpoint(step=1, metrics={}, size=1, place=None)])
+    recorder.keeps(
+        [
+            SavedCheckpoint(step=3, metrics={"loss": 0.123456789, "hits": 2.0}, size=1_234_567, place=place),
+            SavedCheckpoint(step=7, metrics={"loss": math.nan}, size=5, place=None),
+        ]
+    )
+    page = body(recorder, {"Weights & Biases": "https://wandb.ai/run"})
+    rows = rows_of(page)
+    assert ["3", "loss 0.123457, hits 2", "1,234,567", "s3://bucket/<own>/step-3.pt"] in rows
+    assert ["7", "loss nan", "5", "the driver's disk"] in rows
+    assert not [row for row in rows if row[:1] == ["1"]]
+    assert '<td>Weights &amp; Biases</td><td><a href="https://wandb.ai/run"' in page
+
+
+# ---- Whatever comes
+
+
+def test_a_large_gangs_page_weighs_less_than_a_megabyte() -> None:
+    recorder = Recorder("train", {f"input_{i}": "x" * 100 for i in range(50)}, clock=Clock())
+    recorder.placed(shape(125, 8, gpus=8))
+    recorder.formed(9.0)
+    for step in range(3_000):
+        metrics = {f"layer_{i}/gradient_norm": math.sin(step * i) * 10 ** (i % 9) for i in range(2 * MAX_CURVES)}
+        recorder.logged(record(step, epoch=step // 100, **metrics))
+        if step % 100 == 99:
+            recorder.logged(
+                record(step, epoch=step // 100, **{f"val_{name}": value for name, value in metrics.items()})
+            )
+            recorder.kept(step)
+            recorder.noted(f"train: a notice\n{'Traceback ' * 1_000}")
+    for moment in range(200):
+        for rank in range(0, 1_000, 1 if moment > 197 else 100):
+            recorder.used(usage(rank, 1_000.0 + moment, moment, gpu_memory=40 << 30, gpu_utilization=0.9))
+    recorder.keeps(
+        [SavedCheckpoint(step=i, metrics={"loss": 1.0}, size=10**9, place="s3://" + "x" * 100) for i in range(50)]
+    )
+    recorder.ended(GangError("rank 1 failed\n" + "line\n" * 100_000))
+    assert len(body(recorder).encode()) < 930_000
+    assert len(recorder.html().encode()) < 1_000_000
+
+
+def test_no_name_breaks_the_page_or_gets_into_it_unescaped() -> None:
+    recorder = Recorder("<b>", dict.fromkeys(ODD_NAMES, "<b>"))
+    for name in ODD_NAMES:
+        recorder.logged(record(0, **{name: 1.0}))
+        recorder.noted(name)
+    recorder.ended(ValueError("<b>\ud800"))
+    page = body(recorder, dict.fromkeys(ODD_NAMES, "<b>"))
+    recorder.html().encode()
+    assert "<b>" not in re.sub(r"<b>(1|no values)</b>", "", page)
+    assert "\x1b" not in page
+    assert "x" * 1_000 not in re.sub(r"<t[dh].*?</t[dh]>", "", page)
+    assert len(chart_data(page)) == len(ODD_NAMES)
+
+
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.booleans(),
+    st.sampled_from([10**400, -(10**400), 1e308, -1e308, 5e-324, math.nan, math.inf, -math.inf, -0.0]),
+)
+NAMES = st.one_of(st.sampled_from(["loss", "epoch", "held_out_loss", "samples_per_second", *ODD_NAMES[:8]]), st.text())
+STEPS = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-3, 10)
+RECORDS = st.builds(
+    LogRecord,
+    rank=st.integers(0, 1),
+    step=STEPS,
+    num_steps=st.none() | STEPS,
+    time=st.floats(),
+    metrics=st.dictionaries(NAMES, NUMBERS | st.text() | st.just("x" * 100_000), max_size=4),
+)
+USAGES = st.builds(
+    RankUsage,
+    rank=st.integers(0, 6),
+    time=st.floats(),
+    num_steps=st.integers(0, 9),
+    seconds=st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
+    cpu=st.floats(),
+    memory=st.integers(0, 2**60),
+    gpu_memory=st.none() | st.integers(0, 2**60),
+    gpu_utilization=st.none() | st.floats(),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(heard=st.lists(RECORDS | USAGES | st.text() | st.none() | st.integers(), max_size=6))
+def test_whatever_is_heard_can_be_shown(heard: list[Any]) -> None:
+    recorder = Recorder()
+    for each in heard:
+        match each:
+            case LogRecord():
+                recorder.logged(each)
+            case RankUsage():
+                recorder.used(each)
+            case str():
+                recorder.noted(each)
+            case None:
+                recorder.restarting("why", None)
+            case int():
+                recorder.kept(each)
+    body(recorder).encode()

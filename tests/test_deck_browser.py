@@ -1,0 +1,83 @@
+"""Decks in a real browser, all in one page load: what is drawn, what is said of it, what overflows."""
+
+from __future__ import annotations
+
+import pytest
+
+from browser import Inspected, inspect
+from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.goodput import Goodput
+from test_deck import Clock, record, shape, usage
+
+WIDTHS = (1200, 600)
+LONG = "a-long-name/without-any-place-to-break_it" * 5
+
+
+def trained() -> Recorder:
+    """All that a page may have, with a restart in it."""
+    recorder = Recorder("flows.train", {"lr": 0.1, LONG: LONG}, clock=(clock := Clock()))
+    recorder.placed(shape(4, gpus=1))
+    recorder.formed(1.0)
+    for step in range(200):
+        clock.now += 1
+        recorder.logged(record(step, num_steps=400, time=clock.now, epoch=1 + step // 50, loss=100 / (1 + step)))
+        if step % 50 == 49:
+            recorder.logged(record(step, time=clock.now, epoch=1 + step // 50, held_out_loss=1.0 + 1 / (1 + step)))
+            recorder.kept(step)
+        for rank in range(4):
+            recorder.used(usage(rank, clock.now, step, gpu_memory=1 << 35, gpu_utilization=0.5))
+        if step == 120:
+            recorder.restarting(f"rank 3 was killed {LONG}", 99)
+            recorder.placed(shape(3))
+            recorder.formed(1.0)
+    recorder.accounted(Goodput(total=9, starting=1, stepping=5, data=1, evaluation=1, saving=0.5, waiting=0.5, lost=0))
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Inspected]:
+    failed = trained()
+    failed.ended(GangError(f"rank 1 raised ValueError: {LONG}\n{LONG}", rank=1))
+    points = [(0, 1.0), (1, 0.5), (2, 0.25)]
+    loose = report.line_chart("first", {"a": points}, "step") + report.line_chart("second", {"b": points[:1]}, "step")
+    pages = {
+        "training": trained().html({"results": f"s3://{LONG}"}),
+        "failed": failed.html(),
+        "empty": Recorder("flows.train").html() + report.line_chart("nothing", {"loss": []}, "step"),
+        "two": report.page(report.line_chart("one", {"a": points}, "epoch")) + report.page(loose),
+        "loose": loose,
+    }
+    return inspect(pages, tmp_path_factory.mktemp("browser"), WIDTHS)
+
+
+def test_nothing_is_wider_than_the_window(inspected: dict[tuple[str, int], Inspected]) -> None:
+    assert {page: found.overflow for page, found in inspected.items()} == dict.fromkeys(inspected, 0)
+
+
+def test_every_chart_is_drawn(inspected: dict[tuple[str, int], Inspected]) -> None:
+    drawn = {page: (found.num_drawn, found.num_charts) for page, found in inspected.items()}
+    assert drawn["two", 1200] == (3, 3)
+    assert drawn["loose", 600] == (2, 2)
+    assert drawn["training", 1200] == drawn["failed", 600] == (7, 7)
+
+
+def test_every_chart_has_a_text_and_a_table_in_its_place(inspected: dict[tuple[str, int], Inspected]) -> None:
+    for found in inspected.values():
+        assert found.num_tables == found.num_charts
+        assert all(len(label) > 10 for label in found.labels)
+    assert "loss by step: loss: 100 at step 0" in inspected["training", 1200].labels[0]
+
+
+def test_no_page_asks_anything_of_others_and_no_script_fails(inspected: dict[tuple[str, int], Inspected]) -> None:
+    for found in inspected.values():
+        assert found.requests == []
+        assert found.errors == []
+
+
+def test_arrow_keys_read_values_and_buttons_can_be_pressed(inspected: dict[tuple[str, int], Inspected]) -> None:
+    found = inspected["loose", 1200]
+    assert found.legend == ["0.25", "1"]
+    assert found.legend_after_arrow == ["1 at 0", "1"]
+    assert found.pressed == ["true", "false", "true", "false"]  # the logarithmic scale is on, the line is off
