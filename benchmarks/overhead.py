@@ -11,7 +11,7 @@ are taken within a round; their median and quartiles are printed.
 
 torchrun  a plain script under `torchrun`
 bare      a gang with `hang_timeout=None`, whose function calls nothing of ours
-watched   a gang with `hang_timeout=60`, in a block in which its function calls nothing of ours
+watched   a gang as it is out of the box (`hang_timeout="auto"`), in a block in which its function calls nothing of ours
 full      the same gang, in a block with `should_stop` and `log` at every step, and one checkpoint of model and
           optimizer in the middle, so that it is written and sent to the driver before the block is over
 
@@ -134,7 +134,7 @@ ARMS = ("torchrun", "bare", "watched", "full")
 LABELS = {
     "torchrun": "torchrun: a plain script under `torchrun`",
     "bare": "bare: a gang, `hang_timeout=None`, no calls",
-    "watched": "watched: a gang, `hang_timeout=60`, no calls",
+    "watched": 'watched: a gang, `hang_timeout="auto"`, no calls',
     "full": "**full: the same, with `log`, `should_stop`, checkpoint**",
 }
 PAIRS = (("full", "watched"), ("watched", "bare"), ("bare", "torchrun"), ("full", "torchrun"))
@@ -160,7 +160,7 @@ def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
         gangs = {
             "torchrun": Gang.of_torchrun(NUM_RANKS, here / "torchrun", TORCHRUN),
             "bare": Gang.of_driver(NUM_RANKS, here / "bare", DASK, cluster.contact, None),
-            "watched": Gang.of_driver(NUM_RANKS, here / "watched", DASK, cluster.contact, 60.0),
+            "watched": Gang.of_driver(NUM_RANKS, here / "watched", DASK, cluster.contact, "auto"),
         }
         gangs["full"] = gangs["watched"]
         for arm in ARMS:  # not counted: whatever is done at a first step

@@ -97,11 +97,11 @@ def test_signs_of_life_count_once_all_have_met(attempt: Attempt) -> None:
     for rank in range(4):
         attempt.note_ready(rank)
     assert attempt.stillness is not None
-    met_at = attempt.stillness.oldest([0])
+    met_at = attempt.stillness.hangs_at([0], 0.0)
     time.sleep(0.01)
     attempt.note_moves(0, 6)
-    assert attempt.stillness.oldest([0, 1]) == attempt.stillness.oldest([1]) == met_at
-    assert attempt.stillness.oldest([0]) != met_at
+    assert attempt.stillness.hangs_at([0, 1], 0.0) == attempt.stillness.hangs_at([1], 0.0) == met_at
+    assert attempt.stillness.hangs_at([0], 0.0) != met_at
 
 
 def test_ranks_that_stopped_early_are_known(attempt: Attempt) -> None:

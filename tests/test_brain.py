@@ -1002,6 +1002,115 @@ def test_own_exception_ends_the_attempt_without_a_question(world_of: MakeWorld) 
     assert [type(order) for order in world.agent(W2).orders] == [messages.Stop]
 
 
+# ---- Hanging, by `auto` ---------------------------------------------------------------------------------------------
+
+
+def watch(world: World, seconds: float) -> None:
+    """Let time go by while the ranks answer whatever they are asked, and give no sign of life by themselves."""
+    for _ in range(int(seconds / 10)):
+        world.wait(10.0)
+        world.obey_all()
+
+
+def formed(world: World) -> World:
+    world.form()
+    for agent in world.connected():
+        world.report(agent, next(iter(agent.ranks)), Moved(0))
+    return world
+
+
+def test_ranks_that_all_wait_hang_after_five_minutes(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    world.recalled = {0: recalled(1, 2, is_done=False), 1: recalled(1, is_done=False)}
+    watch(world, 300)
+    assert not world.is_over
+    watch(world, 60)
+    assert isinstance(raised(world), GangHungError)
+    assert "hang_timeout='auto'" in str(world.error)
+
+
+def test_rank_that_may_be_at_work_is_left_alone_however_long_others_wait(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    world.recalled = {0: recalled(1, 2, is_done=False), 1: recalled(1)}
+    watch(world, 5 * 3600)
+    assert not world.is_over
+
+
+@pytest.mark.parametrize("recalled", [{}, {0: recalled(1), 1: recalled(1)}])
+def test_nobody_hangs_where_nobody_waits_or_says_so(world_of: MakeWorld, recalled: dict[int, Recalled]) -> None:
+    world = formed(world_of(max_restarts=0))
+    world.recalled = recalled
+    watch(world, 5 * 3600)
+    assert not world.is_over
+
+
+def test_silence_is_allowed_ten_times_as_long_as_the_slowest_before_it(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    watch(world, 100)
+    world.report(world.agent(W1), 0, Moved(1))
+    world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
+    watch(world, 1000)
+    assert not world.is_over
+    watch(world, 120)  # there is a second look
+    assert isinstance(raised(world), GangHungError)
+
+
+def test_gang_in_which_anybody_moves_does_not_hang(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
+    for moves in range(1, 20):
+        watch(world, 200)
+        world.report(world.agent(W2), 1, Moved(moves))
+    assert not world.is_over
+
+
+def test_ranks_that_wait_in_another_collective_at_each_look_do_not_hang(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    for number in range(1, 200):
+        world.recalled = {0: recalled(number, is_done=False), 1: recalled(number, is_done=False)}
+        watch(world, 30)
+    assert not world.is_over
+
+
+def test_rank_whose_function_has_returned_is_waited_for_in_vain(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    world.recalled = {0: recalled(1, 2, is_done=False), 1: recalled(1)}
+    world.deliver(world.agent(W2))
+    watch(world, 400)
+    error = raised(world)
+    assert isinstance(error, GangHungError)
+    assert error.rank == 1
+    assert "its function has returned" in error.cause
+
+
+def test_last_rank_at_work_is_left_alone(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    world.recalled = {0: recalled(1), 1: recalled(1)}
+    world.deliver(world.agent(W2))
+    watch(world, 5 * 3600)
+    assert not world.is_over
+
+
+def test_looks_become_rare_as_silence_grows(world_of: MakeWorld) -> None:
+    world = formed(world_of(max_restarts=0))
+    looks = []
+    for minute in range(1, 300):
+        world.wait(60.0)
+        if messages.Tell(Locate()) in world.agent(W1).orders:
+            looks.append(minute)
+        world.obey_all()
+    assert looks[0] == 5
+    assert 15 < len(looks) < 60
+
+
+def test_gang_that_may_hang_for_ever_is_never_asked(world_of: MakeWorld) -> None:
+    world = formed(world_of(hang_timeout=None))
+    assert world.starts[0].job.pulse is None
+    world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
+    watch(world, 3600)
+    assert not world.is_over
+
+
 # ---- The best checkpoints -------------------------------------------------------------------------------------------
 
 BEST = Keep(last=1, best=1, metric="loss")
@@ -1160,7 +1269,7 @@ SETTINGS = st.fixed_dictionaries(
         "ranks_per_worker": st.sampled_from([1, 1, 2]),
         "min_workers": st.sampled_from([1, 1, None]),
         "max_restarts": st.sampled_from([0, 1, 5, 5]),
-        "hang_timeout": st.sampled_from([None, 20.0]),
+        "hang_timeout": st.sampled_from([None, 20.0, "auto"]),
         "heeds": st.booleans(),
         "keep": st.sampled_from([Keep(), Keep(last=1, best=2, metric="loss")]),
     }

@@ -44,18 +44,18 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
         ("max_restarts", -1, "a whole number from 0 to 1000000"),
         ("max_restarts", 1.5, "a whole number from 0 to 1000000"),
         ("max_restarts", None, "a whole number from 0 to 1000000"),
-        ("hang_timeout", 0, "None or seconds from 0.1 to 1209600"),
+        ("hang_timeout", 0, "'auto', None or seconds from 0.1 to 1209600"),
         ("start_timeout", float("inf"), "seconds above 0 and at most 1209600"),
         ("start_timeout", 10**400, "seconds above 0 and at most 1209600"),
         ("max_restarts", False, "a whole number from 0 to 1000000"),
         ("max_restarts", 0.0, "a whole number from 0 to 1000000"),
         ("max_restarts", 10**30, "a whole number from 0 to 1000000"),
-        ("hang_timeout", float("inf"), "None or seconds from 0.1 to 1209600"),
-        ("hang_timeout", 1e-9, "None or seconds from 0.1 to 1209600"),
+        ("hang_timeout", float("inf"), "'auto', None or seconds from 0.1 to 1209600"),
+        ("hang_timeout", 1e-9, "'auto', None or seconds from 0.1 to 1209600"),
         ("key", "", "None or up to 100 of the characters"),
         ("key", "../other", "None or up to 100 of the characters"),
         ("key", 7, "None or up to 100 of the characters"),
-        ("hang_timeout", True, "None or seconds from 0.1 to 1209600"),
+        ("hang_timeout", True, "'auto', None or seconds from 0.1 to 1209600"),
         ("keep", 3, "a Keep"),
         ("keep", None, "a Keep"),
         ("checkpoint_uri", "", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
@@ -112,7 +112,7 @@ def test_gang_accepts_what_it_allows() -> None:
 
 
 def test_gang_starts_again_and_does_not_watch_for_hangs_unless_told() -> None:
-    assert (Gang().max_restarts, Gang().hang_timeout) == (3, None)
+    assert (Gang().max_restarts, Gang().hang_timeout) == (3, "auto")
     assert (Gang(max_restarts=0).max_restarts, Gang(hang_timeout=30).hang_timeout) == (0, 30)
 
 

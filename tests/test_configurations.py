@@ -104,7 +104,7 @@ GANG = some(
     min_workers=COUNTS | st.none(),
     max_restarts=st.integers(0, 5),
     start_timeout=SECONDS,
-    hang_timeout=SECONDS | st.none(),
+    hang_timeout=SECONDS | st.sampled_from(["auto", None]),
     key=st.from_regex(r"\A\w[\w.-]{0,9}\Z", fullmatch=True) | st.none(),
     keep=st.builds(Keep, last=COUNTS),
 )
@@ -155,7 +155,7 @@ def test_gangs(values: dict[str, Any]) -> None:
     if gang is None:
         return
     assert pickle.loads(pickle.dumps(gang)) == gang
-    for seconds in filter(None, (gang.start_timeout, gang.hang_timeout)):
+    for seconds in (each for each in (gang.start_timeout, gang.hang_timeout) if each not in {None, "auto"}):
         assert timedelta(seconds=seconds) > timedelta(0)
         assert 1_000 * seconds < 2**31  # what waits for sockets counts in milliseconds
     assert FailurePolicy(gang.max_restarts).limit >= 0
@@ -376,7 +376,7 @@ def test_gangs_of_valid_configurations_run() -> None:
         min_workers=st.sampled_from([None, 1]),
         max_restarts=st.integers(0, 1_000_000),
         start_timeout=st.floats(60, 1_209_600),
-        hang_timeout=st.none() | st.floats(30, 1_209_600),
+        hang_timeout=st.sampled_from(["auto", None]) | st.floats(30, 1_209_600),
     )
 
     @settings(thoroughly, max_examples=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     Stillness,
     collective_of,
     find_hung,
+    pulse_for,
     report_hang,
+    waits_of,
 )
+from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):
@@ -97,13 +101,38 @@ def test_first_report_is_a_sign_of_life_even_if_it_counts_none() -> None:
     assert stillness.still_for(0, now=12.0) == 0.0
 
 
-def test_oldest_is_that_of_the_ranks_in_question() -> None:
+def test_stillest_of_the_ranks_in_question_counts_where_seconds_are_given() -> None:
     stillness = Stillness([0, 1, 2], now=10.0)
     stillness.note(1, 1, now=12.0)
     stillness.note(2, 1, now=11.0)
-    assert stillness.oldest([0, 1, 2]) == 10.0
-    assert stillness.oldest([1, 2]) == 11.0
-    assert stillness.oldest([]) is None
+    assert stillness.hangs_at([0, 1, 2], 5.0) == 15.0
+    assert stillness.hangs_at([1, 2], 5.0) == 16.0
+    assert stillness.hangs_at([], 5.0) == math.inf
+
+
+def test_newest_sign_and_slowest_step_count_by_auto() -> None:
+    stillness = Stillness([0, 1], now=10.0)
+    stillness.note(1, 1, now=12.0)
+    assert stillness.hangs_at([0, 1], "auto") == 312.0
+    stillness.note(0, 1, now=60.0)
+    stillness.note(1, 2, now=61.0)
+    assert stillness.hangs_at([0, 1], "auto") == 61.0 + 10 * 50.0
+    assert stillness.hangs_at([0], "auto") == 60.0 + 10 * 50.0
+    assert stillness.hangs_at([], "auto") == math.inf
+
+
+def test_silence_that_is_explained_is_none_but_what_was_slow_before_stays_so() -> None:
+    stillness = Stillness([0], now=10.0)
+    stillness.note(0, 1, now=60.0)
+    stillness.restart(now=900.0)
+    assert stillness.still_for(0, now=901.0) == 1.0
+    stillness.note(0, 2, now=910.0)
+    assert stillness.hangs_at([0], "auto") == 910.0 + 10 * 50.0
+
+
+@pytest.mark.parametrize(("setting", "pulse"), [(None, None), ("auto", 10.0), (300.0, 1.0), (2.0, 0.4)])
+def test_ranks_report_often_enough_for_what_is_asked(setting: float | str | None, pulse: float | None) -> None:
+    assert pulse_for(setting) == pulse
 
 
 # ---- Who is it? -----------------------------------------------------------------------------------------------------
@@ -170,7 +199,7 @@ def test_ranks_in_different_collectives_are_told_apart() -> None:
 
 
 def test_report_shows_the_users_frames_of_the_main_threads() -> None:
-    rank, report = report_hang({0: state(), 1: state(stacks=IN_DATA_LOADING, still_for=2.0), 2: state()}, 8.0)
+    rank, report = report_hang({0: state(), 1: state(stacks=IN_DATA_LOADING, still_for=2.0), 2: state()}, 8)
     assert rank == 1
     assert report == (
         "it hangs, or holds up the others: no sign of life for 9.0 s (hang_timeout=8); it is not inside a collective\n"
@@ -187,6 +216,40 @@ def test_report_has_ten_lines_of_a_deep_stack_and_what_there_is_without_frames()
     _, report = report_hang({0: state(stacks=deep), 1: state(None, stacks="it did not answer")}, 8.0)
     assert report.count("deep.py") == 10
     assert "rank 1, it did not answer" in report
+
+
+def waiting_in(number: int, *, is_done: bool = False) -> Recalled:
+    collective = Collective(
+        group="g", number=number, operation="barrier", inputs=[], outputs=[], dtypes=[], is_done=is_done
+    )
+    return Recalled(groups=["g"], collectives=[collective])
+
+
+def test_report_has_the_collective_before_the_stacks_where_ranks_remember() -> None:
+    states = {
+        0: RankState(is_done=False, num_collectives=5, still_for=9.0, stacks=IN_BARRIER, recalled=waiting_in(5)),
+        1: RankState(is_done=True, num_collectives=4, still_for=9.0, stacks="", recalled=waiting_in(4, is_done=True)),
+    }
+    rank, report = report_hang(states, "auto")
+    first, shown, _ = report.split("\n", 2)
+    assert rank == 1
+    assert first.endswith(
+        "(hang_timeout='auto'); rank 1 has not called collective 5 of g, barrier, in which rank 0 waits; "
+        "its function has returned"
+    )
+    assert shown == "Collective 5 of g, as torch's flight recorder has it:"
+    assert report.index("rank 1: not called") < report.index("What the main threads were doing")
+
+
+def test_ranks_wait_if_none_of_them_is_at_work_or_silent() -> None:
+    def of(recalled: Recalled | None, *, is_done: bool = False) -> RankState:
+        return RankState(is_done=is_done, num_collectives=1, still_for=1.0, stacks="", recalled=recalled)
+
+    waits = {0: of(waiting_in(1)), 1: of(waiting_in(2))}
+    assert waits_of(waits) == {0: {("g", 1)}, 1: {("g", 2)}}
+    assert waits_of(waits | {2: of(None, is_done=True)}) == waits_of(waits)
+    assert waits_of(waits | {2: of(None)}) is None
+    assert waits_of(waits | {2: of(waiting_in(2, is_done=True))}) is None
 
 
 # ---- Inside a collective? -------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class PreemptedError(WorkerLostError):
 
 
 class GangHungError(GangError):
-    """A rank stood still for longer than `hang_timeout`; the message has the stacks of all ranks."""
+    """Ranks stood still for longer than `hang_timeout` allows; the message says what each was doing."""
 
 
 class GangStartError(GangError):

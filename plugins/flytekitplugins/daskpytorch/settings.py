@@ -95,10 +95,16 @@ class Gang:
     start_timeout: float = 600.0
     """Seconds within which the scheduler answers, the workers come, or come back, and all ranks form their process
     group."""
-    hang_timeout: float | None = None
-    """Seconds without a sign of life after which a rank counts as hung; None: never. Signs of life are optimizer steps
-    and the calls of `log`, `should_stop` and `checkpoint` on `current_rank()`: allow for the longest time between two,
-    the evaluation and the start of the training included."""
+    hang_timeout: float | Literal["auto"] | None = "auto"
+    """When a gang that gives no sign of life is ended, with a report of what each rank was doing.
+
+    `auto`: once all ranks wait in collectives, so that nobody is left who could go on, and none has moved for five
+    minutes, and for ten times as long as any took before from one sign to the next. While a rank may be at work, as in
+    an evaluation, its loader or a loop without end, the others run into the process group's own time-out, whose error
+    names that rank as well. (It needs the flight recorder of a recent torch.) A number: seconds of silence
+    after which a single rank counts as hung, whatever it does: allow for the longest time between two signs, the
+    evaluation and the start of the training included. None: never. Signs of life are optimizer steps and the calls of
+    `log`, `should_stop` and `checkpoint` on `current_rank()`."""
 
     grace_period: float = 20.0
     """Seconds for the ranks to save and return once the task or a worker is told to end (SIGTERM). What follows, such
@@ -142,9 +148,11 @@ class Gang:
         )
         problems.unless(is_seconds(self.start_timeout), "start_timeout", SECONDS)
         problems.unless(
-            self.hang_timeout is None or is_seconds(self.hang_timeout, MIN_HANG_TIMEOUT),
+            self.hang_timeout is None
+            or is_among(self.hang_timeout, ("auto",))
+            or is_seconds(self.hang_timeout, MIN_HANG_TIMEOUT),
             "hang_timeout",
-            f"None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
+            f"'auto', None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
         )
         problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
         problems.unless(isinstance(self.hints, bool), "hints", "True or False")

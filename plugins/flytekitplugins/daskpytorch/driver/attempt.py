@@ -64,6 +64,8 @@ class Attempt:
     """When to ask the ranks where they are, after a failure that may come of a collective; by the clock."""
     stillness: Stillness | None = None
     """From the moment that all have met."""
+    waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
+    """The collectives that all ranks waited in at the last look, if they did."""
     hangs_at: float = 0.0
     """Not before this moment can it count as hung: ranks that have not ended only move on."""
     stop_at: float | None = None
@@ -150,8 +152,9 @@ class Attempt:
 
     def note_stirring(self) -> None:
         """A debugger or a commit is done: for all ranks, which may have waited for it, silence is counted from here."""
-        if self.is_formed:
-            self.stillness, self.hangs_at = Stillness(self.places, self.clock()), 0.0
+        if self.stillness is not None:
+            self.hangs_at = 0.0
+            self.stillness.restart(self.clock())
         else:
             self.began_at = self.clock()
 

@@ -14,7 +14,7 @@ a test can play a whole gang's life through.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, assert_never
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
@@ -24,7 +24,13 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
 from flytekitplugins.daskpytorch.driver.committer import Committer
-from flytekitplugins.daskpytorch.driver.hang_detector import RankState, report_hang
+from flytekitplugins.daskpytorch.driver.hang_detector import (
+    RankState,
+    next_look,
+    pulse_for,
+    report_hang,
+    waits_of,
+)
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -508,7 +514,7 @@ class Brain:
             best_by=self._settings.keep.metric,
             hints=self._settings.hints,
             debugging=self._debugging,
-            pulse=min(1.0, self._settings.hang_timeout / 5) if self._settings.hang_timeout else None,
+            pulse=pulse_for(self._settings.hang_timeout),
             host=self._request.host,
             environment=self._request.environment,
             observers=in_rank,
@@ -795,9 +801,18 @@ class Brain:
         attempt.hangs_at = 0.0  # somebody may have moved since
         if (hangs_at := self._hangs_at(attempt)) is None or self._now() < hangs_at:
             return False
-        attempt.hang = report_hang(self._rank_states(attempt), self._settings.hang_timeout or 0.0)
+        states = self._rank_states(attempt)
+        if self._settings.hang_timeout == "auto" and not self._is_stuck(attempt, states):
+            attempt.hangs_at = self._now() + next_look(states)
+            return False
+        attempt.hang = report_hang(states, self._settings.hang_timeout or "auto")
         self._tell(messages.Tell(orders.ShowStacks()))
         return True
+
+    def _is_stuck(self, attempt: Attempt, states: Mapping[int, RankState]) -> bool:
+        """Whether all ranks wait in collectives, the same as at the last look: nobody is left who could go on."""
+        before, attempt.waits = attempt.waits, waits_of(states)
+        return attempt.waits is not None and attempt.waits == before
 
     def _ask_where(self, attempt: Attempt) -> None:
         self._stacks.clear()
@@ -814,14 +829,14 @@ class Brain:
                 peer.send(messages.Dump(silent))
 
     def _hangs_at(self, attempt: Attempt) -> float | None:
-        """When the gang counts as hung unless something moves."""
-        if self._settings.hang_timeout is None or attempt.stillness is None or attempt.prompts.debugged:
+        """When the gang counts as hung, or by `auto` is looked at, unless something moves."""
+        timeout = self._settings.hang_timeout
+        if timeout is None or attempt.stillness is None or attempt.prompts.debugged:
             return None
         if self._commits:  # at its end a rank may wait for this, to write what it has saved last
             return None
         if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
-            oldest = attempt.stillness.oldest(attempt.running)
-            attempt.hangs_at = math.inf if oldest is None else oldest + self._settings.hang_timeout
+            attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, timeout)
         return attempt.hangs_at
 
     def _rank_states(self, attempt: Attempt) -> dict[int, RankState]:

@@ -1,40 +1,80 @@
 """Which ranks stand still, and which of them holds up the others. Pure; runs in the driver."""
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, named
 from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS, users_frames
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
-__all__ = ["RankState", "Stillness", "collective_of", "explain_failure", "find_hung", "report_hang"]
+__all__ = [
+    "RankState",
+    "Stillness",
+    "collective_of",
+    "explain_failure",
+    "find_hung",
+    "next_look",
+    "pulse_for",
+    "report_hang",
+    "waits_of",
+]
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
 FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
+LEAST_TIMEOUT = 300.0
+"""Seconds of silence in which nobody counts as hung by `auto`, and ..."""
+SLOWNESS = 10.0
+"""... so many times the slowest that was seen."""
+AUTO_PULSE = 10.0
+"""Seconds: little beside these 300, and nothing that a step notices."""
+LOOK_INTERVAL = 30.0
+"""Seconds from one look at where all ranks are to the next, by `auto`; once they have stood still for long, more."""
 MAX_FRAMES = 10
 """Of each rank in the report; the log has all."""
+
+
+def pulse_for(hang_timeout: float | Literal["auto"] | None) -> float | None:
+    """Seconds between two reports of a rank's signs of life; None: nobody asks."""
+    if hang_timeout is None:
+        return None
+    return AUTO_PULSE if hang_timeout == "auto" else min(1.0, hang_timeout / 5)
 
 
 class Stillness:
     """When each rank last gave a sign of life."""
 
+    slowest: float = 0.0
+    """The longest that a rank has taken from one sign of life to the next."""
+
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._num_moves = dict.fromkeys(ranks, -1)
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Count silence from here: what was before is explained."""
         self._moved_at = dict.fromkeys(self._num_moves, now)
 
     def note(self, rank: int, num_moves: int, now: float) -> None:
         """Take down a rank's count of signs of life."""
         if num_moves > self._num_moves[rank]:
+            self.slowest = max(self.slowest, self.still_for(rank, now))
             self._num_moves[rank], self._moved_at[rank] = num_moves, now
 
-    def oldest(self, ranks: Iterable[int]) -> float | None:
-        """When the stillest of these ranks last moved."""
-        return min((self._moved_at[rank] for rank in ranks), default=None)
+    def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"]) -> float:
+        """When these ranks will have stood still for too long: the stillest of them, or by `auto` all of them."""
+        moved_at = [self._moved_at[rank] for rank in ranks]
+        if not moved_at:
+            return math.inf
+        if timeout == "auto":
+            return max(moved_at) + max(LEAST_TIMEOUT, SLOWNESS * self.slowest)
+        return min(moved_at) + timeout
 
     def still_for(self, rank: int, now: float) -> float:
         """Seconds since a rank moved."""
@@ -57,12 +97,31 @@ class RankState:
     """Its last collectives, where torch records them."""
 
 
-def report_hang(states: Mapping[int, RankState], hang_timeout: float) -> tuple[int, str]:
+def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[str, int]]] | None:
+    """The collectives, by group and number, that each rank waits in; None where a rank may be at work, or has not said.
+
+    Ranks that are all waiting have nobody to wait for.
+    """
+    running = {rank: state.recalled for rank, state in states.items() if not state.is_done}
+    waits = {rank: _waits(recalled) for rank, recalled in running.items() if recalled is not None}
+    return waits if len(waits) == len(running) and all(waits.values()) else None
+
+
+def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
+    return frozenset((each.group, each.number) for each in recalled.collectives if not each.is_done)
+
+
+def next_look(states: Mapping[int, RankState]) -> float:
+    """Seconds until `auto` looks again: of ranks that work for an hour nobody needs twice a minute to know."""
+    return max(LOOK_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
+
+
+def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
     """The rank that holds up the others, and the report: its first line says why, the rest what all were doing."""
     difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
     rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
-    told = f"no sign of life for {still:.1f} s (hang_timeout={hang_timeout:g}); {why}"
+    told = f"no sign of life for {still:.1f} s (hang_timeout={hang_timeout!r}); {why}"
     shown = f"{difference.shown}\n\n" if difference is not None else ""
     return rank, f"it hangs, or holds up the others: {told}\n{shown}{_doings(states)}"
 
