@@ -326,8 +326,14 @@ def test_attempts_go_on_from_each_other(execution: Execution) -> None:
 
     The second saves nothing, and passes on what it was given.
     """
+    deck = execution.folder / "attempt-0" / "out" / "deck.html"
+
+    def kill(process: Process) -> None:
+        until(lambda: "value by step" in deck.read_text() or process.poll() is not None, "a Deck of the training")
+        process.kill()
+
     meddle = {
-        0: execution.when_dying(0, 2, lambda process: process.kill(), num_runs=1),
+        0: execution.when_dying(0, 2, kill, num_runs=1),
         1: execution.when_dying(1, 2, num_runs=2),
     }
     with nothing_left_behind():
@@ -335,6 +341,7 @@ def test_attempts_go_on_from_each_other(execution: Execution) -> None:
     assert len(done) == 3
     assert not done[0].has_error
     assert not done[0].has_outputs
+    assert 'aria-label="value by step: ' in done[0].deck  # what was published while it lived
     assert (done[1].error.kind, done[1].error.origin) == (RECOVERABLE, SYSTEM)
     assert "SIGKILL" in done[1].error.message
     assert all(attempt.seconds < MAX_SECONDS for attempt in done[:2])

@@ -173,6 +173,16 @@ def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
     assert done.stderr.count("[rank 0] ends with 0") == 1
 
 
+def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [example] = [block for block in blocks("python") if block.startswith("# deck.py:")]
+    decks: dict[str, str] = {}
+    monkeypatch.setattr("flytekit.Deck", decks.__setitem__)
+    (tmp_path / "deck_of_its_own.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_module("deck_of_its_own").compare.task_function(4) == pytest.approx(1.7**-4)
+    assert "held-out loss by epoch: 0.001: 0.8333 at epoch 1, 0.4823 at 4, best 0.4823 at 4; " in decks["Comparison"]
+
+
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
     script = next(block for block in blocks("python") if "process_results" in block)
     (tmp_path / "script.py").write_text(script)

@@ -453,13 +453,16 @@ def test_the_last_lines_say_how_it_ended_and_where_the_deck_is(
     monkeypatch.setattr(subprocess, "Popen", None)  # pip takes seconds to say what is installed
     with contextlib.suppress(ValueError, KeyboardInterrupt):
         with_deck(steps=8)
-    _, line, deck = capfd.readouterr().err.splitlines()
+    announced, _, line, deck = capfd.readouterr().err.splitlines()
     how = {type(None): "done", ValueError: "failed", KeyboardInterrupt: "interrupted"}[type(error)]
     assert re.fullmatch(rf"with_deck: {how} after \S+ s, step 7/8  loss 0.25", line)
-    html = Path(deck.removeprefix("  Deck: ")).read_text()
+    file = Path(deck.removeprefix("  Deck: "))
+    assert announced == f"with_deck: its Deck, to be opened and reloaded: {file}"
+    html = file.read_text()
     assert 'class="dpt-card dpt-chart"' in html
     assert "with_deck" in html
     assert re.search(rf">flytekit</td><td[^>]*>{re.escape(version('flytekit'))}</td>", html)
+    assert re.findall(r'handleLinkClick\(this\)">(.*?)</li>', html)[0] == "Training"
 
 
 @pytest.mark.parametrize("error", [None, ValueError("spoilt")])

@@ -92,7 +92,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "dispatch", "results"):
+    if name in ("data", "dispatch", "report", "results"):
         return import_module(f"{__name__}.{name}")
     if name in HOMES:
         return getattr(import_module(HOMES[name]), name)

@@ -69,7 +69,10 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
     )
 
 
-@task(task_config=DaskDDP(gang=Gang(start_timeout=float(os.environ.get("START_TIMEOUT", "600")), max_restarts=0)))
+FAILING = DaskDDP(gang=Gang(start_timeout=float(os.environ.get("START_TIMEOUT", "600")), max_restarts=0))
+
+
+@task(task_config=FAILING, enable_deck=True)
 def fail(how: str) -> float:
     """Rank 1 fails; rank 0 waits for it."""
     handler.submit_result(f"last-words-{current_rank().rank}", how)
@@ -88,7 +91,7 @@ def fail(how: str) -> float:
 RESUMABLE = DaskDDP(gang=Gang(max_restarts=0), wandb=Wandb(project="tests"))
 
 
-@task(task_config=RESUMABLE)
+@task(task_config=RESUMABLE, enable_deck=True)
 def resumable(folder: str, epochs: int, dies_in: str = "", saves_every: int = 1, pace: float = 0.0) -> float:
     """A value that depends on every epoch and rank. Leaves traces in the folder: where it starts and stops, and when.
 

@@ -110,6 +110,10 @@ class ProgressDisplay(Observer):
         """Say it."""
         self._print(text)
 
+    def say(self, text: str) -> None:
+        """Say it of this training."""
+        self._print(f"{self._name}: {text}")
+
     def debugging(self, rank: int | None) -> None:
         """Step aside: no live display, and nothing said, until the debugger has left the terminal."""
         if rank is not None:

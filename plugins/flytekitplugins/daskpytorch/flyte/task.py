@@ -43,6 +43,7 @@ from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, i
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
@@ -92,10 +93,10 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     def _write_decks(self, *args: Any) -> None:
         """Write them with a list of packages of our own: for flytekit's, pip runs twice, which takes seconds."""
         if self._lists_packages:
-            from flytekitplugins.daskpytorch.report import table
+            from flytekitplugins.daskpytorch.report import card, page, table
 
             installed = sorted({(each.name, each.version) for each in distributions()})
-            Deck(DeckField.DEPENDENCIES.value, table(("Name", "Version"), installed))
+            Deck(DeckField.DEPENDENCIES.value, page(card("Packages", table(("Name", "Version"), installed))))
         super()._write_decks(*args)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
@@ -198,12 +199,12 @@ class _InRanks(_Resumable):
         from flytekitplugins.daskpytorch.driver.in_process import InProcess
         from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
-        gang, recorder = self.task_config.gang, Recorder()
+        gang, recorder = self.task_config.gang, Recorder(self.name, kwargs)
         display = ProgressDisplay(terminal(is_plain=True), name=self.name)
         results = TaskResults(gang.grace_period)
         how, observers = "failed", self._observers(kwargs)
         try:
-            with self._deck(recorder), results.received() as received:
+            with self._deck(recorder, display, observers, results), results.received() as received:
                 rank = InProcess(
                     self.name,
                     gang,
@@ -232,12 +233,16 @@ class _InRanks(_Resumable):
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
-            display, recorder = ProgressDisplay(name=self.name), Recorder()
+            display, recorder = ProgressDisplay(name=self.name), Recorder(self.name, kwargs)
             results = TaskResults(self.task_config.gang.grace_period)
             request = self._request(kwargs, literals, results.folder)
             how, ctrl_c = "failed", _ctrl_c.get(CtrlC())
             try:
-                with self._deck(recorder), results.received() as received, self._launcher() as launcher:
+                with (
+                    self._deck(recorder, display, request.observers, results),
+                    results.received() as received,
+                    self._launcher() as launcher,
+                ):
                     supervisor = Supervisor(request, launcher, [display, recorder], received)
                     with ctrl_c.ends(supervisor.cancel, supervisor.interrupt):
                         outputs = supervisor.run()
@@ -253,20 +258,37 @@ class _InRanks(_Resumable):
             return delivered
 
     @contextlib.contextmanager
-    def _deck(self, recorder: Recorder) -> Iterator[None]:
-        """Leave the training's Deck, however it ends."""
-        try:
+    def _deck(
+        self, recorder: Recorder, display: ProgressDisplay, observers: Sequence[Observer], results: TaskResults
+    ) -> Iterator[None]:
+        """Show the training's Deck all along, and leave it, however it ends."""
+        if not self.enable_deck:
             yield
-        finally:
-            if self.enable_deck:
-                Deck("Training", recorder.html())
+            return
+        from flytekitplugins.daskpytorch.flyte import live_deck
+
+        with live_deck.published(recorder, lambda: self._left_by(observers, results)) as file:
+            if file is not None:
+                display.say(f"its Deck, to be opened and reloaded: {file}")
+            yield
+
+    def _write_decks(self, *args: Any) -> None:
+        super()._write_decks(*args)
+        if self.enable_deck and (file := _deck_file()) is not None:
+            from flytekitplugins.daskpytorch.flyte import live_deck
+
+            live_deck.move_to_live_file(Path(file))
 
     def _places(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
-        """What a run leaves, and where."""
+        """What a run leaves, and where; its Deck first."""
+        file = _deck_file() if self.enable_deck else None
+        return ({"Deck": file} if file is not None else {}) | self._left_by(observers, results)
+
+    def _left_by(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
+        """What a run leaves beside its Deck."""
         runs = [observer.where for observer in observers if isinstance(observer, wandb_run.WandbObserver)]
         run = local_runs.local_run.get()
         places = {
-            "Deck": _deck_file() if self.enable_deck else None,
             "results": results.folder if results.has_files else None,
             "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
             "Weights & Biases": next(iter(runs), None),

@@ -1,0 +1,170 @@
+"""A training's Deck while it trains: what is published when, where, and what that may not disturb."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from flytekit import Deck
+from flytekit.configuration import DataConfig
+from flytekit.core.context_manager import ExecutionParameters, ExecutionState, FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+
+from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.flyte import live_deck
+from test_deck import record, shape, state
+
+Entered = Callable[..., Path]
+
+
+@pytest.fixture
+def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ExecutionState.Mode], None]]:
+    """Makes this a task in that mode; flytekit's files lie below the test's folder."""
+    monkeypatch.setattr(live_deck, "INTERVAL", 0.01)
+    monkeypatch.setattr(live_deck, "SHARE", 1.0)
+    before = FlyteContextManager.size()
+
+    def enter(mode: ExecutionState.Mode) -> None:
+        ctx = FlyteContextManager.current_context()
+        access = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"), DataConfig.auto())
+        params = ExecutionParameters.new_builder(ctx.user_space_params).build()
+        params = params.builder()
+        params.decks, params.output_metadata_prefix = [], str(tmp_path / "out")
+        execution = replace(ctx.execution_state, mode=mode, user_space_params=params.build())
+        FlyteContextManager.push_context(ctx.with_file_access(access).with_execution_state(execution).build())
+
+    yield enter
+    while FlyteContextManager.size() > before:
+        FlyteContextManager.pop_context()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # the only limit is the test's own
+        time.sleep(0.01)
+
+
+def decks() -> list[Deck]:
+    return list(FlyteContextManager.current_context().user_space_params.decks)
+
+
+LOCAL, BACKEND = ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.TASK_EXECUTION
+
+
+def test_the_file_is_there_at_once_and_follows_the_training(in_task: Entered) -> None:
+    in_task(LOCAL)
+    recorder = Recorder("flows.train")
+    with live_deck.published(recorder, lambda: {"results": "s3://bucket/results"}) as file:
+        assert file is not None
+        assert state(file.read_text()) == "starting"
+        recorder.placed(shape(2))
+        recorder.formed(1.0)
+        until(lambda: state(file.read_text()) == "training")
+        recorder.logged(record(7, num_steps=9, loss=0.125))
+        until(lambda: "0.125" in file.read_text())
+        assert "s3://bucket/results" in file.read_text()
+        assert [deck.name for deck in decks()] == ["Training"]
+    assert "daskpytorch-deck" not in {thread.name for thread in threading.enumerate()}
+    assert len(list(file.parent.iterdir())) == 1
+
+
+def test_nothing_is_published_where_nothing_has_changed(in_task: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_task(LOCAL)
+    recorder, pages, make = Recorder("flows.train"), [], live_deck._get_deck
+    monkeypatch.setattr(live_deck, "_get_deck", lambda *args, **how: pages.append(1) or make(*args, **how))
+    with live_deck.published(recorder, dict):
+        until(lambda: len(pages) == 2)  # at once, and for what may have changed since
+        time.sleep(0.2)
+        assert len(pages) == 2
+        recorder.noted("train: something")
+        until(lambda: len(pages) == 3)
+
+
+def test_a_page_that_takes_long_is_made_rarely(in_task: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_task(LOCAL)
+    monkeypatch.setattr(live_deck, "SHARE", 0.001)
+    recorder, num_pages = Recorder("flows.train"), []
+    monkeypatch.setattr(live_deck, "_get_deck", lambda *_, **__: time.sleep(0.05) or num_pages.append(1) or "")
+    with live_deck.published(recorder, dict):
+        until(lambda: len(num_pages) == 2)
+        recorder.noted("train: something")
+        time.sleep(0.3)
+        assert len(num_pages) == 2
+
+
+def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, tmp_path: Path) -> None:
+    in_task(BACKEND)
+    recorder = Recorder("flows.train")
+    published = tmp_path / "out" / "deck.html"
+    with live_deck.published(recorder, dict) as file:
+        assert file is None  # the console shows it
+        assert state(published.read_text()) == "starting"
+        recorder.placed(shape(1))
+        recorder.formed(1.0)
+        until(lambda: ">training</span>" in published.read_text())
+
+
+@pytest.mark.parametrize(
+    ("error", "word"), [(GangError("rank 1 was killed (SIGKILL)"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_what_failed_stands_at_the_top_in_the_end(in_task: Entered, error: BaseException, word: str) -> None:
+    in_task(LOCAL)
+    recorder = Recorder("flows.train")
+    recorder.logged(record(3, loss=0.5))
+    with pytest.raises(type(error)), live_deck.published(recorder, dict):
+        raise error
+    [deck] = decks()
+    assert state(deck.html) == word
+    assert "dpt-chart" in deck.html
+    recorder.noted("train: too late")
+    assert "too late" not in deck.html
+
+
+def test_a_later_trainings_deck_takes_the_place_of_the_one_before(in_task: Entered) -> None:
+    in_task(LOCAL)
+    Deck("mine", "<p>own</p>")
+    for name in ("first", "second"):
+        with live_deck.published(Recorder(name), dict) as file:
+            assert "<p>own</p>" in file.read_text()
+    assert [deck.name for deck in decks()] == ["Training", "mine"]
+    assert "<h1>second</h1>" in decks()[0].html
+
+
+def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
+    in_task: Entered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_task(BACKEND)
+    recorder, attempts = Recorder("flows.train"), []
+
+    def refuse(*_: object, **__: object) -> None:
+        attempts.append(1)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(FileAccessProvider, "put_data", refuse)
+    with caplog.at_level(logging.WARNING), live_deck.published(recorder, dict):
+        for step in range(3):
+            recorder.logged(record(step, loss=0.5))
+            until(lambda step=step: len(attempts) > step + 1)
+    assert [entry.message for entry in caplog.records if "Deck" in entry.message] == [
+        "the Deck so far could not be published (OSError('no answer')); the training goes on"
+    ]
+
+
+def test_the_file_stays_where_it_was_once_flytekit_has_written_the_last_one(in_task: Entered, tmp_path: Path) -> None:
+    in_task(LOCAL)
+    with live_deck.published(Recorder("flows.train"), dict) as file:
+        pass
+    written = tmp_path / "written.html"
+    written.write_text("the last one")
+    live_deck.move_to_live_file(written)
+    assert file is not None
+    assert file.read_text() == "the last one"
+    assert not written.exists()
+    written.write_text("another task's")
+    live_deck.move_to_live_file(written)
+    assert written.read_text() == "another task's"
