@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch import (
     EarlyStopping,
     Gang,
     Keep,
+    Profile,
     Scheduler,
     SpawnDDP,
     Wandb,
@@ -58,6 +59,7 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
         ("hang_timeout", True, "'auto', None or seconds from 0.1 to 1209600"),
         ("keep", 3, "a Keep"),
         ("keep", None, "a Keep"),
+        ("profile", (1, 2), "None or a Profile"),
         ("checkpoint_uri", "", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
         ("checkpoint_uri", 7, "None, a folder or an fsspec URL such as s3://bucket/prefix"),
         ("checkpoint_uri", Path("/kept"), "None, a folder or an fsspec URL such as s3://bucket/prefix"),
@@ -300,7 +302,23 @@ def test_ranks_per_worker_as_asked_overrides_the_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [DaskDDP(), DaskCluster(), EarlyStopping(metric="m"), Gang(), Keep(), Wandb(project="p")]
+    ("values", "problem"),
+    [
+        *(({"steps": steps}, "must be the first and the last step") for steps in [(0, 1), (3, 2), (1,), 5, (1.0, 2)]),
+        ({"ranks": (-1,)}, "must be a tuple of ranks, counted from 0"),
+        ({"ranks": 0}, "must be a tuple of ranks, counted from 0"),
+        ({"with_stack": 1}, "must be True or False"),
+        ({"folder": "nowhere://x"}, "must be None, a folder or an fsspec URL"),
+    ],
+)
+def test_profiles_that_make_no_sense_are_refused(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Profile(**{"steps": (1, 2)} | values)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DaskDDP(), DaskCluster(), EarlyStopping(metric="m"), Gang(), Keep(), Profile(steps=(1, 2)), Wandb(project="p")],
 )
 def test_configs_are_frozen(config: Any) -> None:
     name = dataclasses.fields(config)[0].name
@@ -316,6 +334,7 @@ def test_configs_are_frozen(config: Any) -> None:
         (EarlyStopping, "loss"),
         (Gang, "gloo"),
         (Keep, 3),
+        (Profile, (1, 2)),
         (Wandb, "p"),
     ],
 )

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.errors import (
 )
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.process import streams
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Search, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Profile, Search, Wandb
 
 streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
 
@@ -46,6 +46,7 @@ __all__ = [
     "LogRecord",
     "Observer",
     "PreemptedError",
+    "Profile",
     "RankContext",
     "RankObserver",
     "RankUsage",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import optuna
     from flytekit import Secret
 
-__all__ = ["EarlyStopping", "Gang", "Keep", "Search", "Wandb"]
+__all__ = ["EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -70,6 +70,37 @@ class Keep:
         problems.unless(not has_best or self.metric is not None, "best", "0 without a metric to be best by")
         problems.unless(has_best or self.metric is None, "metric", "None, unless best says how many are kept by it")
         problems.unless(is_among(self.mode, MODES), "mode", f"one of {', '.join(MODES)}")
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Which steps of which ranks `torch.profiler` records; each is a Chrome trace, for ui.perfetto.dev and the like."""
+
+    steps: tuple[int, int]
+    """The first and the last. They are the calls of an optimizer's `step`, counted from 1 in each attempt; what comes
+    before such a call, back to the one before, is the step's. Where the function returns earlier, fewer are kept."""
+    ranks: tuple[int, ...] = (0,)
+    """Whose."""
+    with_stack: bool = False
+    """Record the calls of Python functions, too, which makes these steps slower."""
+    folder: str | None = None
+    """Where the traces go: a folder, or an fsspec URL, that these ranks reach. None: they are submitted, as
+    `profiles/rank-0-steps-100-110.pt.trace.json.gz`, and so in a task are in the folder of its results."""
+
+    def __post_init__(self) -> None:
+        problems = Problems("Profile", self)
+        steps = self.steps
+        is_range = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(map(is_count, steps))
+        problems.unless(is_range and steps[0] <= steps[1], "steps", "the first and the last step, counted from 1")
+        problems.unless(
+            isinstance(self.ranks, (tuple, list)) and all(is_whole(rank, 0, MAX_COUNT) for rank in self.ranks),
+            "ranks",
+            "a tuple of ranks, counted from 0",
+        )
+        problems.unless(isinstance(self.with_stack, bool), "with_stack", "True or False")
+        if self.folder is not None and (allowed := _allowed_instead_of(self.folder)) is not None:
+            problems.unless(False, "folder", allowed)
         problems.raise_any()
 
 
@@ -130,6 +161,8 @@ class Gang:
     for each gang a folder is made below. None is where Flyte keeps the task's checkpoints; without Flyte a folder of
     the driver's that goes with it, and that ranks on other machines cannot reach. Outside a Flyte task all that is
     needed to go on lies there, so a later call with the same URI goes on from it: two at a time must not use one."""
+    profile: Profile | None = None
+    """Steps to be recorded by `torch.profiler`; None: none. With `debug` a profiler of your own does."""
     observers: tuple[Callable[[], Any], ...] = ()
     """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
 
@@ -158,6 +191,7 @@ class Gang:
         problems.unless(isinstance(self.hints, bool), "hints", "True or False")
         problems.unless(isinstance(self.keep, Keep), "keep", "a Keep")
         problems.unless(isinstance(self.debug, bool), "debug", "True or False")
+        problems.unless(self.profile is None or isinstance(self.profile, Profile), "profile", "None or a Profile")
         problems.unless(
             self.key is None or is_key(self.key),
             "key",

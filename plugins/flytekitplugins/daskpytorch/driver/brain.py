@@ -274,6 +274,8 @@ class Brain:
                 attempt.note_moves(rank, num_moves)
             case reports.Hint(kind, text):
                 self._give_hint(kind, f"rank {rank} {text}")
+            case reports.Noted(text):
+                self._note(f"rank {rank} {text}")
             case reports.Saved(file):
                 attempt.steps[rank] = file.step
                 self._fetches.fetch(peer, file)
@@ -512,6 +514,7 @@ class Brain:
             kept=self._saved(),
             storage=self._request.storage.own if self._request.storage is not None else None,
             best_by=self._settings.keep.metric,
+            profile=self._settings.profile,
             hints=self._settings.hints,
             debugging=self._debugging,
             pulse=pulse_for(self._settings.hang_timeout),

@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
+from flytekitplugins.daskpytorch.settings import Profile
 
 STOPPED = 143
 """The exit code of a rank that ended because it was told to (128 + SIGTERM, as shells have it)."""
@@ -56,6 +57,8 @@ class Job:
     """The metric that the best are kept by."""
     pulse: float | None = None
     """Seconds between two reports of how far a rank has come; None: nobody asks."""
+    profile: Profile | None = None
+    """Steps to be recorded."""
     hints: bool = False
     """Tell (`Hint`) of what looks forgotten."""
     debugging: Debugging = field(default_factory=Debugging)
@@ -235,7 +238,7 @@ def environment(
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
-        env.setdefault("TORCH_FR_BUFFER_SIZE", str(2 * MAX_COLLECTIVES))  # torch's own 2000 cost each collective more
+        env.setdefault("TORCH_FR_BUFFER_SIZE", str(2 * MAX_COLLECTIVES))  # to tell torch's 2000 takes 0.1 s
     if interface is not None:
         # gloo listens where the host's name resolves to, which on many machines is a loopback address.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -76,6 +76,14 @@ class Hint:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Something that a user should read."""
+
+    text: str
+    """What the rank has done, or does."""
+
+
+@dataclass(frozen=True)
 class Held:
     """It holds back its next call of `should_stop`, after so many; asked by `Hold`."""
 
@@ -150,6 +158,7 @@ ShortReport = (
     | Wanted
     | Moved
     | Hint
+    | Noted
     | Held
     | Located
     | Remembered

@@ -43,6 +43,7 @@ from flytekitplugins.daskpytorch.rank import (
     sources,
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
@@ -75,11 +76,14 @@ def main(channel: Connection) -> int:
             flight_recorder.call_before_abort(link.send_collectives)
             link.send(reports.Ready())
             _watch_progress(order, link, progress)
+            profiler = _profiler(order, link)
             if order.job.hints:
                 hints.watch_samplers(link.hint)
             returned = call.function(*call.args, **_keywords(order, call, host))
             if order.job.hints:
                 link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
+            if profiler is not None:
+                profiler.finish()
             rank.checkpoint.flush()
             has_returned = True
             if rank.stop_signal.has_fired:
@@ -277,6 +281,16 @@ def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
             time.sleep(pulse)
 
     threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
+
+
+def _profiler(order: RankOrder, link: _Link) -> StepProfiler | None:
+    asked, rank = order.job.profile, order.place.rank
+    if asked is None or rank not in asked.ranks:
+        return None
+    submit = functools.partial(link.submit, "")
+    profiler = StepProfiler(asked, rank, Path(order.scratch), submit, lambda text: link.send(reports.Noted(text)))
+    profiler.watch()
+    return profiler
 
 
 def _settle_in(order: RankOrder) -> None:

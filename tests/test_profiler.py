@@ -1,0 +1,114 @@
+"""Steps that `torch.profiler` records: of a rank's own optimizer, and of a gang."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from flytekitplugins.daskpytorch import Gang, Observer, Profile
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    """Those of all optimizers are as before."""
+    before = dict(torch_optimizer._global_optimizer_post_hooks)
+    yield
+    torch_optimizer._global_optimizer_post_hooks.clear()
+    torch_optimizer._global_optimizer_post_hooks.update(before)
+
+
+class Taken:
+    """What a profiler has done with what it was asked for."""
+
+    def __init__(self, scratch: Path, **asked: Any) -> None:
+        self.results: dict[str, bytes] = {}
+        self.notes: list[str] = []
+        self.profiler = StepProfiler(Profile(**asked), 3, scratch, self.results.__setitem__, self.notes.append)
+
+
+def train(num_steps: int) -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+
+
+def num_steps_in(trace: bytes) -> int:
+    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    return sum(event.get("name", "").startswith("Optimizer.step#SGD") for event in events)
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (2, 3), (3, 5)])
+def test_steps_asked_for_are_in_the_trace_and_no_others(tmp_path: Path, steps: tuple[int, int]) -> None:
+    taken = Taken(tmp_path, steps=steps)
+    taken.profiler.watch()
+    train(7)
+    taken.profiler.finish()
+    first, last = steps
+    [(path, trace)] = taken.results.items()
+    assert path == f"profiles/rank-3-steps-{first}-{last}.pt.trace.json.gz"
+    assert num_steps_in(trace) == last - first + 1
+    assert taken.notes == [
+        f"has recorded its steps {first} to {last}: {path} among the results (open it at ui.perfetto.dev)"
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> None:
+    taken = Taken(tmp_path, steps=(2, 99))
+    taken.profiler.watch()
+    train(4)
+    taken.profiler.finish()
+    [(path, trace)] = taken.results.items()
+    assert path == "profiles/rank-3-steps-2-4.pt.trace.json.gz"
+    assert num_steps_in(trace) == 3
+
+
+def test_steps_that_are_never_reached_leave_nothing(tmp_path: Path) -> None:
+    taken = Taken(tmp_path, steps=(20, 30))
+    taken.profiler.watch()
+    train(4)
+    taken.profiler.finish()
+    assert (taken.results, taken.notes) == ({}, [])
+
+
+def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
+    taken = Taken(tmp_path / "missing", steps=(1, 2), folder=str(tmp_path))
+    taken.profiler.watch()
+    train(4)
+    taken.profiler.finish()
+    [note] = taken.notes
+    assert note.startswith("could not be profiled (")
+
+
+class Notes(Observer):
+    """Remembers them."""
+
+    taken: list[str] = []  # noqa: RUF012 - of the one gang here
+
+    def noted(self, text: str) -> None:
+        self.taken.append(text)
+
+
+def test_gang_leaves_the_traces_of_the_ranks_that_were_named(tmp_path: Path) -> None:
+    profile = Profile(steps=(2, 3), ranks=(1, 7), folder=str(tmp_path / "traces"))
+    gang = Gang(ranks_per_worker=2, max_restarts=0, profile=profile, observers=(Notes,))
+    GangFutures(Supervisor(request_for(train, (4,), {}, gang), OwnNode()), 2).result()
+    [trace] = (tmp_path / "traces").iterdir()
+    assert trace.name == "rank-1-steps-2-3.pt.trace.json.gz"
+    assert num_steps_in(trace.read_bytes()) == 2
+    assert any(f"rank 1 has recorded its steps 2 to 3: {trace}" in note for note in Notes.taken)
