@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client
 from preload import TESTS_IMPORT
+from warm import cold_popen, cold_spawn, start_in_forks_of, warm_python
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -23,6 +26,7 @@ os.environ["DASKPYTORCH_CHECKPOINTS"] = ""  # local runs keep none in the develo
 os.environ["DASKPYTORCH_LEISURE"] = str(24 * 3600)  # few gangs here train, and after none so many others
 for _name in TESTS_IMPORT:
     fork_client.import_ahead(_name)
+start_in_forks_of(warm_python)
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -59,6 +63,15 @@ def mnist_folder(data_folder: Path) -> Path:
     if not (data_folder / "mnist").is_dir():
         pytest.skip(f"no MNIST at {data_folder / 'mnist'}")
     return data_folder / "mnist"
+
+
+@pytest.fixture(scope="module")
+def cold_fork_servers() -> Iterator[None]:
+    """Those of this process start as users' do, and have nothing imported that they do not import themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", cold_popen)
+        patch.setattr(multiprocessing.util, "spawnv_passfds", cold_spawn)
+        yield
 
 
 @pytest.fixture(scope="module")

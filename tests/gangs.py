@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import RankContext, current_rank
-from processes import MARK
+from processes import nothing_left_behind
 
 
 class KilledError(Exception):
@@ -47,32 +43,25 @@ class FakeCheckpoint(context.Checkpoint):
 
 def run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:
     """What `run` returns on each rank of a gang."""
-    _start_fork_server()
-    arguments = (run, world_size, directory, dict(os.environ))
-    ranks = mp.start_processes(_run_rank, arguments, nprocs=world_size, join=False, start_method="forkserver")
-    try:
-        while not ranks.join():
-            pass
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
+    run_processes(_run_rank, (run, world_size, directory), world_size)
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-@functools.cache
-def _start_fork_server() -> None:
-    """Python's own: it imports once what would take each rank most of its time, and ends with this process."""
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(MARK, raising=False)  # it is none of a test's processes
-        forkserver.ensure_running()
+def run_processes(run: Callable[..., None], arguments: tuple[Any, ...], num_processes: int) -> None:
+    """Call it in so many processes, with the number of each as the first argument."""
+    resource_tracker.ensure_running()  # Python's own, which stays as long as the test process
+    with nothing_left_behind():
+        ranks = mp.spawn(run, arguments, nprocs=num_processes, join=False)
+        try:
+            while not ranks.join():
+                pass
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
 
 
-def _run_rank(
-    rank: int, run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path, environment: dict[str, str]
-) -> None:
-    os.environ.update(environment)  # the fork server's own is older
+def _run_rank(rank: int, run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     context.enter(RankContext(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size))

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -26,13 +26,10 @@ from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.node.fork_server import QUIET
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from preload import TESTS_IMPORT
-from warm import Program, WarmPython
+from warm import MARK, Program, warm_python
 
 SCRIPTS = Path(sys.executable).parent
 """Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
-MARK = "DASKPYTORCH_TEST_MARK"
-"""An environment variable by which a test knows the processes that it caused."""
-
 PRELOAD = str(Path(preload.__file__))
 """Has a Dask worker's fork server import what is named in a variable."""
 TASKS_IMPORT = (*TESTS_IMPORT, "flytekitplugins.daskpytorch.flyte.import_ahead")
@@ -48,9 +45,9 @@ class Cluster:
     """A running Dask cluster."""
 
     address: str
-    scheduler: subprocess.Popen[bytes]
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    starts: list[Callable[[], subprocess.Popen[bytes]]] = field(default_factory=list)
+    scheduler: subprocess.Popen[bytes] | Program
+    workers: list[subprocess.Popen[bytes] | Program] = field(default_factory=list)
+    starts: list[Callable[[], subprocess.Popen[bytes] | Program]] = field(default_factory=list)
     """How each worker was started."""
     logs: Path = Path()
 
@@ -79,7 +76,7 @@ class Cluster:
         found: list[psutil.Process] = []
 
         def started() -> bool:
-            found[:] = _running(nanny.children(), "spawn_main")
+            found[:] = _running(nanny.children(recursive=True), "spawn_main")
             return bool(found)
 
         until(started, "the nanny to start its worker")
@@ -97,9 +94,13 @@ def dask_cluster(
     imported_ahead: Sequence[str] = TESTS_IMPORT,
     prefixes: Mapping[int, Sequence[str]] | None = None,
     worker_environments: Mapping[int, Mapping[str, str]] | None = None,
+    is_warm: bool = True,
     wait: bool = True,
 ) -> Iterator[Cluster]:
-    """Start scheduler and workers the backend's way, in an empty directory; the project's modules are not there."""
+    """Start scheduler and workers the backend's way, in an empty directory; the project's modules are not there.
+
+    Warm processes share most of their memory, but each counts all of it as its own.
+    """
     from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS  # not in ranks, which import this module, too
 
     empty = folder / "empty"
@@ -112,11 +113,9 @@ def dask_cluster(
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "cluster.log").open("wb"))
 
-        def start(command: list[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        def start(command: list[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes] | Program:
             command = [str(SCRIPTS / part) if part.startswith("dask-") else part for part in command]
-            process = subprocess.Popen(
-                command, cwd=empty, env=env | dict(extra), stdout=log, stderr=log, start_new_session=True
-            )
+            process = start_program(command, cwd=empty, env=env | dict(extra), log=log, is_warm=is_warm)
             stack.callback(end, process)
             return process
 
@@ -166,15 +165,18 @@ def start_worker(
     """Start one more worker; returns what ends it."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(environment or {})
     command = [str(SCRIPTS / "dask-worker"), "--name", f"late-{index}", "--nthreads", "1", "--memory-limit", "2Gi"]
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**env, "DASK_SCHEDULER_ADDRESS": address},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with Path(os.devnull).open("wb") as nowhere:
+        process = start_program(command, cwd=folder, env={**env, "DASK_SCHEDULER_ADDRESS": address}, log=nowhere)
     return lambda: end(process)
+
+
+def start_program(
+    command: list[str], *, cwd: Path, env: Mapping[str, str], log: IO[bytes], is_warm: bool = True
+) -> subprocess.Popen[bytes] | Program:
+    """Start a command in a session of its own: in a fork of `warm_python` where it is an installed one of Python's."""
+    if is_warm and Path(command[0]).parent == SCRIPTS:
+        return warm_python().start(command, cwd=cwd, env=env, stdout=log, stderr=log, new_session=True)
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 def wait_for_workers(address: str, count: int) -> None:
@@ -190,12 +192,6 @@ def run_after_a_pause(client: Any, function: Callable[[], Any]) -> list[Any]:
     """What the ranks of a gang return: none was forked just before, so that a fork server finds time to import more."""
     time.sleep(2 * QUIET)
     return dispatch.run(client, function).result()
-
-
-@functools.cache
-def warm_python() -> WarmPython:
-    """One for this process; it ends with it."""
-    return WarmPython(MARK)
 
 
 def run_program(
@@ -263,7 +259,10 @@ def fork_server() -> psutil.Process:
     found: list[psutil.Process] = []
 
     def started() -> bool:  # the kernel gives the command of a program that is just being started as empty
-        found[:] = _running(psutil.Process().children(), "daskpytorch.node.fork_server")
+        children = psutil.Process().children()
+        family = [*children, *(child for each in children for child in each.children())]
+        servers = _running(family, "daskpytorch.node.fork_server")
+        found[:] = [each for each in servers if each.ppid() not in [server.pid for server in servers]]
         return bool(found)
 
     until(started, "the fork server")

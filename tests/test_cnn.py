@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,12 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
-from processes import nothing_left_behind
+from gangs import run_processes
 from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
 from tasks.digits import Digits, DigitSet, small_digits
@@ -95,16 +93,7 @@ def _train(digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING, **
 def gangs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """For each size of a gang, what each of its ranks brought back from `_run_cases`."""
     directory = tmp_path_factory.mktemp("gangs")
-    resource_tracker.ensure_running()  # Python's own, which stays as long as the test process
-    with nothing_left_behind():
-        ranks = mp.spawn(_run_rank, (directory,), nprocs=max(GANG_SIZES), join=False)
-        try:
-            while not ranks.join():
-                pass
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
+    run_processes(_run_rank, (directory,), max(GANG_SIZES))
     return {
         size: [torch.load(directory / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)]
         for size in GANG_SIZES

@@ -242,7 +242,7 @@ def test_dasks_memory_limits(tmp_path: Path, launch: ft.Launch) -> None:  # 29
 
     with (
         nothing_left_behind(),
-        dask_cluster(tmp_path / "cluster", memory_limit="600MiB") as cluster,
+        dask_cluster(tmp_path / "cluster", memory_limit="600MiB", is_warm=False) as cluster,
         Client(cluster.address) as client,
     ):
         gates(tmp_path, 3, 6)

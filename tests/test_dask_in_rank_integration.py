@@ -14,6 +14,8 @@ from distributed import Client, Event, Future, LocalCluster, Lock, Variable, get
 from flytekitplugins.daskpytorch import current_rank, dispatch
 from flytekitplugins.daskpytorch.node import fork_client
 
+pytestmark = pytest.mark.usefixtures("cold_fork_servers")
+
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:

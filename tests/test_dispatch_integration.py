@@ -560,7 +560,7 @@ def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
     preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}
     with (
         nothing_left_behind(),
-        dask_cluster(tmp_path, worker_environments={0: preload, 1: preload}) as cluster,
+        dask_cluster(tmp_path, worker_environments={0: preload, 1: preload}, is_warm=False) as cluster,
         Client(cluster.address) as client,
     ):
         servers = [child for index in range(2) for child in cluster.worker_process(index).children()]

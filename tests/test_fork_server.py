@@ -26,6 +26,8 @@ from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server as own_fork_server
 from processes import is_alive, nothing_left_behind, ranks_of, until
 
+pytestmark = pytest.mark.usefixtures("cold_fork_servers")
+
 
 class Doing:
     """The first message to a rank, made so that opening it does something in the rank."""
@@ -95,6 +97,13 @@ def pids_of(rank: Rank) -> list[int]:
 
 
 # ---- How ranks end --------------------------------------------------------------------------------------------------
+
+
+def test_server_is_not_started_with_a_nannys_setting_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    with contextlib.closing(fork_client.connect("spawn")):  # imports nothing
+        assert "MALLOC_TRIM_THRESHOLD_" not in own_fork_server().environ()
+    fork_client.shutdown()
 
 
 def test_exit_code_of_each_rank_is_reported_with_its_key(client: ForkServerClient) -> None:
