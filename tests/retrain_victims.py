@@ -21,6 +21,7 @@ import scipy.spatial.distance  # noqa: F401
 
 from tasks.char_lstm import Hyperparameters
 from tasks.registry import Registry
+from warm import answer_for_pip
 from workflows.retrain import retrain
 
 BARRIER = multiprocessing.get_context("fork").Barrier(2)
@@ -98,6 +99,7 @@ def start(run: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    answer_for_pip()
     for order in sys.stdin:
         children = [start(run) for run in json.loads(order)]
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)

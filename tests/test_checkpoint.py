@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import subprocess
-import sys
 import threading
 import tracemalloc
 import weakref
@@ -36,6 +35,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.debugger import Prompt
 from flytekitplugins.daskpytorch.rank.main import _Link
 from flytekitplugins.daskpytorch.settings import Keep
+from processes import run_program
 
 
 @dataclasses.dataclass
@@ -436,8 +436,9 @@ print("went on")
 def full_disk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A training that saved more than the disk would take: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("full")
-    command = [sys.executable, "-c", FULL_DISK, str(folder)]
-    return folder, subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_program(["-c", FULL_DISK, folder], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
 
 
 def test_full_disk_costs_the_checkpoint_and_not_the_training(

@@ -7,7 +7,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     folder_name,
 )
 from flytekitplugins.daskpytorch.settings import Gang, Keep
-from processes import until
+from processes import run_program, until
 from seaweed import NO_RIGHTS, WRITER, Weed
 
 PATIENCE = 300.0
@@ -399,7 +398,7 @@ def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
         mine.save(11, 1)
         """
     )
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    done = run_program(["-c", program], cwd=tmp_path)
     assert done.returncode == -9, done.stderr
     second = driver()
     assert second.steps() == [10]

@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch import (
     WorkerGroup,
     settings,
 )
+from processes import run_program
 
 NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
 
@@ -378,5 +379,5 @@ def train() -> None: ...
 print(type(train).__name__)
 """
     (tmp_path / "flow.py").write_text(script)
-    done = subprocess.run([sys.executable, "flow.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{name}Task"
+    done = run_program(["flow.py"], cwd=tmp_path)
+    assert done.stdout.strip() == f"{name}Task", done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import pexpect
 import pytest
 
 from dap import Editor
-from processes import SCRIPTS, end, nothing_left_behind
+from processes import SCRIPTS, end, nothing_left_behind, run_program
+from warm import warm_python
 
 PROGRAM = """
 import pdb
@@ -117,10 +116,7 @@ def test_quitting_ends_the_run_once_and_leaves_the_terminal_as_it_was(terminal: 
 
 def test_without_a_terminal_the_error_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [SCRIPTS / "pyflyte", "run", "train.py", "train", "--debugged", "[1]"]
-    done = subprocess.run(
-        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=os.environ
-    )
+    done = run_program([SCRIPTS / "pyflyte", "run", "train.py", "train", "--debugged", "[1]"], cwd=tmp_path)
     told = " ".join(re.sub(r"[│╭╰─]", "", done.stderr + done.stdout).split())
     assert done.returncode == 1
     assert "a debugger was called for in rank 1, by breakpoint() or pdb, and there is no terminal" in told
@@ -172,10 +168,10 @@ def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: 
     (tmp_path / program).write_text(STEPS[program])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, program] if program == "script.py" else [SCRIPTS / "pyflyte", "run", program, "train"]
+    command = [program] if program == "script.py" else [SCRIPTS / "pyflyte", "run", program, "train"]
     environment = os.environ | {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
     with (tmp_path / "log").open("wb") as log:
-        run = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        run = warm_python().start(command, cwd=tmp_path, stdout=log, stderr=log, env=environment)
     try:
         editor = Editor(port)
         [found] = editor.break_at(module, HERE)
@@ -186,7 +182,7 @@ def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: 
         assert editor.evaluate(frame, "(current_rank().rank, int(total))") == "(1, 2)"
         editor.break_at(module)
         editor.ask("continue", threadId=thread)
-        assert run.wait(200) == 0, (tmp_path / "log").read_text()
+        assert run.wait() == 0, (tmp_path / "log").read_text()
         editor.close()
     finally:
         end(run)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from ast import literal_eval
 from collections import OrderedDict
 from importlib import import_module
@@ -39,10 +38,10 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_warm(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The same of `python` or `pyflyte`, without what each of them would import first."""
+    """The same of one of Python's, without what each of them would import first."""
     program, *arguments = command
     with nothing_left_behind():
-        return run_program([SCRIPTS / "pyflyte", *arguments] if program == "pyflyte" else arguments, cwd=cwd)
+        return run_program(arguments if program == "python" else [SCRIPTS / program, *arguments], cwd=cwd)
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
 def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("python")[0])
     (tmp_path / "test_train.py").write_text(next(block for block in blocks("python") if "one_rank" in block))
-    done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path)
+    done = run_warm(["pytest", "-q", "-p", "no:cacheprovider"], tmp_path)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -91,7 +90,7 @@ def test_the_example_of_a_sharded_state_trains_and_keeps_it(tmp_path: Path, monk
     command = re.match(r"# sharded\.py: (.*)", example)
     assert command
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
-    done = run(shlex.split(command[1]), tmp_path)
+    done = run_warm(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
     assert len(list(tmp_path.glob("kept/*/*/gang/step-30/*/.metadata"))) == 1
@@ -248,7 +247,7 @@ def test_the_commands_run() -> None:
     ]
     assert local
     for line in local:
-        done = run(shlex.split(line), REPOSITORY)
+        done = run_warm(shlex.split(line), REPOSITORY)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "names=[" in done.stdout
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from processes import nothing_left_behind
+from processes import nothing_left_behind, run_program
 
 SCRIPT = """
 import io
@@ -85,9 +85,8 @@ if __name__ == "__main__":
 def test_what_a_script_defines_can_be_gathered_saved_and_loaded(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "conf.yaml").write_text("width: 7")
-    command = [sys.executable, "train.py", "--lr", "3"]
     with nothing_left_behind():
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = run_program(["train.py", "--lr", "3"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "gathered": [0, 1],
