@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "driving.py"
 
 @pytest.mark.parametrize(
     ("how", "closed"),
-    [("threads", "2>&-"), ("processes", "2>&-"), ("task", "2>&-"), ("task", ">&-"), ("threads", "<&- >&- 2>&-")],
+    [("processes", "2>&-"), ("task", "2>&-"), ("task", ">&-"), ("threads", "<&- >&- 2>&-")],
 )
 def test_closed_standard_streams_are_nothing_to_a_gang(how: str, closed: str, tmp_path: Path) -> None:
     command = f'exec "{sys.executable}" "{SCRIPT}" {how} "{tmp_path}" once {closed}'
