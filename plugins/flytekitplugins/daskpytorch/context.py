@@ -173,7 +173,7 @@ class Checkpoint:
         return None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """The checkpoints that are kept, in the order in which they were saved, as far as this rank knows.
+        """The checkpoints that are kept, of both kinds and by step, as far as this rank knows.
 
         Those that were there when this attempt of the gang started, and as it goes on all that are safe with the
         driver, of which every rank is told: what was saved a moment ago may be missing, and what the driver has removed

@@ -34,6 +34,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages, orders, placement, reports
@@ -393,7 +394,7 @@ class Brain:
 
     def _saved(self) -> tuple[SavedCheckpoint, ...]:
         """What a user is told of all that are kept, of both kinds."""
-        return (*self._checkpoints.saved(), *self._committer.saved())
+        return listed(self._checkpoints.saved(), self._committer.saved())
 
     def _give_wanted(self, attempt: Attempt) -> None:
         """Let ranks have the checkpoints that they wait for: what rank 0 gets, now that all it has saved is here."""

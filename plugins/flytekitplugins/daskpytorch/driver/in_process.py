@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.driver.events import Committed
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
@@ -59,7 +60,7 @@ class _Shards:
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """What a user is told of all that are kept, of both kinds."""
-        return (*self._checkpoints.saved(), *self.committer.saved())
+        return listed(self._checkpoints.saved(), self.committer.saved())
 
     def _hear(self, said: reports.ShardsWritten | reports.ShardsNotWritten) -> None:
         if isinstance(said, reports.ShardsWritten):

@@ -1,11 +1,12 @@
 """Which checkpoints stay: the last ones, and the best. Runs in the driver, for its disk and for storage alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.best import E, best_first
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["retained"]
+__all__ = ["listed", "retained"]
 
 
 def retained(entries: Sequence[E], keep: Keep) -> list[E]:
@@ -15,3 +16,8 @@ def retained(entries: Sequence[E], keep: Keep) -> list[E]:
     """
     stay = {id(entry) for entry in (*entries[-keep.last :], *best_first(entries, keep)[: keep.best])}
     return [entry for entry in entries if id(entry) in stay]
+
+
+def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
+    """Checkpoints of all kinds, as a user is told of them: by step."""
+    return tuple(sorted((saved for kind in kinds for saved in kind), key=lambda saved: saved.step))

@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
@@ -147,7 +148,7 @@ class Supervisor:
         if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
             text = f"going on from the previous attempt's checkpoint of step {max(steps)}"
             self._observers.tell("resumed", max(steps))
-            self._observers.tell("keeps", (*checkpoints.saved(), *committer.saved()))
+            self._observers.tell("keeps", listed(checkpoints.saved(), committer.saved()))
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
             if self._launcher.num_wanted * self._request.ranks_per_worker > 1:
