@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,18 @@ from typing import NamedTuple
 import pytest
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
+from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.interface import Interface, transform_function_to_interface
 from flytekit.models.literals import LiteralMap
+from fsspec.implementations.local import LocalFileSystem
 
+from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
+from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 
 
@@ -42,8 +49,8 @@ def nothing() -> None:
 
 def outputs(function: object, returned: object) -> dict[str, object]:
     interface: Interface = transform_function_to_interface(function)
-    host = FlyteRank.of_current_task("flows.train", interface, LiteralMap(literals={}), results="")
-    made = literals_pb2.LiteralMap.FromString(host.outputs(returned).literal_map)
+    rank = FlyteRank.of_current_task("flows.train", interface, LiteralMap(literals={}), results="")
+    made = literals_pb2.LiteralMap.FromString(rank.outputs(returned).literal_map)
     literals = LiteralMap.from_flyte_idl(made).literals
     return {name: literal.scalar.primitive.value for name, literal in literals.items()}
 
@@ -99,10 +106,36 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
     assert found() == (None, None)
 
 
+def test_ranks_that_are_not_the_tasks_own_get_the_keys_to_flytes_storage() -> None:
+    keys = S3Config(endpoint="http://127.0.0.1:9", access_key_id="id", secret_access_key="secret")
+    here = FlyteContextManager.current_context()
+    access = FileAccessProvider("here", "s3://raw/data", data_config=DataConfig(s3=keys))
+    state = here.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    assert request_for(print, (), {}, Gang()).execution is None
+    with FlyteContextManager.with_context(here.with_file_access(access).with_execution_state(state)):
+        packed = request_for(print, (), {}, Gang()).execution
+        by_task = current_execution().filesystem("s3://raw/data").storage_options
+    assert packed is not None
+    in_rank = pickle.loads(packed)
+    assert in_rank.filesystem("s3://bucket/folder").storage_options == by_task
+    assert by_task["key"] == "id"
+    assert isinstance(in_rank.filesystem("/folder"), LocalFileSystem)
+
+
+def test_a_host_that_is_imported_later_does_not_take_the_place_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_current", "_has_last"):
+        monkeypatch.setattr(host, name, getattr(host, name))
+    of_driver = host.Execution()
+    host.provide(lambda: of_driver, is_last=True)
+    host.provide(context.current)
+    assert current_execution() is of_driver
+
+
 def test_the_host_is_there_as_soon_as_flytekit_is_and_not_before() -> None:
     script = """
 import sys
 from flytekitplugins.daskpytorch.driver import request
+from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 print(current_execution().name, "flytekit" in sys.modules)
 import flytekit

@@ -16,6 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import Client
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig, S3Config
+from flytekit.core.context_manager import ExecutionState
+from flytekit.core.data_persistence import FileAccessProvider
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,6 +153,22 @@ def test_gangs_of_other_sizes_go_on_from_the_same_place(kind: str, places: Calla
             assert results[0]["first"] == notes.resumed_steps[0]
             assert_same(results[0]["start"], before)
         before = results[0]["end"]
+
+
+def test_a_gang_that_a_flyte_task_starts_itself_keeps_its_shards_by_flytes_keys(
+    weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weed.make_bucket("flytes")
+    for name in weed.env():
+        monkeypatch.delenv(name, raising=False)
+    keys = S3Config(endpoint=weed.endpoint, access_key_id=weed.keys.access, secret_access_key=weed.keys.secret)
+    access = FileAccessProvider(str(tmp_path), "s3://flytes/raw", data_config=DataConfig(s3=keys))
+    here = FlyteContextManager.current_context()
+    state = here.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with FlyteContextManager.with_context(here.with_file_access(access).with_execution_state(state)):
+        for stop, expected in ((2, [0, 3]), (3, [2, 6])):
+            supervisor, notes = gang(count, stop, checkpoint_uri="s3://flytes/kept")
+            assert GangFutures(supervisor, 2).result() == [expected] * 2, notes.texts
 
 
 def train_for_the_best() -> dict[str, Any]:

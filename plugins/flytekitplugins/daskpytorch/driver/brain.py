@@ -520,6 +520,7 @@ class Brain:
             debugging=self._debugging,
             pulse=pulse_for(self._settings.hang_timeout),
             host=self._request.host,
+            execution=self._request.execution,
             environment=self._request.environment,
             observers=in_rank,
         )

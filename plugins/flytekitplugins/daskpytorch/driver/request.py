@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import inspect
+import pickle
 import re
 import threading
 from collections import Counter
@@ -34,6 +35,8 @@ class Request:
     pass_local_rank: bool = False
     host: bytes | None = field(default=None, repr=False)
     """A pickled `RankHost`; None where the function is not that of a task."""
+    execution: bytes | None = field(default=None, repr=False)
+    """What its ranks have in place of one: a pickled `Execution`, see there."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The host's variables for the ranks; they may hold secrets."""
     observers: Sequence[Observer] = ()
@@ -58,9 +61,11 @@ def request_for(
     code: Code | None = None,
 ) -> Request:
     """One gang's call of a function, ready to go, but for a name where its task has several."""
+    execution = current_execution().in_ranks()
     return Request(
         name=name_of(function),
         call=pack_call(function, args, kwargs),
+        execution=pickle.dumps(execution) if execution is not None else None,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,

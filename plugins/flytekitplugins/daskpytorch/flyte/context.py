@@ -9,6 +9,7 @@ from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteCon
 from flytekit.models.security import Secret
 
 from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, local_run
+from flytekitplugins.daskpytorch.flyte.storage import FlyteStorage
 from flytekitplugins.daskpytorch.protocol import host
 
 __all__ = ["FlyteExecution", "current", "known_to_threads", "rank_environment"]
@@ -53,6 +54,10 @@ class FlyteExecution(host.Execution):
         state = self._ctx.execution_state
         is_executing = state is not None and state.mode is not None
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
+
+    def in_ranks(self) -> host.Execution | None:
+        """The way to Flyte's data, with the keys that this task has of it."""
+        return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:
         """As Flyte has mounted it."""

@@ -57,6 +57,10 @@ class Execution:
         """The URI of a folder that nobody else has, among the outputs of the task; None where nothing has outputs."""
         return None
 
+    def in_ranks(self) -> "Execution | None":
+        """What stands for it in ranks without a `RankHost`, where it is pickled to; None: they need nothing of it."""
+        return None
+
     def secret(self, name: Any) -> str:
         """The value of a secret with this group, key and group version, as `flytekit.Secret` has them.
 
@@ -87,13 +91,15 @@ def current_execution() -> Execution:
     return _current()
 
 
-def provide(current: Callable[[], Execution]) -> None:
-    """Have a host answer from now on; called when the host is imported."""
-    global _current
-    _current = current
+def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
+    """Have a host answer from now on, called when it is imported; `is_last`: and none that is imported later."""
+    global _current, _has_last
+    if is_last or not _has_last:
+        _current, _has_last = current, is_last
 
 
 _current: Callable[[], Execution] = Execution
+_has_last = False
 
 
 class Preemptible(Protocol):

@@ -64,6 +64,8 @@ class Job:
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
     """A pickled `RankHost`; without one results travel pickled, from every rank."""
+    execution: bytes | None = field(default=None, repr=False)
+    """Of ranks without one: a pickled `Execution`, by which they reach the host's storage; it may hold secrets."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The host's variables; they may hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)

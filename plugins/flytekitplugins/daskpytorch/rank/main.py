@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.host import RankHost
+from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
@@ -383,6 +383,8 @@ def _context(
 @contextlib.contextmanager
 def _host_of(job: Job) -> Iterator[RankHost | None]:
     if job.host is None:
+        if job.execution is not None:  # made when it is asked for: it imports the host
+            provide(functools.cache(functools.partial(pickle.loads, job.execution)), is_last=True)
         yield None
         return
     host: RankHost = pickle.loads(job.host)  # noqa: S301 - from our own driver, by our agent's pipe
