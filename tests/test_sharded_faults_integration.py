@@ -135,7 +135,7 @@ def test_token_that_expires_while_shards_are_written_or_committed_and_is_renewed
     proxy: FaultProxy, bucket: Callable[..., str]
 ) -> None:
     uri = bucket(endpoint=proxy.endpoint)
-    proxy.fail(denied("ExpiredToken"), key=".distcp", times=2)
+    proxy.fail(denied("ExpiredToken"), key=".distcp", times=8)  # two ranks, two ways, and they clear up
     proxy.fail(denied("ExpiredToken"), key="layout.json", times=1)
     futures, notes = run(uri, 3)
     assert futures.result() == [[0, 6]] * 2

@@ -5,10 +5,12 @@ layout --planned by torch--> ranges --several at a time--> digests checked --> t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
 import json
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem
 from flytekitplugins.daskpytorch.protocol.torch_metadata import from_layout
+from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
 
 __all__ = ["DamagedError", "DiffersError", "ShardReader"]
@@ -33,6 +36,8 @@ NUM_READERS = 8
 """Ranges that are read, and turned into tensors, at the same time."""
 MAX_RANGE = 4 << 20
 """Bytes in one range, unless a single item has more."""
+PIECE, NUM_LARGE = 8 << 20, 2
+"""Of an item with more bytes than this, pieces of so many are read at the same time; and of how many such items."""
 MAX_GAP = 64 << 10
 """Bytes between two items that are rather read than asked around."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -74,6 +79,9 @@ class ShardReader:
     ) -> None:
         self._files = files
         """An fsspec file system."""
+        self._quick = QuickS3.of(files)
+        self._pieces = ThreadPoolExecutor(NUM_READERS, "daskpytorch-pieces")
+        self._large = threading.BoundedSemaphore(NUM_LARGE)
         self._checkpoint = checkpoint
         self._state = state
         self._moved = moved
@@ -108,7 +116,7 @@ class ShardReader:
             DamagedError: Something is not what was written.
             OSError: The storage does not answer.
         """
-        with ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
+        with self._pieces, ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
             readings = [pool.submit(self._take, together) for together in _ranges(self._wanted)]
             try:
                 for reading in readings:
@@ -139,9 +147,24 @@ class ShardReader:
 
     def _take(self, together: _Range) -> None:
         path = f"{self._checkpoint.uri}/{together.part}"
-        data: bytes = self._patiently(
-            functools.partial(self._files.cat_file, path, start=together.start, end=together.end)
-        )
+        is_large = together.end - together.start > PIECE
+        with self._large if is_large else contextlib.nullcontext():  # they are held in memory twice
+            self._put(together, self._read(path, together.start, together.end))
+
+    def _read(self, path: str, start: int, end: int) -> bytes:
+        if end - start <= PIECE:
+            return self._read_piece(path, start, end)
+        starts = range(start, end, PIECE)
+        return b"".join(self._pieces.map(lambda here: self._read_piece(path, here, min(here + PIECE, end)), starts))
+
+    def _read_piece(self, path: str, start: int, end: int) -> bytes:
+        if self._quick is not None:
+            with contextlib.suppress(Exception):  # s3fs may know more ways, or say what is wrong
+                return self._quick.read(path, start, end)
+        data: bytes = self._patiently(functools.partial(self._files.cat_file, path, start=start, end=end))
+        return data
+
+    def _put(self, together: _Range, data: bytes) -> None:
         for item in together.items:
             start = item.start - together.start
             piece = data[start : start + item.length]  # of one that is alone, which all large ones are, no copy

@@ -1,6 +1,6 @@
 """Writes a rank's shards straight to storage, in the format of `torch.distributed.checkpoint`. Runs in a rank.
 
-copied pieces --several parts at a time--> streams that take digests --> storage
+copied pieces --several parts at a time--> streams that take digests --> storage: of S3 by obstore, else by fsspec
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import xxhash
 
 from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
+from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_plan import Piece
@@ -39,6 +40,7 @@ class ShardWriter:
     def __init__(self, files: Any, folder: str, *, rank: int, step: int, moved: Callable[[], None]) -> None:
         self._files = files
         """An fsspec file system."""
+        self._quick = QuickS3.of(files)
         self._folder = folder
         self._rank = rank
         self._step = step
@@ -59,18 +61,23 @@ class ShardWriter:
         return [part for part, _ in parts], [item for _, items in parts for item in items]
 
     def _write_patiently(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
+        if self._quick is not None:
+            with contextlib.suppress(Exception):  # s3fs may know more ways, or say what is wrong
+                return self._write(name, share, self._quick.open)
         for wait in RETRY_AFTER:
             try:
-                return self._write(name, share)
+                return self._write(name, share, self._open)
             except Exception as error:  # whatever a store's client raises
                 self._complain(error)
                 time.sleep(wait)
-        return self._write(name, share)
+        return self._write(name, share, self._open)
 
-    def _write(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
+    def _write(
+        self, name: str, share: Sequence[Piece], opener: Callable[[str], Any]
+    ) -> tuple[StoredPart, list[StoredItem]]:
         path = f"{self._folder}/{name}"
         try:
-            with self._open(path) as file:
+            with opener(path) as file:
                 stream = _Stream(file)
                 items = [self._written(piece, stream, name) for piece in share]
         except BaseException:

@@ -1,0 +1,125 @@
+"""Shards that obstore writes and reads where s3fs would: the same objects, and s3fs for all that it cannot."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from s3fs import S3FileSystem
+
+from flytekitplugins.daskpytorch.rank import quick_s3
+from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
+from seaweed import READER, Weed
+from shards import Rank
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def files(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3FileSystem]:
+    weed.make_bucket("quick")
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()
+    QuickS3.of.__func__.cache_clear()
+    yield fsspec.filesystem("s3")
+    S3FileSystem.clear_instance_cache()
+
+
+def quick_of(files: Any) -> QuickS3:
+    quick = QuickS3.of(files)
+    assert quick is not None
+    return quick
+
+
+def test_what_is_written_is_what_was_there_when_it_was_handed_over(files: S3FileSystem) -> None:
+    memory, handed = bytearray(3 * MIB), b""
+    with quick_of(files).open("s3://quick/folder/object") as file:
+        for number in range(9):  # more than two blocks
+            memory[:] = bytes([number]) * len(memory)
+            file.write(memoryview(memory))
+            handed += memory
+    assert files.cat_file("s3://quick/folder/object") == handed
+    assert quick_of(files).read("s3://quick/folder/object", 3 * MIB - 1, 3 * MIB + 1) == b"\0\1"
+
+
+def test_nothing_is_there_of_what_could_not_be_written_to_the_end(files: S3FileSystem) -> None:
+    def write() -> None:
+        with quick_of(files).open("s3://quick/half") as file:
+            file.write(memoryview(bytes(20 * MIB)))
+            raise KeyError("half way")
+
+    with pytest.raises(KeyError, match="half way"):
+        write()
+    assert not files.exists("s3://quick/half")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_known"),
+    [
+        ({"anon": True, "cache_regions": True}, True),
+        ({"key": "k", "secret": "s", "token": "t", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}, True),
+        ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}, False),  # else it would be left out
+        ({"client_kwargs": {"verify": False}}, False),
+        ({"profile": "other"}, False),
+    ],
+)
+def test_options_that_obstore_is_not_told_of_leave_all_to_s3fs(options: dict[str, Any], is_known: bool) -> None:
+    assert (QuickS3.of(S3FileSystem(**options)) is not None) == is_known
+
+
+def test_other_storage_is_fsspecs() -> None:
+    assert QuickS3.of(fsspec.filesystem("file")) is None
+    assert QuickS3.of(fsspec.filesystem("memory")) is None
+
+
+def test_the_keys_are_those_that_s3fs_has_been_given(files: S3FileSystem, weed: Weed) -> None:
+    del files  # in an environment with the admin's keys
+    [mine, nobodys] = [
+        quick_of(fsspec.filesystem("s3", key=keys.access, secret=keys.secret)) for keys in (weed.keys, READER)
+    ]
+    with mine.open("s3://quick/mine") as file:
+        file.write(memoryview(b"data"))
+    assert nobodys.read("s3://quick/mine", 0, 4) == b"data"
+    with pytest.raises(Exception, match="AccessDenied"), nobodys.open("s3://quick/nobodys") as file:
+        file.write(memoryview(b"data"))
+
+
+def test_temporary_keys_are_asked_for_again(files: S3FileSystem) -> None:
+    class Renewed:
+        async def get_frozen_credentials(self) -> SimpleNamespace:
+            return SimpleNamespace(access_key="id", secret_key="secret", token="token")
+
+    client = SimpleNamespace(_request_signer=SimpleNamespace(_credentials=Renewed()))
+    found = quick_s3._credentials(files.loop, client)
+    assert found["token"] == "token"
+    assert found["expires_at"] is not None
+
+
+@pytest.mark.parametrize("broken", ["open", "read", None])
+def test_where_obstore_fails_s3fs_writes_and_reads(
+    files: S3FileSystem, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str | None
+) -> None:
+    asked: list[str] = []
+
+    def noted(method: str, usual: Any, *how: Any) -> Any:
+        if method == broken:
+            raise OSError("no way")
+        asked.append(method)
+        return usual(*how)
+
+    for method in ("open", "read"):
+        how = functools.partial(noted, method, getattr(QuickS3, method))
+        monkeypatch.setattr(QuickS3, method, lambda *given, how=how: how(*given))
+    base = f"s3://quick/{broken}"
+    entry = Rank(base).save({"weights": torch.arange(5 * MIB)}, 1)
+    content = {"weights": torch.zeros(5 * MIB, dtype=torch.int64)}
+    assert Rank(base, [entry]).checkpoints.load(content) == 1
+    assert content["weights"].equal(torch.arange(5 * MIB))
+    assert asked == [method for method in ["open", *["read"] * 6] if method != broken]  # 40 MiB, in pieces
+    assert capsys.readouterr().err == ""
