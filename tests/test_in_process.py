@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
 from pathlib import Path
@@ -18,6 +19,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.daskpytorch import (
     DaskDDP,
     Gang,
+    Goodput,
     Keep,
     LogRecord,
     Observer,
@@ -204,6 +206,49 @@ def test_checkpoints_of_both_kinds_are_listed(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.usefixtures("one_rank")
 def test_the_best_checkpoint_is_loaded() -> None:
     assert finds_the_best(losses=[0.5, 0.1, 0.9, 0.3]) == [0.1, 1, 1, 3]
+
+
+class Accounts(Observer):
+    def accounted(self, goodput: Goodput) -> None:
+        HEARD.append(goodput)
+
+
+@task(task_config=DaskDDP(gang=Gang(observers=(Accounts,))))
+def accounted(fails: bool) -> Goodput:
+    rank = current_rank()
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    for step, _ in enumerate(torch.utils.data.DataLoader(range(4))):
+        optimizer.step()
+        if step == 2:
+            rank.checkpoint.save({}, step)
+            rank.checkpoint.flush()
+    with rank.evaluating():
+        float(weight)
+    if fails:
+        raise ValueError("after the last step")
+    return rank.goodput()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_task_returns_where_its_time_has_gone() -> None:
+    returned, [told] = accounted(fails=False), HEARD
+    for goodput in (returned, told):
+        total, *parts = goodput.as_dict().values()
+        assert math.fsum(parts) == total
+        assert min(goodput.starting, goodput.stepping, goodput.data, goodput.evaluation, goodput.saving) > 0
+        assert goodput.lost == 0
+    assert returned.total < told.total
+    assert returned.data == told.data
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_task_has_done_since_its_checkpoint_is_lost_when_it_fails() -> None:
+    with pytest.raises(ValueError, match="after the last step"):
+        accounted(fails=True)
+    [goodput] = HEARD
+    assert goodput.evaluation == 0 < goodput.lost
+    assert min(goodput.stepping, goodput.data, goodput.saving) > 0
 
 
 @pytest.mark.usefixtures("one_rank")

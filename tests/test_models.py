@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from rich.console import Console
 from traitlets.config import Config
 
-from flytekitplugins.daskpytorch import StoppedEarlyError
+from flytekitplugins.daskpytorch import Goodput, StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.sweep import table
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -101,6 +101,14 @@ def test_one_bad_model_does_not_withhold_the_others_results(models: ModelFutures
     assert all(isinstance(error, CancelledError) for error in found[4:])
     with pytest.raises(LookupError, match="no good"):
         models.result()
+
+
+def test_where_its_time_has_gone_is_known_while_it_trains_and_then() -> None:
+    log = Log()
+    model = ModelFuture(0, None, log, lambda: True)
+    assert model.goodput is None
+    log.accounted(Goodput(total=4.0, stepping=3.0, starting=1.0))
+    assert model.goodput == Goodput(total=4.0, stepping=3.0, starting=1.0)
 
 
 def test_a_result_that_is_an_exception_is_a_result() -> None:

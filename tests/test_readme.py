@@ -74,6 +74,21 @@ def test_the_profiled_example_leaves_a_trace_of_each_rank(tmp_path: Path) -> Non
     assert {trace["distributedInfo"]["rank"] for trace in traces} == {0, 1}
 
 
+def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> None:
+    example = next(block for block in blocks("python") if block.startswith("# goodput.py:"))
+    (tmp_path / "goodput.py").write_text(example)
+    command = re.match(r"# goodput\.py: (.*)", example)
+    assert command
+    done = run_warm(shlex.split(command[1]), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    account = r"goodput \d+ %: [\d.]+ s of ([\d.]+) s stepping; starting [\d.]+ s"
+    returned = re.search(account, done.stdout)
+    told = re.match(rf"train: {account}", done.stderr.splitlines()[-1])
+    assert returned
+    assert told
+    assert 0 < float(returned[1]) <= float(told[1])
+
+
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
     example = next(block for block in blocks("python") if block.startswith("# resume.py:"))
     (tmp_path / "resume.py").write_text(example)

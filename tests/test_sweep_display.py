@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import StoppedEarlyError
+from flytekitplugins.daskpytorch import Goodput, StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.sweep import display
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -44,6 +44,16 @@ def test_plain_lines() -> None:
     assert lines[4].startswith("model 1 {'lr': 0.1")
     assert lines[4].endswith("failed: ValueError: no good")
     assert len(lines) == 5
+
+
+def test_the_last_line_of_a_model_that_took_its_time_says_where_that_went() -> None:
+    text = io.StringIO()
+    board = SweepDisplay(3, Console(file=text, width=160))
+    for total in (0.5, 4.0):
+        line = board.line(1, 7)
+        line.accounted(Goodput(total=total, stepping=total))
+        line.ended(None)
+    assert text.getvalue().splitlines() == ["model 1 7: goodput 100 %: 4.0 s of 4.0 s stepping"]
 
 
 def test_how_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
 from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, describe_record
 from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -133,6 +134,27 @@ def test_the_last_line_says_how_long_it_took_the_last_metrics_and_where_things_a
         "train: done after 8 s, epoch 2  step 7/8  loss 0.25  held_out_loss 0.75  1,000 samples/s",
         "  Deck: /tmp/deck.html",
         "  results: s3://bucket/results",
+    ]
+
+
+def test_the_very_last_line_says_where_the_time_went(clock: list[float]) -> None:
+    text = io.StringIO()
+    display = training(console_of(text, clock, width=60), clock)
+    display.accounted(Goodput(total=1.0, stepping=1.0))
+    display.accounted(Goodput(total=4.0, stepping=3.0, starting=1.0))
+    display.ended(None)
+    display.conclude("done", {"Deck": "/tmp/deck.html"})
+    assert text.getvalue().splitlines()[-1] == "train: goodput 75 %: 3.0 s of 4.0 s stepping; starting 1.0 s"
+
+
+def test_the_plain_echo_ends_with_where_the_time_went(capfd: pytest.CaptureFixture[str]) -> None:
+    echo = terminal_display.Echo()
+    echo.placed(SHAPE)
+    echo.accounted(Goodput(total=4.0, stepping=3.0, starting=1.0))
+    echo.ended(GangError("rank 0 failed"))
+    assert capfd.readouterr().err.splitlines() == [
+        "rank 0 failed",
+        "train: goodput 75 %: 3.0 s of 4.0 s stepping; starting 1.0 s",
     ]
 
 

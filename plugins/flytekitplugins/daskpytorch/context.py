@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.goodput import Goodput
 
 if TYPE_CHECKING:
     import torch
@@ -272,6 +275,12 @@ class RankContext:
     """Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
     worker_data: Any = field(default=None, repr=False)
     """Behind `DaskPartitions.share`; None where no Dask worker is beside the rank."""
+    spend: Callable[[str], contextlib.AbstractContextManager[None]] = field(
+        default=lambda _: contextlib.nullcontext(), repr=False
+    )
+    """Behind `evaluating`; nobody counts outside a gang."""
+    account: Callable[[], Goodput] = field(default=Goodput, repr=False)
+    """Behind `goodput`."""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)
@@ -332,6 +341,20 @@ class RankContext:
         """
         if self.watcher is not None:
             self.watcher(model, log_freq)
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Have what is done in a `with` block count as evaluation where the gang's time has gone."""
+        return self.spend("evaluation")
+
+    def goodput(self) -> Goodput:
+        """Where the gang's time has gone so far, as its driver has it; good as a task's output.
+
+        Every rank may ask, and as many requests get the same. Outside a gang nobody counts, and all is 0.
+
+        Raises:
+            TimeoutError: The driver has not answered within the gang's `start_timeout`.
+        """
+        return self.account()
 
     def should_stop(self) -> bool:
         """Whether the gang is to save a checkpoint and return, because the task or a worker is being taken away.

@@ -13,22 +13,23 @@ class Goodput:
     A task may return one: Flyte takes it as any dataclass.
     """
 
-    total: float
+    total: float = 0.0
     """From the moment that the gang was asked for."""
-    starting: float
+    starting: float = 0.0
     """Until the first step: workers, imports, the rendezvous, loading; and again whenever the gang has started anew."""
-    stepping: float
+    stepping: float = 0.0
     """In steps whose work was kept, or is not yet lost."""
-    data: float
+    data: float = 0.0
     """Waiting for a data loader."""
-    evaluation: float
+    evaluation: float = 0.0
     """In `RankContext.evaluating`, and in the validation of Lightning and of Transformers."""
-    saving: float
+    saving: float = 0.0
     """In `checkpoint.save` and `checkpoint.save_sharded`, which the training waits for."""
-    waiting: float
+    waiting: float = 0.0
     """For workers to come back, for other ranks to finish, for what is left to do at the end."""
-    lost: float
-    """In work that was done in vain: no checkpoint held it when an attempt ended, and so it was to be done again."""
+    lost: float = 0.0
+    """In work that was done in vain: no checkpoint held it when an attempt ended. When it is done again it is kept, and
+    counts as what it is: `stepping` is what a gang that was never disturbed would have needed."""
 
     @property
     def share(self) -> float:
@@ -57,7 +58,8 @@ class RankUsage:
     num_steps: int
     """Optimizer steps of this attempt so far."""
     seconds: Mapping[str, float]
-    """Of this attempt so far, by `stepping`, `data`, `evaluation` and `saving`: the main thread's, as in `Goodput`."""
+    """Of this attempt so far, since the ranks have met: by the names in `Goodput` what the main thread has spent on
+    `starting`, `stepping`, `data`, `evaluation`, `saving` and `waiting`."""
     cpu: float
     """Processor cores that are busy with the rank's process, on average since the sample before."""
     memory: int

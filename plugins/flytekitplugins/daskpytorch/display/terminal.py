@@ -22,6 +22,7 @@ from rich.text import Text
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
@@ -62,6 +63,7 @@ class ProgressDisplay(Observer):
         self._newest: LogRecord | None = None
         """With the newest value of each metric."""
         self._newest_names: set[str] = set()
+        self._goodput: Goodput | None = None
         self._held: list[str] | None = None
         """What is to be said once a rank's debugger leaves the terminal."""
 
@@ -129,6 +131,10 @@ class ProgressDisplay(Observer):
         self.ended(None)
         self._bar = self._newest = None
 
+    def accounted(self, goodput: Goodput) -> None:
+        """Remember it for the end."""
+        self._goodput = goodput
+
     def ended(self, error: Exception | None) -> None:
         """Leave the terminal as it was."""
         if self._held is not None:
@@ -137,12 +143,14 @@ class ProgressDisplay(Observer):
             self._bar.stop()
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Say how it has ended, when, with which values, what to do, and where things are; the last that is said."""
+        """Say how it has ended, when, with which values, what to do, where things are, and last where the time went."""
         values = f", {describe_record(self._newest)}" if self._newest is not None else ""
         text = f"{self._name}: {how} after {_duration(time.monotonic() - self._began_at)}{values}"
         self._print(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
             self._print(f"  {what}: {where}")
+        if self._goodput is not None:
+            self._print(f"{self._name}: {self._goodput}")
 
     def _pace(self) -> str:
         pace = _pace(self._bar.tasks[0]) if self._bar is not None else ""
@@ -161,6 +169,16 @@ class Echo(Observer):
     def __init__(self) -> None:
         self._held: list[str] | None = None
         """What is to be written once a rank's debugger leaves the terminal."""
+        self._name = ""
+        self._goodput: Goodput | None = None
+
+    def placed(self, shape: Shape) -> None:
+        """Know its name."""
+        self._name = _short(shape.name)
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Remember it for the end."""
+        self._goodput = goodput
 
     def noted(self, text: str) -> None:
         """Say it."""
@@ -182,11 +200,13 @@ class Echo(Observer):
             Screen().write(text)
 
     def ended(self, error: Exception | None) -> None:
-        """Say in a line who failed, and how: perhaps nobody asks the futures."""
+        """Say in a line who failed, and how, since perhaps nobody asks the futures; and where the time went."""
         self.debugging(None)
         told = error if isinstance(error, GangError) else error and error.__cause__
         if isinstance(told, GangError):
             Screen().write(one_line(str(told).partition("\n")[0], MAX_LINE) + "\n")
+        if self._goodput is not None and self._name:
+            Screen().write(f"{self._name}: {self._goodput}\n")
 
 
 def terminal(*, is_plain: bool = False) -> Console:

@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.driver.hang_detector import Stillness, explain_failure
 from flytekitplugins.daskpytorch.driver.prompts import Prompts
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited
@@ -50,6 +51,8 @@ class Attempt:
     """Which checkpoints ranks wait for, by their agents."""
     chosen: dict[int, Chosen] = field(default_factory=dict)
     """By the numbers of such requests, what rank 0 has got, and others get."""
+    accounts: dict[int, Goodput] = field(default_factory=dict)
+    """By the numbers of such requests, where ranks were told that the time has gone."""
     has_saved: bool = False
     """A checkpoint of its own is safe."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)

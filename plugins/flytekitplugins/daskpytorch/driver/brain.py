@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
 from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.hang_detector import (
     RankState,
     next_look,
@@ -36,6 +37,7 @@ from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages, orders, placement, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -127,6 +129,7 @@ class Brain:
         self._fetches = Fetches(self._settings.keep, checkpoints.entries)
         self._policy = FailurePolicy(self._settings.max_restarts)
         self._has_observers_in_rank = False
+        self._accountant = Accountant(asked_at, clock)
         self._hints_given: set[str] = set()
         self._noticed_at = asked_at
         # What has happened, and was not acted on yet.
@@ -164,7 +167,14 @@ class Brain:
         """
         while self._results is None and (following := self._phase()) is not None:
             self._phase = following
+        if self._accountant.is_due():
+            self._observe("accounted", self._accountant.goodput())
         return self._results
+
+    def final_account(self, error: Exception | None) -> Goodput:
+        """Where the time has gone, now that the gang has ended so: of a failed one what no checkpoint holds is lost."""
+        self._accountant.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
+        return self._accountant.goodput()
 
     @property
     def patience(self) -> float:
@@ -273,6 +283,11 @@ class Brain:
                 self._observe("logged", report)
             case reports.Moved(num_moves):
                 attempt.note_moves(rank, num_moves)
+            case reports.Used() | reports.Spent():
+                self._note_work(rank, report)
+            case reports.GoodputWanted(number):
+                account = attempt.accounts.setdefault(number, self._accountant.goodput())
+                peer.send(messages.Tell(orders.Accounted(number, account)))
             case reports.Hint(kind, text):
                 self._give_hint(kind, f"rank {rank} {text}")
             case reports.Noted(text):
@@ -320,8 +335,16 @@ class Brain:
         attempt.note_stirring()
         self._observe("debugging", None)
 
+    def _note_work(self, rank: int, work: reports.Used | reports.Spent) -> None:
+        if isinstance(work, reports.Used):
+            self._observe("used", work.usage)
+        if rank == 0:
+            self._accountant.hear(work)
+
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)
+        if rank == 0:
+            self._accountant.enter("training")
         if attempt.is_formed:
             began_at = self._asked_at if attempt.number == 0 else attempt.began_at
             self._observe("formed", self._now() - began_at)
@@ -386,6 +409,7 @@ class Brain:
         self._has_kept = True
         if self._attempt is not None and attempt == self._attempt.number:
             self._attempt.has_saved = True
+            self._accountant.keep(step)
         self._observe("kept", step)
         kept = self._saved()
         self._observe("keeps", kept)
@@ -443,6 +467,7 @@ class Brain:
     def _begin_to_gather(self) -> Phase:
         now = self._now()
         is_first = self._number == 0
+        self._accountant.enter("starting" if is_first else "waiting")
         self._attempt = None
         self._deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else now + SETTLE_TIME
@@ -491,6 +516,7 @@ class Brain:
 
     def _start(self) -> Phase:
         """Place the ranks on the workers that are here, and have them started."""
+        self._accountant.enter("starting")
         self._agents.dismiss_leaving()
         nodes = self._agents.nodes()[: self._num_wanted]
         _check_versions(nodes)
@@ -643,6 +669,7 @@ class Brain:
         """Have every rank ended."""
         reason = str(self._stopped_early) if self._stopped_early is not None and not self._is_cancelled else None
         self._stacks_until = None
+        self._accountant.enter("waiting")
         ends = self._deadlines
         close = (ends.close if self._is_last() else ends.reopen) if self._has_observers_in_rank else ends.stop
         self._tell(messages.Stop(grace=ends.stop, main_grace=close, reason=reason))
@@ -674,6 +701,7 @@ class Brain:
 
     def _begin_to_settle(self) -> Phase:
         attempt = self._gang
+        self._accountant.enter("waiting")
         self._ended_at = self._now()
         if attempt.is_failing and attempt.hang is None:
             attempt.explain_failure()
@@ -714,6 +742,7 @@ class Brain:
     def _go_on(self) -> Phase:
         reason = self._reason_to_go_on(self._gang)
         self._is_growing, self._stop_request = False, None
+        self._accountant.close(is_lost=True)
         self._number += 1
         self._checkpoints.fence(self._number)
         self._committer.sweep(self._number)

@@ -4,8 +4,10 @@ Breakpoints of an editor, profilers and `pytest --pdb` work in it as in any prog
 """
 
 import contextlib
+import functools
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,11 +18,14 @@ from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.events import Committed
+from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
@@ -28,9 +33,10 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
-from flytekitplugins.daskpytorch.rank import process_group
+from flytekitplugins.daskpytorch.rank import process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 __all__ = ["InProcess"]
@@ -50,6 +56,7 @@ class _Shards:
         folder: Path,
         observers: Observers,
         checkpoints: Checkpoints,
+        accountant: Accountant,
     ) -> None:
         filesystem = current_execution().filesystem
         self.committer = Committer.of(settings, paths, manifest, folder, filesystem, self._note_committed)
@@ -57,6 +64,7 @@ class _Shards:
         self.rank = ShardedCheckpoints(self.committer.sharding(), attempt=0, rank=0, report=self._hear)
         self._observers = observers
         self._checkpoints = checkpoints
+        self._accountant = accountant
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """What a user is told of all that are kept, of both kinds."""
@@ -70,6 +78,7 @@ class _Shards:
 
     def _note_committed(self, commit: Committed) -> None:
         if commit.error is None:
+            self._accountant.keep(commit.step)
             self._observers.tell("kept", commit.step)
             self._observers.tell("keeps", self.saved())
             self._settle(commit.number)
@@ -103,6 +112,8 @@ class InProcess:
         self._received = received
         self._storage = storage
         self._ask_for_folder = ask_for_folder
+        self._accountant = Accountant(time.monotonic())
+        self._ledger = Ledger()
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -120,11 +131,16 @@ class InProcess:
                 process_group.join(place, job, None)
                 stack.enter_context(_entered(rank := self._context(folder, checkpoints, shards)))
                 self._observers.tell("formed", 0.0)
+                self._accountant.enter("training")
+                self._ledger.begin()
                 try:
-                    yield
+                    with usage.watched(self._ledger):
+                        yield
+                    self._accountant.hear(reports.Spent(self._ledger.close(), is_last=True))
                     rank.checkpoint.flush()
                     shards.committer.flush(self._settings.start_timeout)
                 except Exception:
+                    self._accountant.hear(reports.Spent(self._ledger.seconds(), is_last=True))
                     rank.checkpoint.flush()
                     limit = Deadlines(self._settings.grace_period).storage
                     checkpoints.flush(limit)
@@ -135,6 +151,8 @@ class InProcess:
             raise
         finally:
             self._rank_observers.tell("close", int(error is not None), None)
+            self._accountant.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
+            self._observers.tell("accounted", self._accountant.goodput())
             self._observers.tell("ended", error)
 
     def _checkpoints(self, folder: Path, stack: contextlib.ExitStack) -> tuple[Checkpoints, _Shards]:
@@ -144,7 +162,8 @@ class InProcess:
         stack.callback(checkpoints.close)
         start = checkpoints.restore()
         manifest = storage.manifest if storage is not None else None
-        shards = _Shards(self._settings, self._storage, manifest, folder, self._observers, checkpoints)
+        told = (self._observers, checkpoints, self._accountant)
+        shards = _Shards(self._settings, self._storage, manifest, folder, *told)
         stack.callback(shards.committer.close)
         if steps := [found.step for found in (start, shards.committer.newest()) if found is not None]:
             self._observers.tell("resumed", max(steps))
@@ -171,6 +190,7 @@ class InProcess:
 
         def keep(file: CheckpointFile) -> None:
             checkpoints.keep(file)
+            self._accountant.keep(file.step)
             self._observers.tell("kept", file.step)
             self._observers.tell("keeps", shards.saved())
 
@@ -198,6 +218,7 @@ class InProcess:
             kept=shards.saved,
             storage=self._storage.own if self._storage else None,
             best_by=self._settings.keep.metric,
+            saving=functools.partial(usage.saving, self._ledger, self._accountant.hear),
         )
         return RankContext(
             checkpoint=checkpoint,
@@ -206,9 +227,17 @@ class InProcess:
             watcher=lambda *how: self._rank_observers.tell("watch", *how),
             submit=self._submit,
             ask_for_folder=self._ask_for_folder,
+            spend=self._ledger.spending,
+            account=self._account,
         )
 
+    def _account(self) -> Goodput:
+        self._accountant.hear(reports.Spent(self._ledger.seconds()))
+        return self._accountant.goodput()
+
     def _log(self, record: LogRecord) -> None:
+        if self._accountant.is_due():
+            self._observers.tell("accounted", self._account())
         self._rank_observers.tell("logged", record)
         if (wish := self._observers.tell("logged", record.bare())) is not None:
             raise wish

@@ -117,6 +117,8 @@ class Supervisor:
             running.discard(self)
             if self._debugging.terminal is not None:
                 self._debugging.terminal.restore()
+            if self._brain is not None:
+                self._observers.tell("accounted", self._brain.final_account(error))
             self._observers.tell("ended", error)
 
     def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:

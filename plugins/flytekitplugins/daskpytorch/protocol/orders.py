@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES
@@ -133,6 +134,14 @@ class ShowStacks:
 
 
 @dataclass(frozen=True)
+class Accounted:
+    """Where the gang's time has gone, for those who have asked (`reports.GoodputWanted`)."""
+
+    number: int
+    goodput: Goodput
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The terminal is this rank's debugger's."""
 
@@ -194,7 +203,7 @@ class Quit:
     """Seconds until it is killed."""
 
 
-OrderToAll = Hold | Release | Settled | Kept | Locate | ShowStacks | Prompt | Interrupt | Leave
+OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
 Order = OrderToAll | Provided | NotProvided | Chosen | Quit
 
 

@@ -4,11 +4,12 @@ import contextlib
 import io
 import pickle
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -64,6 +65,33 @@ class Moved:
     """How many signs of life it has given so far."""
 
     num_moves: int
+
+
+@dataclass(frozen=True)
+class Used:
+    """What it uses of its machine, and what it has done so far."""
+
+    usage: RankUsage
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What its time has gone into since it was ready."""
+
+    seconds: Mapping[str, float]
+    """As of `RankUsage`."""
+    step: int | None = None
+    """Until a checkpoint of this step held its work; None: until now."""
+    is_last: bool = False
+    """Its function has returned."""
+
+
+@dataclass(frozen=True)
+class GoodputWanted:
+    """It waits to hear where the gang's time has gone (`orders.Accounted`)."""
+
+    number: int
+    """Which of its requests this is: all ranks get the same for the same number."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +185,9 @@ ShortReport = (
     | ShardsNotWritten
     | Wanted
     | Moved
+    | Used
+    | Spent
+    | GoodputWanted
     | Hint
     | Noted
     | Held

@@ -5,6 +5,7 @@ rank 0 --file--> its agent --connection--> the driver's checkpoints; and back to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -68,6 +69,8 @@ class RankCheckpoint(Checkpoint):
     """The folder that all are copied to."""
     best_by: str | None = None
     """The metric that the best are kept by."""
+    saving: Callable[[int], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    """Entered with the step while the training waits for a save."""
     _writing: threading.Thread | None = None
     _num_asked: int = 0
     _loaded: SavedCheckpoint | None = None
@@ -88,10 +91,13 @@ class RankCheckpoint(Checkpoint):
         if not self.is_main:
             _refuse_sharded(state)
             return
-        self.flush()
+        with self.saving(step):
+            self.flush()
+            copied = _copy(state)
         writing = threading.Thread(
-            target=self._write, args=(_copy(state), step, plain), name="daskpytorch-checkpoint", daemon=True
+            target=self._write, args=(copied, step, plain), name="daskpytorch-checkpoint", daemon=True
         )
+        del copied
         writing.start()  # before the thread that obeys orders can see it, and wait for it
         self._writing = writing
 
@@ -108,7 +114,8 @@ class RankCheckpoint(Checkpoint):
         step, plain = int(step), numbers(metrics)
         self.progress.reach(step, anew=True)
         if self.sharded is not None:
-            self.sharded.save(state, step, plain)
+            with self.saving(step):
+                self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
         """Fill a state with the newest that was kept so, or another one; see `Checkpoint`."""

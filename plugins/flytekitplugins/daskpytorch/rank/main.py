@@ -25,6 +25,7 @@ import cloudpickle
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -41,10 +42,12 @@ from flytekitplugins.daskpytorch.rank import (
     numa,
     process_group,
     sources,
+    usage,
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 
 if TYPE_CHECKING:
     import torch
@@ -58,12 +61,12 @@ def main(channel: Connection) -> int:
     order: RankOrder = channel.recv()
     link = _Link(channel, order.job.attempt)
     observers = Observers()
-    progress = Progress()
+    progress, ledger = Progress(), Ledger()
     has_returned = False
     try:
         _settle_in(order)
         with _host_of(order.job) as host:  # before there are other threads: it may import what does not bear them
-            rank = _context(order, link, observers, progress, host)
+            rank = _context(order, link, observers, progress, ledger, host)
             prompt = debugger.Prompt(order.place.rank, order.job.debugging, link.send)
             link.obey(rank, observers, prompt)
             debugger.watch_pdb(prompt)
@@ -75,11 +78,15 @@ def main(channel: Connection) -> int:
             context.enter(rank)
             flight_recorder.call_before_abort(link.send_collectives)
             link.send(reports.Ready())
+            ledger.begin()
             _watch_progress(order, link, progress)
+            _watch_usage(order, link, ledger)
             profiler = _profiler(order, link)
             if order.job.hints:
                 hints.watch_samplers(link.hint)
-            returned = call.function(*call.args, **_keywords(order, call, host))
+            with usage.watched(ledger):
+                returned = call.function(*call.args, **_keywords(order, call, host))
+            link.send(reports.Spent(ledger.close(), is_last=True))
             if order.job.hints:
                 link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
             if profiler is not None:
@@ -138,6 +145,8 @@ class _Link:
         self.kept: Sequence[SavedCheckpoint] = ()
         """All that the driver keeps, as far as it has told."""
         self._chosen: dict[int, Future[orders.Chosen]] = {}
+        self._accounts: dict[int, Future[Goodput]] = {}
+        self._num_accounts = 0
         self._has_delivered = False
         self._hinted: set[str] = set()
 
@@ -165,6 +174,13 @@ class _Link:
 
     def _choice(self, number: int) -> Future[orders.Chosen]:
         return self._chosen.setdefault(number, Future())
+
+    def ask_for_account(self) -> Future[Goodput]:
+        """Ask where the gang's time has gone."""
+        self._num_accounts += 1
+        account = self._accounts.setdefault(self._num_accounts, Future())
+        self.send(reports.GoodputWanted(self._num_accounts))
+        return account
 
     def submit(self, key: str, path: str, data: bytes) -> None:
         """Send a result; its pieces go one after the other, with other reports between them.
@@ -243,6 +259,9 @@ class _Link:
                     self._choice(number).set_result(order)
             case orders.Kept(checkpoints):
                 self.kept = checkpoints
+            case orders.Accounted(number, goodput):
+                if not (account := self._accounts.setdefault(number, Future())).done():  # another here has asked, too
+                    account.set_result(goodput)
             case _:
                 assert_never(order)
 
@@ -293,6 +312,11 @@ def _profiler(order: RankOrder, link: _Link) -> StepProfiler | None:
     return profiler
 
 
+def _watch_usage(order: RankOrder, link: _Link, ledger: Ledger) -> None:
+    gauge = Gauge(order.place.rank, ledger, order.place.device_index or 0)
+    gauge.report(order.place.world_size, lambda usage: link.send(reports.Used(usage)))
+
+
 def _settle_in(order: RankOrder) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
@@ -335,7 +359,12 @@ def _take_device(order: RankOrder) -> torch.device | None:
 
 
 def _context(
-    order: RankOrder, link: _Link, observers: Observers, progress: Progress, host: RankHost | None
+    order: RankOrder,
+    link: _Link,
+    observers: Observers,
+    progress: Progress,
+    ledger: Ledger,
+    host: RankHost | None,
 ) -> RankContext:
     def sink(record: LogRecord) -> None:
         if order.job.hints:
@@ -363,7 +392,13 @@ def _context(
         kept=lambda: link.kept,
         storage=order.job.storage,
         best_by=order.job.best_by,
+        saving=functools.partial(usage.saving, ledger, link.send if place.rank == 0 else None),
     )
+
+    def account() -> Goodput:
+        link.send(reports.Spent(ledger.seconds()))
+        return link.ask_for_account().result(order.job.timeout)
+
     return RankContext(
         rank=place.rank,
         local_rank=place.local_rank,
@@ -377,6 +412,8 @@ def _context(
         ask_for_folder=functools.partial(link.ask_for_folder, host) if host is not None else None,
         progress=progress,
         worker_data=order.data,
+        spend=ledger.spending,
+        account=account,
     )
 
 

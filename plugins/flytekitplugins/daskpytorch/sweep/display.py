@@ -13,6 +13,7 @@ from rich.progress import TaskID, TextColumn
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, PLAIN_INTERVAL, bars, describe_record, show, terminal
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
@@ -22,6 +23,8 @@ COUNT_INTERVAL = 5.0
 """Seconds between plain lines that say how many models have ended."""
 MAX_LABEL = 48
 """Characters of an experiment that are shown."""
+MIN_TOTAL = 1.0
+"""Seconds from which on it is said where a model's time went."""
 
 
 class SweepDisplay:
@@ -104,6 +107,10 @@ class _Line(Observer):
     _task: TaskID | None = None
     _epoch: int = 0
     _shown_at: float = 0.0
+    _goodput: Goodput | None = None
+
+    def accounted(self, goodput: Goodput) -> None:
+        self._goodput = goodput
 
     def formed(self, seconds: float) -> None:
         if self._board.is_live and self._task is None:
@@ -136,4 +143,6 @@ class _Line(Observer):
         elif error is not None:
             how = one_line(str(error).partition("\n")[0], MAX_LINE)
             self._board.print(f"{self._name} {self._experiment} failed: {type(error).__name__}: {how}")
+        if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
+            self._board.tell(f"{self._name} {self._experiment}: {self._goodput}")
         self._board.count(error)

@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
@@ -55,6 +56,11 @@ class ModelFuture(GangFuture):
         return records[-1].step if records else None
 
     @property
+    def goodput(self) -> Goodput | None:
+        """Where its time has gone, at most two seconds ago while it trains; None before, and of an earlier call's."""
+        return self._log.goodput
+
+    @property
     def status(self) -> Literal["waiting", "training", "finished", "stopped early", "failed", "cancelled"]:
         """How it stands with the model."""
         if not self.done():
@@ -87,6 +93,11 @@ class Log(Observer):
         self.records: list[LogRecord] = []
         self.newest: dict[str, Any] = {}
         """Of each metric."""
+        self.goodput: Goodput | None = None
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Have the newest."""
+        self.goodput = goodput
 
     def logged(self, record: LogRecord) -> None:
         """Have one of rank 0, too."""

@@ -1,0 +1,369 @@
+"""Where a gang's time goes, as its driver counts it: what happens is told, and the clock goes as the test says."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flytekitplugins.daskpytorch import Goodput, RankUsage
+from flytekitplugins.daskpytorch.driver.events import Preempted
+from flytekitplugins.daskpytorch.driver.goodput import Accountant
+from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.orders import Accounted
+from flytekitplugins.daskpytorch.protocol.reports import GoodputWanted, Spent, Used
+from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
+
+W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
+
+
+class Told(Watcher):
+    """Remembers accounts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accounts: list[Goodput] = []
+        self.usages: list[RankUsage] = []
+
+    def accounted(self, goodput: Goodput) -> None:
+        self.accounts.append(goodput)
+
+    def used(self, usage: RankUsage) -> None:
+        self.usages.append(usage)
+
+
+class Trained(World):
+    """A gang whose rank 0 says what it does, second by second."""
+
+    def __init__(self, *how: Any, **settings: Any) -> None:
+        super().__init__(*how, **settings)
+        self.spent: dict[str, float] = {}
+        self.asked_at = self.clock()
+
+    @property
+    def main(self) -> Agent:
+        """The agent of rank 0."""
+        return next(agent for agent in self.connected() if 0 in agent.ranks)
+
+    def go(self, seconds: float = 10.0) -> None:
+        """Everybody comes, and all ranks meet, which takes so long."""
+        self.join_all()
+        self.obey_all()
+        self.clock.now += seconds
+        self.spent = {"starting": 0.0}
+        for agent in self.connected():
+            self.ready(agent)
+
+    def spend(self, **seconds: float) -> None:
+        """Rank 0 works."""
+        for part, value in seconds.items():
+            self.clock.now += value
+            self.spent[part] = self.spent.get(part, 0.0) + value
+        self.say_spent()
+
+    def say_spent(self, step: int | None = None, *, is_last: bool = False) -> None:
+        self.report(self.main, 0, Spent(dict(self.spent), step, is_last))
+
+    def keep(self, step: int, seconds: float = 1.0) -> None:
+        """Rank 0 saves a checkpoint, which arrives."""
+        self.spend(saving=seconds)
+        self.say_spent(step)
+        self.save(self.main, step)
+        self.obey_all()
+        while self.main.uploads:
+            self.upload(self.main)
+
+    def end(self) -> Goodput:
+        """The account that is given when it is over, checked against the clock."""
+        assert self.is_over
+        goodput = self.brain.final_account(self.error if isinstance(self.error, Exception) else None)
+        check(goodput)
+        assert math.isclose(goodput.total, self.clock() - self.asked_at)
+        return goodput
+
+    def deliver_all(self) -> None:
+        self.say_spent(is_last=True)
+        for agent in self.connected():
+            self.deliver(agent)
+        self.obey_all()
+
+
+def check(goodput: Goodput) -> None:
+    total, *parts = goodput.as_dict().values()
+    assert math.fsum(parts) == total
+    assert all(part >= 0 for part in parts), goodput
+
+
+def parts(goodput: Goodput) -> dict[str, float]:
+    """Those that are not nothing, in whole milliseconds."""
+    return {
+        name: round(seconds, 3) for name, seconds in goodput.as_dict().items() if name != "total" and seconds > 1e-9
+    }
+
+
+@pytest.fixture
+def world_of(tmp_path: Path) -> Callable[..., Trained]:
+    return functools.partial(Trained, tmp_path)
+
+
+def test_undisturbed(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(10.0)
+    world.spend(starting=3.0, data=1.0, stepping=20.0, evaluation=4.0)
+    world.keep(5, seconds=2.0)
+    world.clock.now += 0.5  # the last step, of which the driver has not heard
+    world.spent["stepping"] += 0.5
+    world.say_spent(is_last=True)
+    world.clock.now += 6.0  # for the other rank, say
+    world.deliver_all()
+    assert world.results == [0, 1]
+    assert parts(world.end()) == {
+        "starting": 13.0,
+        "data": 1.0,
+        "stepping": 20.5,
+        "evaluation": 4.0,
+        "saving": 2.0,
+        "waiting": 6.0,
+    }
+
+
+def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(10.0)
+    world.spend(starting=3.0, stepping=20.0)
+    world.keep(5)
+    world.spend(stepping=4.0, data=2.0, evaluation=1.0)
+    world.clock.now += 0.5  # of which nothing was heard
+    world.fail(world.agent(W2), 1, OwnError("once"))
+    world.obey_all()
+    world.go(7.0)
+    world.spend(starting=1.0, stepping=4.0)
+    world.deliver_all()
+    assert parts(world.end()) == {"starting": 21.0, "stepping": 24.0, "saving": 1.0, "lost": 7.5}
+
+
+def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(10.0)
+    world.spend(starting=3.0, stepping=20.0, data=2.0)
+    world.kill_worker(W2)
+    world.obey_all()
+    world.cluster.here.add(W2)
+    world.wait(30.0)
+    world.go(7.0)
+    world.spend(starting=1.0, stepping=20.0)
+    world.deliver_all()
+    goodput = parts(world.end())
+    assert goodput.pop("waiting") >= 1.0
+    assert goodput["lost"] == 22.0
+    assert goodput["stepping"] == 20.0
+
+
+def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go()
+    world.spend(stepping=20.0)
+    world.keep(5)
+    world.spend(stepping=5.0)
+    world.say_spent(9)  # and rank 0 is gone before it is written
+    world.fail(world.main, 0, OwnError("once"))
+    world.obey_all()
+    world.wait(1.0)
+    world.go()
+    world.deliver_all()
+    assert parts(world.end())["lost"] == 5.0
+
+
+def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go()
+    world.spend(stepping=20.0)
+    world.say_spent(5)
+    world.save(world.main, 5)
+    world.spend(stepping=3.0)
+    world.fail(world.agent(W2), 1, OwnError("once"))
+    world.obey_all()
+    main = world.agent(W1)
+    world.upload(main)
+    world.wait(1.0)
+    world.go()
+    world.deliver_all()
+    goodput = parts(world.end())
+    assert goodput["stepping"] == 20.0
+    assert goodput["lost"] == 3.0
+
+
+def test_a_gang_that_shrinks_waits_and_starts_again(world_of: Callable[..., Trained]) -> None:
+    world = world_of(min_workers=1)
+    world.go(5.0)
+    world.spend(stepping=8.0)
+    world.keep(5)
+    world.kill_worker(W2)
+    world.obey_all()
+    world.wait(1.0)
+    world.go(4.0)
+    world.spend(stepping=8.0)
+    world.deliver_all()
+    goodput = parts(world.end())
+    assert world.results == [0]
+    assert goodput.pop("waiting") <= 1.0
+    assert goodput == {"starting": 9.0, "stepping": 16.0, "saving": 1.0}
+
+
+def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(world_of: Callable[..., Trained]) -> None:
+    world = world_of(min_workers=1)
+    world.go(5.0)
+    world.keep(5)
+    world.kill_worker(W2)
+    world.obey_all()
+    world.wait(1.0)
+    world.go(4.0)
+    world.join(world.new_worker())
+    world.spend(stepping=8.0)
+    world.keep(9)
+    world.obey_all()
+    world.wait(1.0)
+    world.go(3.0)
+    assert len(world.starts) == 3
+    world.spend(stepping=8.0)
+    world.deliver_all()
+    goodput = parts(world.end())
+    assert goodput["stepping"] == 16.0
+    assert "lost" not in goodput
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: Callable[..., Trained], saves: bool) -> None:
+    world = world_of(max_restarts=0)
+    world.go(5.0)
+    world.spend(stepping=8.0)
+    world.feed(Preempted("the node is taken away"))
+    if saves:
+        world.keep(5)
+    world.obey_all()
+    world.wait(60.0)
+    world.obey_all()
+    assert isinstance(raised(world), PreemptedError)
+    goodput = world.end()
+    assert goodput.stepping == (8.0 if saves else 0.0)
+    assert goodput.lost >= (0.0 if saves else 8.0)
+
+
+def test_a_model_that_was_stopped_early_has_lost_nothing(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(5.0)
+    world.spend(stepping=8.0)
+    world.watcher.wish = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+    world.step(world.main, saves=False)
+    world.obey_all()
+    assert isinstance(raised(world), StoppedEarlyError)
+    assert parts(world.end()) == {"starting": 5.0, "stepping": 8.0}
+
+
+def test_a_gang_that_fails_for_good_has_lost_what_it_has_not_kept(world_of: Callable[..., Trained]) -> None:
+    world = world_of(max_restarts=0)
+    world.go(5.0)
+    world.spend(stepping=8.0)
+    world.fail(world.main, 0, OwnError("no"))
+    world.obey_all()
+    assert is_own(raised(world))
+    assert parts(world.end()) == {"starting": 5.0, "lost": 8.0}
+
+
+def test_a_gang_that_never_forms_has_only_started(world_of: Callable[..., Trained]) -> None:
+    world = world_of(start_timeout=60.0)
+    world.wait(100.0)
+    assert isinstance(raised(world), GangStartError)
+    goodput = world.end()
+    assert goodput.starting == goodput.total > 0
+    assert goodput.share == 0.0
+
+
+def test_observers_hear_every_two_seconds(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    told = Told()
+    world.brain._observers._observers.append(told)
+    world.go(1.0)
+    for _ in range(20):
+        world.spend(stepping=0.5)
+    assert 4 <= len(told.accounts) <= 6
+    assert [goodput.total for goodput in told.accounts] == sorted({goodput.total for goodput in told.accounts})
+
+
+def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
+    world_of: Callable[..., Trained],
+) -> None:
+    world = world_of()
+    told = Told()
+    world.brain._observers._observers.append(told)
+    world.go(1.0)
+    world.clock.now += 4.0
+    for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):
+        seconds = {"starting": 1.0, "data": 3.0 - rank}
+        how: dict[str, Any] = {"time": 0.0, "num_steps": 7, "cpu": 1.0, "memory": 5, "seconds": seconds}
+        usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
+        world.report(agent, rank, Used(usage))
+    assert [usage.rank for usage in told.usages] == [0, 1]
+    assert parts(world.brain.final_account(None)) == {"starting": 2.0, "data": 3.0}
+
+
+def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(1.0)
+    world.report(world.agent(W2), 1, GoodputWanted(1))
+    world.spend(stepping=5.0)
+    world.report(world.agent(W1), 0, GoodputWanted(1))
+    world.report(world.agent(W1), 0, GoodputWanted(2))
+    answers = [
+        [order.order for order in agent.orders if isinstance(getattr(order, "order", None), Accounted)]
+        for agent in (world.agent(W1), world.agent(W2))
+    ]
+    assert [[(answer.number, answer.goodput.stepping) for answer in of_one] for of_one in answers] == [
+        [(1, 0.0), (2, 5.0)],
+        [(1, 0.0)],
+    ]
+
+
+# ---- The accountant alone -------------------------------------------------------------------------------------------
+
+SECONDS = st.floats(0, 1e6)
+SPENT = st.fixed_dictionaries(
+    dict.fromkeys(("starting", "stepping", "data", "evaluation", "saving", "waiting"), SECONDS)
+)
+ACTS = st.one_of(
+    st.tuples(st.just("enter"), st.sampled_from(["starting", "training", "waiting"])),
+    st.tuples(st.just("hear"), st.builds(Spent, SPENT, st.none() | st.integers(0, 3), st.booleans())),
+    st.tuples(st.just("keep"), st.integers(0, 3)),
+    st.tuples(st.just("close"), st.booleans()),
+)
+
+
+@given(st.lists(st.tuples(SECONDS, ACTS), max_size=20))
+def test_whatever_it_is_told_the_parts_add_up_and_none_is_negative(acts: list[tuple[float, tuple[str, Any]]]) -> None:
+    now = 100.0
+    accountant = Accountant(now, lambda: now)
+    for seconds, (act, what) in acts:
+        now += seconds
+        if act == "close":
+            accountant.close(is_lost=what)
+        else:
+            getattr(accountant, act)(what)
+        goodput = accountant.goodput()
+        check(goodput)
+        assert math.isclose(goodput.total, now - 100.0, abs_tol=1e-3)
+
+
+def test_of_many_saves_only_those_are_remembered_that_may_still_count() -> None:
+    now = 0.0
+    accountant = Accountant(now, lambda: now)
+    accountant.enter("training")
+    for step in range(1000):
+        accountant.hear(Spent({"stepping": float(step)}, step))
+        accountant.keep(step)
+    assert len(accountant._training.at_saves) == 1

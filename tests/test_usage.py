@@ -1,0 +1,182 @@
+"""What a rank's time goes into, by its ledger."""
+
+import math
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from flytekitplugins.daskpytorch.rank import usage
+from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
+
+
+class Clock:
+    """Goes forward when it is told to."""
+
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock: Clock) -> Ledger:
+    return Ledger(clock)
+
+
+def spent(seconds: dict[str, float]) -> dict[str, float]:
+    return {part: value for part, value in seconds.items() if value}
+
+
+def take(clock: Clock, seconds: float) -> None:
+    clock.now += seconds
+
+
+def test_a_step_begins_with_its_batch_and_ends_with_the_optimizer(ledger: Ledger, clock: Clock) -> None:
+    take(clock, 3.0)  # a model is made
+    for _ in range(2):
+        with ledger.spending("data"):
+            take(clock, 0.5)
+        take(clock, 2.0)
+        ledger.step()
+    assert spent(ledger.seconds()) == {"starting": 3.0, "data": 1.0, "stepping": 4.0}
+    assert ledger.num_steps == 2
+
+
+def test_without_a_loader_the_first_step_is_part_of_the_start(ledger: Ledger, clock: Clock) -> None:
+    take(clock, 3.0)
+    ledger.step()
+    take(clock, 2.0)
+    ledger.step()
+    assert spent(ledger.seconds()) == {"starting": 3.0, "stepping": 2.0}
+
+
+def test_of_parts_within_parts_the_outer_one_counts(ledger: Ledger, clock: Clock) -> None:
+    ledger.step()
+    with ledger.spending("evaluation"):
+        take(clock, 1.0)
+        with ledger.spending("data"):
+            take(clock, 1.0)
+        ledger.step()
+        take(clock, 1.0)
+    assert spent(ledger.seconds()) == {"evaluation": 3.0}
+    assert ledger.num_steps == 2
+
+
+def test_what_follows_the_last_step_is_waiting_once_the_work_is_done(ledger: Ledger, clock: Clock) -> None:
+    ledger.step()
+    take(clock, 2.0)
+    assert spent(ledger.seconds()) == {"stepping": 2.0}  # a step may be under way
+    assert spent(ledger.close()) == {"waiting": 2.0}
+
+
+def test_a_function_that_takes_no_step_is_one(ledger: Ledger, clock: Clock) -> None:
+    take(clock, 2.0)
+    assert spent(ledger.seconds()) == {"starting": 2.0}
+    assert spent(ledger.close()) == {"stepping": 2.0}
+
+
+def test_a_part_that_has_not_ended_counts(ledger: Ledger, clock: Clock) -> None:
+    ledger.step()
+    with ledger.spending("evaluation"):
+        take(clock, 4.0)
+        assert spent(ledger.seconds()) == {"evaluation": 4.0}
+
+
+def test_a_part_ends_with_an_error_too(ledger: Ledger, clock: Clock) -> None:
+    def fail() -> None:
+        with ledger.spending("saving"):
+            take(clock, 1.0)
+            raise KeyError
+
+    ledger.step()
+    with pytest.raises(KeyError):
+        fail()
+    take(clock, 1.0)
+    assert spent(ledger.seconds()) == {"saving": 1.0, "stepping": 1.0}
+
+
+def test_what_other_threads_wait_for_holds_nobody_up(ledger: Ledger, clock: Clock) -> None:
+    ledger.step()
+
+    def prefetch() -> None:
+        with ledger.spending("data"):
+            take(clock, 1.0)
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    thread.join()
+    assert spent(ledger.seconds()) == {"stepping": 1.0}
+
+
+@given(st.lists(st.sampled_from(["step", "data", "evaluation", "saving", "leave", "look"]), max_size=30))
+def test_all_parts_add_up_to_the_time_in_any_order(acts: list[str]) -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    began_at, entered = clock.now, []
+    for number, act in enumerate(acts):
+        take(clock, 2.0**-number)
+        if act == "step":
+            ledger.step()
+        elif act == "leave" and entered:
+            entered.pop().__exit__(None, None, None)
+        elif act in ("data", "evaluation", "saving"):
+            entered.append(ledger.spending(act))
+            entered[-1].__enter__()
+        for seconds in (ledger.seconds(), ledger.close()):
+            assert math.isclose(math.fsum(seconds.values()), clock.now - began_at)
+            assert all(value >= 0 for value in seconds.values())
+
+
+class Slow(Dataset[int]):
+    """Takes a second for each item."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index >= len(self):
+            raise IndexError
+        take(self._clock, 1.0)
+        return index
+
+
+def batches(clock: Clock) -> Iterator[torch.Tensor]:
+    return iter(DataLoader(Slow(clock), batch_size=2))
+
+
+def test_torch_makes_the_entries_by_itself_and_no_more_once_it_is_over(ledger: Ledger, clock: Clock) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight])
+    with usage.watched(ledger):
+        for _ in batches(clock):
+            take(clock, 5.0)
+            optimizer.step()
+    assert spent(ledger.seconds()) == {"data": 4.0, "stepping": 10.0}
+    list(batches(clock))
+    optimizer.step()
+    assert ledger.num_steps == 2
+    assert ledger.seconds()["data"] == 4.0
+
+
+def test_a_gauge_reads_off_what_this_process_uses(ledger: Ledger) -> None:
+    gauge = Gauge(3, ledger, 0)
+    while gauge.read().cpu == 0:
+        pass
+    read = gauge.read()
+    assert (read.rank, read.num_steps, read.gpu_memory, read.gpu_utilization) == (3, 0, None, None)
+    assert read.memory > 1 << 20
+    assert dict(read.seconds) == ledger.seconds()
