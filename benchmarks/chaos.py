@@ -14,9 +14,9 @@ often, in an order that the seed decides, as it does the rank and the step:
     SIGSTOP a rank      it hangs, and the hang detector has to find it (`hang_timeout`)
     SIGKILL a worker    with all its ranks; its nanny brings a new one
 
-Then the weights must be equal (`torch.equal`), and so must the held-out losses of every epoch. The exit code is 0 if
-they are and all faults were made, else 1. How often the blame fell on the rank that was hit, with what was done to it,
-is counted beside.
+Then the weights must be equal (`torch.equal`), and so must the held-out losses of every epoch; and where the gang says
+that its time has gone must add up to the wall time within 2 %. The exit code is 0 if all that is so and all faults were
+made, else 1. How often the blame fell on the rank that was hit, with what was done to it, is counted beside.
 
 This process imports nothing but the standard library; scheduler, workers and driver are processes of their own, and
 every one is ended with it, also after Ctrl-C.
@@ -44,6 +44,8 @@ from running import ROOT, Cluster, Program, nothing_left, until, worker_of
 
 PATIENCE = 120.0
 """Seconds for the gang to train again."""
+MAX_UNACCOUNTED = 0.02
+"""Of the wall time, which the gang's goodput must add up to."""
 STEPS_PER_FAULT = 6
 """With fewer steps than this for each fault, some might not find a gang that runs."""
 
@@ -54,7 +56,7 @@ import sys
 import time
 import torch
 from distributed import Client
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 from tasks import char_lstm
 from tasks.char_lstm import Hyperparameters
 from tasks.names import load_names, split_by_name
@@ -72,6 +74,11 @@ def train(folder, training, held_out, hp):
     register_optimizer_step_post_hook(note)
     return char_lstm.train(training, held_out, hp)
 
+class Account(Observer):
+    def accounted(self, goodput):
+        global account
+        account = goodput.as_dict()
+
 arguments = json.loads(sys.argv[1])
 hp = Hyperparameters(**arguments["hp"])
 loaded = load_names(arguments["data"])
@@ -80,12 +87,15 @@ results = []
 with Client(scheduler_file=arguments["cluster"]) as client:
     print("@ready", loaded.report, flush=True)
     for line in sys.stdin:
-        settings = Gang(max_restarts=10_000, hang_timeout=arguments["hang_timeout"])
+        settings = Gang(max_restarts=10_000, hang_timeout=arguments["hang_timeout"], observers=(Account,))
+        began_at = time.monotonic()
         everyone = dispatch.run(client, train, line.strip(), training, held_out, hp, gang=settings).result()
+        wall = time.monotonic() - began_at
         if not all(torch.equal(everyone[0].state_dict[n], o.state_dict[n]) for o in everyone for n in o.state_dict):
             raise ValueError("the ranks have ended with different weights")
         results.append(everyone[0])
-        print("@trained", json.dumps([epoch.held_out_loss for epoch in results[-1].epochs]), flush=True)
+        losses = [epoch.held_out_loss for epoch in results[-1].epochs]
+        print("@trained", json.dumps([losses, wall, account]), flush=True)
         if len(results) == 2:
             one, other = (result.state_dict for result in results)
             differing = [name for name in one if not torch.equal(one[name], other[name])]
@@ -258,6 +268,23 @@ def line(fault: Fault) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Training:
+    """What a training has come to."""
+
+    losses: list[float]
+    wall: float
+    """Seconds from the call to its result, as the caller measures them."""
+    goodput: dict[str, float]
+    """Where they have gone, as the gang says."""
+
+    @property
+    def is_accounted(self) -> bool:
+        """The parts add up to the whole."""
+        parts = sum(seconds for name, seconds in self.goodput.items() if name != "total")
+        return abs(parts / self.wall - 1) <= MAX_UNACCOUNTED
+
+
 # ---- The whole ------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +295,7 @@ def train(driver: Program, folder: Path, num_ranks: int) -> Gang:
     return Gang(driver, folder, num_ranks)
 
 
-def summary(faults: list[Fault], losses: list[list[float]], num_weights: int, differing: list[str]) -> Iterator[str]:
+def summary(faults: list[Fault], trainings: list[Training], num_weights: int, differing: list[str]) -> Iterator[str]:
     """What came of it, in lines."""
     yield f"- faults: {len(faults)}; blamed rightly: {sum(fault.is_blamed for fault in faults)}"
     for kind in KINDS:
@@ -278,11 +305,22 @@ def summary(faults: list[Fault], losses: list[list[float]], num_weights: int, di
             yield f"- {kind.name}: {len(seconds)}; {took} to the next step of all ranks"
     if extra := sum(max(0, len(fault.blames) - 1) for fault in faults):
         yield f"- restarts that no fault accounts for: {extra}"
-    undisturbed, disturbed = losses
+    undisturbed, disturbed = (training.losses for training in trainings)
     same = undisturbed == disturbed
     yield f"- held-out losses: {'equal' if same else f'DIFFERENT, {undisturbed} undisturbed and {disturbed}'}"
     weights = f"{len(differing)} of {num_weights} tensors DIFFERENT: {', '.join(differing)}" if differing else "equal"
     yield f"- weights: {weights}{'' if differing else f', all {num_weights} tensors'}"
+
+
+def accounts(trainings: list[Training]) -> Iterator[str]:
+    """Where the time of both has gone, in a Markdown table."""
+    names = [name for name in trainings[0].goodput if name != "total"]
+    yield f"| seconds | wall time | all parts | {' | '.join(names)} |"
+    yield "|---" * (3 + len(names)) + "|"
+    for label, training in zip(("undisturbed", "with faults"), trainings, strict=True):
+        parts = [training.goodput[name] for name in names]
+        whole = f"{sum(parts):.2f} ({sum(parts) / training.wall - 1:+.2%})"
+        yield f"| {label} | {training.wall:.2f} | {whole} | {' | '.join(f'{part:.2f}' for part in parts)} |"
 
 
 def run_schedules(seed: int, indices: list[int]) -> NoReturn:
@@ -329,19 +367,22 @@ def main() -> None:
         driver = Program.of(DRIVER, folder / "driver", json.dumps(settings), environment={"PYTHONPATH": str(ROOT)})
         print(driver.hear("ready"), flush=True)
         gang = train(driver, folder / "undisturbed", arguments.workers)
-        losses = [json.loads(driver.hear("trained", 3600))]
+        trainings = [Training(*json.loads(driver.hear("trained", 3600)))]
         num_steps = gang.steps()[0].number
-        print(f"undisturbed: {num_steps} steps, held-out losses {losses[0]}", flush=True)
+        print(f"undisturbed: {num_steps} steps, held-out losses {trainings[0].losses}", flush=True)
         if num_steps < STEPS_PER_FAULT * num_faults:
             raise SystemExit(f"{num_steps} steps are too few for {num_faults} faults; give more --epochs")
         gang = train(driver, folder / "disturbed", arguments.workers)
         faults = disturb(gang, num_faults, num_steps, arguments.seed or 0)
-        losses.append(json.loads(driver.hear("trained", 3600)))
+        trainings.append(Training(*json.loads(driver.hear("trained", 3600))))
         num_weights, differing = json.loads(driver.hear("compared"))
-        print(*summary(faults, losses, num_weights, differing), sep="\n", flush=True)
+        print(*summary(faults, trainings, num_weights, differing), "", *accounts(trainings), sep="\n", flush=True)
     if len(faults) < num_faults:
         print(f"the training was over after {len(faults)} of {num_faults} faults; give more --epochs")
-    sys.exit(int(bool(differing) or losses[0] != losses[1] or len(faults) < num_faults))
+    undisturbed, disturbed = trainings
+    is_same = not differing and undisturbed.losses == disturbed.losses
+    is_accounted = all(training.is_accounted for training in trainings)
+    sys.exit(int(not is_same or not is_accounted or len(faults) < num_faults))
 
 
 if __name__ == "__main__":
