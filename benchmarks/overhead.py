@@ -15,6 +15,9 @@ watched   a gang as it is out of the box (`hang_timeout="auto"`), in a block in 
 full      the same gang, in a block with `should_stop` and `log` at every step, and one checkpoint of model and
           optimizer in the middle, so that it is written and sent to the driver before the block is over
 
+What it costs to count where the time goes is too little for the clock: it is the processor time that a loop over a
+loader and an optimizer, in which nothing else happens, takes more than without, in turn, after each block of `full`.
+
 `full` beside `watched` shows a small effect best: the processes are the same. The others differ from start to start, as
 any two processes do (where their memory lies, which core they prefer), and so everything is started several times.
 What agents, driver and Dask do in the background goes on in the turns of all; their processor time is counted apart.
@@ -41,17 +44,50 @@ BACKEND, NUM_RANKS, NUM_WORKERS = ("nccl", len(gpus()), 1) if gpus() else ("gloo
 EPOCH = 46
 BLOCK = EPOCH if BACKEND == "gloo" else 10 * EPOCH
 """Steps in one turn."""
-CALLS = ("should_stop", "log", "save")
+CALLS = ("should_stop", "log", "save", "counting")
 
 TRAIN = f"""{FOLLOW}
 import itertools
+import contextlib
 import statistics
 import sys
 import time
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader, dataloader
 from tasks.char_lstm import BLANK, CharLSTM, windows
 from tasks.names import load_names
+
+@contextlib.contextmanager
+def uncounted():
+    iterator, hooks = dataloader._BaseDataLoaderIter, optimizers._global_optimizer_post_hooks
+    wait, every = iterator.__next__, dict(hooks)
+    [counting] = [number for number, hook in every.items() if hook.__module__.endswith("rank.usage")]
+    del hooks[counting]
+    iterator.__next__ = wait.__wrapped__
+    try:
+        yield
+    finally:
+        iterator.__next__ = wait
+        hooks.update(every)
+
+def idle(num_steps):
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight])
+    used = time.thread_time()
+    for _ in DataLoader(range(num_steps), batch_size=None):
+        optimizer.step()
+    return (time.thread_time() - used) / num_steps
+
+def counting():
+    differences = []
+    for _ in range(5):
+        with_it = idle(1000)
+        with uncounted():
+            differences.append(with_it - idle(1000))
+    return statistics.median(differences)
 
 def train(folder, device, tools):
     torch.set_num_threads(1)
@@ -93,6 +129,8 @@ def train(folder, device, tools):
         wait_for_all(device)
         mean = (time.perf_counter() - times[0]) / len(batches)
         median = statistics.median(after - before for before, after in itertools.pairwise(times))
+        if uses is not None:
+            spent["counting"] = counting() * len(batches)
         return mean, median, spent
 
     follow(folder, take_turn)
@@ -221,11 +259,12 @@ def calls(measured: Measured) -> Iterator[str]:
     """What the ranks spend inside the calls, and what goes on beside them."""
     step = statistics.median(turns["watched"].median for turns in measured.rounds)
     total = 0.0
-    for name, num_calls in zip(CALLS, (BLOCK, BLOCK, 1), strict=True):
+    for name, num_calls in zip(CALLS, (BLOCK, BLOCK, 1, BLOCK), strict=True):
         seconds = statistics.median(turns["full"].spent[name] for turns in measured.rounds)
         total += seconds / BLOCK
         each = f"{seconds / num_calls * 1e6:,.1f} µs a call"
-        yield f"- processor time of a rank in `{name}`: {each}, {seconds / BLOCK * 1e6:.1f} µs per step"
+        what = "counting where the time goes" if name == "counting" else f"`{name}`"
+        yield f"- processor time of a rank in {what}: {each}, {seconds / BLOCK * 1e6:.1f} µs per step"
     yield f"- together: {total * 1e6:.0f} µs per step, {total / step:.2%}"
     busy = statistics.median(measured.background)
     yield f"- in the background, driver and Dask workers use {busy * 1e3:.0f} ms of processor time per second"
@@ -236,6 +275,10 @@ def goals(measured: Measured) -> Iterator[str]:
     _, cost, _ = quartiles([turns["full"].mean / turns["watched"].mean - 1 for turns in measured.rounds])
     _, speed, _ = quartiles([turns["torchrun"].mean / turns["full"].mean for turns in measured.rounds])
     yield f"- logging, checkpoints and `should_stop` within 1 % of a step: {verdict(cost <= 0.01)}, {cost:.2%}"
+    counting = statistics.median(
+        turns["full"].spent["counting"] / BLOCK / turns["full"].median for turns in measured.rounds
+    )
+    yield f"- counting where the time goes within 1 % of a step: {verdict(counting <= 0.01)}, {counting:.3%}"
     yield f"- with all that no slower than under `torchrun`: {verdict(speed >= 1)}, {speed:.3f}×"
 
 

@@ -3,6 +3,8 @@
 import math
 import threading
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -180,3 +182,23 @@ def test_a_gauge_reads_off_what_this_process_uses(ledger: Ledger) -> None:
     assert (read.rank, read.num_steps, read.gpu_memory, read.gpu_utilization) == (3, 0, None, None)
     assert read.memory > 1 << 20
     assert dict(read.seconds) == ledger.seconds()
+
+
+@pytest.mark.parametrize(
+    ("memory", "utilization", "expected"),
+    [
+        ((30, 80), 25, (50, 0.25)),
+        ((30, 80), ModuleNotFoundError("nvidia-ml-py does not seem to be installed"), (50, None)),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), 25, (None, None)),
+    ],
+)
+def test_of_a_gpu_it_reads_off_what_there_is_to_know(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, memory: Any, utilization: Any, expected: tuple[Any, Any]
+) -> None:
+    asked = {"mem_get_info": mock.Mock(side_effect=[memory]), "utilization": mock.Mock(side_effect=[utilization])}
+    for name, answer in asked.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    read = Gauge(0, ledger, 2).read()
+    assert (read.gpu_memory, read.gpu_utilization) == expected
+    asked["mem_get_info"].assert_called_with(2)

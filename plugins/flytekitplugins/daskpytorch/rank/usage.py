@@ -39,7 +39,7 @@ class _Page(NamedTuple):
 
 
 class Ledger:
-    """What the time of the thread that makes it goes into. Each entry costs a microsecond.
+    """What the time of the thread that makes it goes into. An entry costs two or three microseconds.
 
     Starting lasts until the first batch comes from a loader, or without any until the first step is over. Of parts
     within parts the outer one counts: waiting for an evaluation's batches is evaluation.
