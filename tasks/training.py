@@ -244,7 +244,8 @@ class Trainer(ABC):
         """Evaluate, report, and be ready for the next epoch."""
         self._check_all_seen()
         seconds = time.perf_counter() - self.started
-        metrics = self.judge(sum_over_ranks(self.sums.clone(), self.group), seconds)
+        with self.rank.evaluating():
+            metrics = self.judge(sum_over_ranks(self.sums.clone(), self.group), seconds)
         self.log(self.shown(metrics))
         self.epochs.append(metrics)
         self._start_epoch()

@@ -28,6 +28,7 @@ from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import (
     DaskDDP,
     Gang,
+    Goodput,
     Keep,
     LogRecord,
     Observer,
@@ -183,10 +184,14 @@ TWO_RANKS = Gang(ranks_per_worker=2)
 
 
 class Logged(Observer):
-    """Keeps what the ranks log."""
+    """Keeps what the ranks log, and where their time goes."""
 
     def __init__(self) -> None:
         self.records: list[LogRecord] = []
+        self.goodput = Goodput()
+
+    def accounted(self, goodput: Goodput) -> None:
+        self.goodput = goodput
 
     def logged(self, record: LogRecord) -> None:
         self.records.append(record)
@@ -222,6 +227,8 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
     assert losses == {2, 4, 6, 8, 10, 12}
     assert {record.num_steps for record in logged.records} == {12}
     names = {name for record in logged.records for name in record.metrics}
+    spent = logged.goodput
+    assert min(spent.stepping, spent.data, spent.evaluation, spent.saving, spent.lost) > 0
     assert names >= {"lightning": {"epoch", "own_loss", "validated"}, "transformers": {"epoch", "grad_norm"}}[library]
 
 

@@ -7,6 +7,7 @@ trainer.fit(model, ckpt_path=gang.ckpt_path)
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import random
@@ -75,6 +76,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         problems.raise_any()
         self._last_step = 0
         self._validated_step = -1
+        self._evaluating = contextlib.ExitStack()
         self._num_steps: int | None = None
 
     @cached_property
@@ -114,8 +116,13 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         if self.every_n_train_steps is not None and trainer.global_step % self.every_n_train_steps == 0:
             self._save(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count what follows as evaluation."""
+        self._evaluating.enter_context(current_rank().evaluating())
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what the validation has logged."""
+        self._evaluating.close()
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
             self._log(trainer, {})

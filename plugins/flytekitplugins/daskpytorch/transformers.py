@@ -7,6 +7,7 @@ trainer.train(resume_from_checkpoint=gang.resume_from_checkpoint)
 
 from __future__ import annotations
 
+import contextlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._evaluating = contextlib.ExitStack()
 
     @cached_property
     def _kept(self) -> KeptFiles:
@@ -54,6 +56,13 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         if current_rank().should_stop():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
+        self._note_evaluation(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count what follows as evaluation, if it is one."""
+        self._note_evaluation(control)
 
     def on_evaluate(
         self,
@@ -64,6 +73,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Remember what came of it, and at which step."""
+        self._evaluating.close()
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = state.global_step, numbers
 
@@ -84,3 +94,9 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Report what was logged."""
         current_rank().log(logs, step=state.global_step, num_steps=state.max_steps)
+
+    def _note_evaluation(self, control: TrainerControl) -> None:
+        """The Trainer says when an evaluation has ended, but not that it begins: at once, if it is to evaluate."""
+        self._evaluating.close()
+        if control.should_evaluate:
+            self._evaluating.enter_context(current_rank().evaluating())
