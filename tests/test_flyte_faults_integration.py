@@ -42,6 +42,7 @@ from test_task_integration import (
     expected,
     result,
 )
+from test_trackers import Flow, scalars
 from wandb_file import read_run
 
 RUN_ID = "f3a-n0"
@@ -217,16 +218,26 @@ def signal_after(execution: Execution, epochs: int, target: Callable[[Process], 
     return meddle
 
 
-def test_41_sigterm_to_the_task(execution: Execution) -> None:
+def test_41_sigterm_to_the_task(execution: Execution, tmp_path: Path) -> None:
+    env = {"TRACKED": str(tmp_path / "tracked")}
     with nothing_left_behind():
-        first = execution.attempt(0, **LONG, meddle=signal_after(execution, 3, lambda process: process))
+        first = execution.attempt(0, **LONG, env=env, meddle=signal_after(execution, 3, lambda process: process))
         step = check_stopped(execution, first, "the task was told to end (SIGTERM)")
-        second = execution.attempt(1, epochs=step + 2, previous=first.checkpoint)
+        second = execution.attempt(1, epochs=step + 2, env=env, previous=first.checkpoint)
     assert first.seconds < MAX_SECONDS
     assert execution.starts(1) == [step, step]
     assert result(second) == expected(step + 2)
     runs = [read_run(path) for path in execution.runs()]
     assert [(run["id"], run["exit_code"]) for run in runs] == [(RUN_ID, 1), (RUN_ID, 0)]
+    steps = list(range(1, step + 3))
+    assert [point for point, _ in scalars(tmp_path / "tracked" / f"resumable-{RUN_ID}", "value")] == steps
+    flow = Flow(tmp_path / "tracked", "tests")
+    [run] = flow.runs
+    assert (run.info.status, run.data.tags["daskpytorch.id"]) == ("FINISHED", f"resumable-{RUN_ID}")
+    assert [point for point, _ in flow.points(run, "value")] == steps
+    for attempt in (first, second):
+        assert f"  MLflow: run {run.info.run_id} in sqlite:///" in attempt.output
+        assert "  TensorBoard: " in attempt.output
 
 
 def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:

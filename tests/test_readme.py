@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import sqlite3
 import subprocess
 from ast import literal_eval
 from collections import OrderedDict
@@ -195,6 +197,19 @@ def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     assert import_module("deck_of_its_own").compare.task_function(4) == pytest.approx(1.7**-4)
     assert "held-out loss by epoch: 0.001: 0.8333 at epoch 1, 0.4823 at 4, best 0.4823 at 4; " in decks["Comparison"]
+
+
+def test_the_script_with_trackers_runs(tmp_path: Path) -> None:
+    (tmp_path / "tracked.py").write_text(next(block for block in blocks("python") if block.startswith("# tracked.py")))
+    done = run_warm(["python", "tracked.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("runs/train-1-*/events.out.*"))) == 1, done.stderr
+    assert len(list(tmp_path.glob("runs/train-2-*/[01]/events.out.*"))) == 2
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database:
+        runs = database.execute("SELECT name, status FROM runs ORDER BY name").fetchall()
+        [(num_points,)] = database.execute("SELECT count(*) FROM metrics")
+    assert runs == [("train", "FINISHED"), ("train", "FINISHED"), ("train-0", "FINISHED"), ("train-1", "FINISHED")]
+    assert num_points == 3 * 8
 
 
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
-from flytekitplugins.daskpytorch.display.wandb import run_config
+from flytekitplugins.daskpytorch.display.training import run_config
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.observer import Shape

@@ -21,7 +21,8 @@ from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display import wandb_run
-from flytekitplugins.daskpytorch.display.wandb import WandbObserver, run_config
+from flytekitplugins.daskpytorch.display.training import inputs_of, run_config
+from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
@@ -158,10 +159,7 @@ def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a")
         wandb_observer.model_settings(shared, index=index, key=f"train-0123456789ab-{index + 1}")
         for index in range(len(experiments))
     ]
-    return [
-        opened(run, wandb_observer.inputs_of(experiment), shape_of(1))
-        for run, experiment in zip(runs, experiments, strict=True)
-    ]
+    return [opened(run, inputs_of(experiment), shape_of(1)) for run, experiment in zip(runs, experiments, strict=True)]
 
 
 def test_runs_of_many_models_have_a_group_and_differ_in_id_name_and_config(capsys: pytest.CaptureFixture[str]) -> None:

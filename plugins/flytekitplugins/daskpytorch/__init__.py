@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from distributed import Client
     from flytekitplugins.dask import Scheduler, WorkerGroup
 
+    from flytekitplugins.daskpytorch.display.mlflow import MLflow
+    from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.inputs import StrictInputs
-    from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape
+    from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape, Training
     from flytekitplugins.daskpytorch.rank.export import export_safetensors
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Goodput",
     "Keep",
     "LogRecord",
+    "MLflow",
     "Observer",
     "PreemptedError",
     "Profile",
@@ -57,6 +60,8 @@ __all__ = [
     "SpawnDDP",
     "StoppedEarlyError",
     "StrictInputs",
+    "TensorBoard",
+    "Training",
     "Wandb",
     "WorkerGroup",
     "WorkerLostError",
@@ -80,12 +85,15 @@ def current_client() -> Client:
 HOMES = {
     "DaskCluster": f"{__name__}.flyte.config",
     "DaskDDP": f"{__name__}.flyte.config",
+    "MLflow": f"{__name__}.display.mlflow",
     "Observer": f"{__name__}.protocol.observer",
     "RankObserver": f"{__name__}.protocol.observer",
     "Scheduler": "flytekitplugins.dask",
     "Shape": f"{__name__}.protocol.observer",
     "SpawnDDP": f"{__name__}.flyte.config",
     "StrictInputs": f"{__name__}.flyte.inputs",
+    "TensorBoard": f"{__name__}.display.tensorboard",
+    "Training": f"{__name__}.protocol.observer",
     "WorkerGroup": "flytekitplugins.dask",
     "export_safetensors": f"{__name__}.rank.export",
 }

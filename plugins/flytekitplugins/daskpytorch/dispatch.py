@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -101,7 +102,9 @@ def run(
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    request = named(request, *take_keys(pytorch_function, settings.key))
+    [key] = take_keys(pytorch_function, settings.key)
+    about = training.of_call(pytorch_function, key, current_execution(), args, kwargs)
+    request = replace(named(request, key), training=about)
     return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
 
 
@@ -210,6 +213,7 @@ def _run_here(
         settings,
         [Echo(), *(make() for make in settings.observers)],
         received,
+        training=training.of_call(function, key, current_execution(), args, kwargs),
         storage=storage_of(current_execution(), key, settings),
     )
 

@@ -38,6 +38,7 @@ MAX_SHOWN = 200
 TEXT = "a text without control characters"
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 """And halves of characters, which cannot be written as UTF-8."""
+A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 KEY = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 A_KEY = "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two"
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
@@ -99,7 +100,7 @@ class Profile:
             "a tuple of ranks, counted from 0",
         )
         problems.unless(isinstance(self.with_stack, bool), "with_stack", "True or False")
-        if self.folder is not None and (allowed := _allowed_instead_of(self.folder)) is not None:
+        if self.folder is not None and (allowed := instead_of(self.folder, f"None, {A_URI}")) is not None:
             problems.unless(False, "folder", allowed)
         problems.raise_any()
 
@@ -197,7 +198,7 @@ class Gang:
             "key",
             f"None or {A_KEY}",
         )
-        if self.checkpoint_uri is not None and (allowed := _allowed_instead_of(self.checkpoint_uri)) is not None:
+        if self.checkpoint_uri is not None and (allowed := instead_of(self.checkpoint_uri, f"None, {A_URI}")):
             problems.unless(False, "checkpoint_uri", allowed)
         problems.unless(
             isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
@@ -329,9 +330,8 @@ class Wandb:
         problems.raise_any()
 
 
-def _allowed_instead_of(uri: object) -> str | None:
+def instead_of(uri: object, allowed: str = A_URI) -> str | None:
     """What to give in place of a URI that no file system is known for; None: it is a good one."""
-    allowed = "None, a folder or an fsspec URL such as s3://bucket/prefix"
     if not is_text(uri):
         return allowed
     protocol, separator, rest = str(uri).partition("://")

@@ -20,8 +20,17 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flows.arithmetic import shifted
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Wandb, current_client, current_rank
-from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch import (
+    DaskCluster,
+    DaskDDP,
+    Gang,
+    MLflow,
+    TensorBoard,
+    Wandb,
+    current_client,
+    current_rank,
+    dispatch,
+)
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 handler = DaskResultsHandler()
@@ -88,7 +97,10 @@ def fail(how: str) -> float:
     return 0.0
 
 
-RESUMABLE = DaskDDP(gang=Gang(max_restarts=0), wandb=Wandb(project="tests"))
+TRACKED = os.environ.get("TRACKED")
+"""A folder for trackers; set in the driver alone."""
+TRACKERS = (TensorBoard(folder=TRACKED), MLflow(uri=TRACKED, experiment="tests")) if TRACKED else ()
+RESUMABLE = DaskDDP(gang=Gang(max_restarts=0, observers=TRACKERS), wandb=Wandb(project="tests"))
 
 
 @task(task_config=RESUMABLE, enable_deck=True)

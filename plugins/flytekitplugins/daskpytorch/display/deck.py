@@ -11,8 +11,8 @@ from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck_page import State, Training, page_of
 from flytekitplugins.daskpytorch.display.metrics import Metrics
 from flytekitplugins.daskpytorch.display.story import Story
+from flytekitplugins.daskpytorch.display.training import plain_inputs
 from flytekitplugins.daskpytorch.display.usage import Usages
-from flytekitplugins.daskpytorch.display.wandb import plain_inputs
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage

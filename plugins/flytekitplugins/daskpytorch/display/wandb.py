@@ -8,18 +8,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flytekitplugins.daskpytorch.display.training import run_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.streams import Screen, without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
 
-__all__ = ["WandbObserver", "console_link", "inputs_of", "model_settings", "plain_inputs", "settings", "sweep_settings"]
+__all__ = ["WandbObserver", "console_link", "model_settings", "settings", "sweep_settings"]
 
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
-MAX_CONFIG_ITEMS = 20
-"""Longer lists among a task's inputs go to the run's configuration as their lengths."""
 MAX_ID_PART = 60
 """Characters of each of the two parts of a model's run id, which may have 128."""
 
@@ -38,6 +37,10 @@ class WandbObserver(Observer):
         for line in lines:
             if rank == 0 and line.startswith(RUN_IS):
                 self.where = line.removeprefix(RUN_IS)
+
+    def places(self) -> Mapping[str, str]:
+        """The run."""
+        return {"Weights & Biases": self.where} if self.where is not None else {}
 
     def placed(self, shape: Shape) -> None:
         """Add the inputs and the gang's shape to the run's configuration; the user's own and the first shape stay."""
@@ -61,22 +64,6 @@ def api_key(wandb: Wandb) -> str | None:
         login = netrc.netrc().authenticators(host)
         return login[2] if login else None
     return None
-
-
-def run_id(execution: str | None, task: str) -> str:
-    """An id that all attempts of one node share.
-
-    The job-runner's pod is named after execution, node and attempt (`f3a-n0-1-runner`): the attempt goes. Elsewhere
-    the execution and the task make the id; without an execution each run is new.
-    """
-    attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER")
-    if attempt is not None:
-        pod = re.fullmatch(rf"(.+)-{re.escape(attempt)}(-runner)?", os.environ.get("HOSTNAME", ""))
-        if pod and execution and pod[1].startswith(execution):
-            return pod[1]
-    if not execution or execution == "local":
-        return os.urandom(4).hex()
-    return re.sub(r"[^\w-]", "-", f"{execution}-{task}")[:120]
 
 
 def settings(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
@@ -123,41 +110,6 @@ def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
     """One model's own run; the key names it among all of its task, alike in every attempt."""
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
-
-
-def inputs_of(experiment: Any) -> Mapping[str, Any]:
-    """What a model's configuration has of its experiment: a dictionary's items, a dataclass's fields, or itself."""
-    if isinstance(experiment, Mapping):
-        return {str(name): value for name, value in experiment.items()}
-    is_shown = dataclasses.is_dataclass(experiment) or isinstance(experiment, (str, int, float))
-    return {"experiment": experiment if is_shown else repr(experiment)}
-
-
-def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """The run's configuration: a task's inputs, and the gang's shape."""
-    gang = {
-        "world_size": shape.world_size,
-        "num_workers": len(shape.nodes),
-        "backend": shape.backend,
-        "hosts": [node.host for node in shape.nodes],
-        "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
-    }
-    return {**plain_inputs(inputs), "gang": gang}
-
-
-def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's inputs as trackers and Decks show them: numbers, strings, dataclasses as dictionaries; no secrets."""
-    plain: dict[str, Any] = {}
-    for name, value in without_secrets(dict(inputs)).items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike)):  # a FlyteFile is both
-            plain |= plain_inputs({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-        elif isinstance(value, (str, int, float, bool, type(None))):
-            plain[name] = value
-        elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_CONFIG_ITEMS:
-            plain[f"num_{name}"] = len(value)
-        else:
-            plain[name] = str(value)
-    return plain
 
 
 def console_link(wandb: Wandb) -> dict[str, str]:

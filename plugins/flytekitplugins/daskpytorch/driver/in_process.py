@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
@@ -102,10 +102,12 @@ class InProcess:
         observers: Sequence[Observer],
         received: ReceivedResults,
         *,
+        training: Training | None = None,
         storage: StoragePaths | None = None,
         ask_for_folder: Callable[[], Any] | None = None,
     ) -> None:
         self._name = name
+        self._training = training
         self._settings = settings
         self._observers = Observers(observers)
         self._rank_observers = Observers()
@@ -121,6 +123,8 @@ class InProcess:
         error: Exception | None = None
         try:
             with contextlib.ExitStack() as stack:
+                if self._training is not None:
+                    self._observers.tell("begins", self._training)
                 folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
                 checkpoints, shards = self._checkpoints(folder, stack)
                 [[place]] = self._placed()

@@ -15,7 +15,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.settings import Gang
 
 __all__ = ["Keys", "Request", "key_of", "named", "request_for", "storage_of", "take_keys"]
@@ -41,6 +41,8 @@ class Request:
     """The host's variables for the ranks; they may hold secrets."""
     observers: Sequence[Observer] = ()
     """Of this gang alone."""
+    training: Training | None = None
+    """What these are told that it is."""
     storage: StoragePaths | None = None
     """Where the checkpoints of other attempts are; None where there are no other attempts."""
     code: Code | None = None

@@ -88,6 +88,8 @@ class Supervisor:
         """
         error: Exception | None = None
         running.add(self)
+        if self._request.training is not None:
+            self._observers.tell("begins", self._request.training)
         try:
             with contextlib.ExitStack() as stack:
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
     from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
-    from flytekitplugins.daskpytorch.protocol.observer import Observer
+    from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
@@ -210,6 +210,7 @@ class _InRanks(_Resumable):
                     gang,
                     [display, recorder, *observers],
                     received,
+                    training=self._training(kwargs),
                     storage=storage_of(context.current(), "gang", gang),
                     ask_for_folder=lambda: results.wanted_folder(received),
                 )
@@ -286,14 +287,16 @@ class _InRanks(_Resumable):
 
     def _left_by(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
         """What a run leaves beside its Deck."""
-        runs = [observer.where for observer in observers if isinstance(observer, wandb_run.WandbObserver)]
         run = local_runs.local_run.get()
         places = {
             "results": results.folder if results.has_files else None,
             "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
-            "Weights & Biases": next(iter(runs), None),
         }
-        return {what: where for what, where in places.items() if where is not None}
+        left = {what: where for what, where in places.items() if where is not None}
+        for observer in observers:
+            with contextlib.suppress(Exception):  # whatever a user's own raises
+                left |= observer.places()
+        return left
 
     def _get_ready(self, stack: contextlib.ExitStack) -> None:
         raise NotImplementedError
@@ -327,8 +330,14 @@ class _InRanks(_Resumable):
             # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
             environment=context.rank_environment() | self.environment,
             observers=self._observers(inputs),
+            training=self._training(inputs),
             storage=storage_of(context.current(), "gang", config.gang),
         )
+
+    def _training(self, inputs: dict[str, Any]) -> Training:
+        from flytekitplugins.daskpytorch.display import training
+
+        return training.of_task(self.name, context.current().name, inputs)
 
     def _observers(self, inputs: dict[str, Any]) -> list[Observer]:
         """The user's, and Weights & Biases."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Observer", "Observers", "RankObserver", "Shape"]
+__all__ = ["Observer", "Observers", "RankObserver", "Shape", "Training"]
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -36,6 +36,26 @@ class Shape:
     def world_size(self) -> int:
         """The number of ranks."""
         return sum(len(here) for here in self.places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a gang is there for, and by which name a tracker finds it again."""
+
+    name: str
+    """The task's, or the function's."""
+    id: str
+    """Names it among all trainings, alike in each attempt of its Flyte task; in no execution of Flyte it is random. Of
+    the characters A-Z, a-z, 0-9, '_', '.' and '-'."""
+    group: str | None = None
+    """What all models of one `dispatch.map` share, written as `id` is."""
+    index: int | None = None
+    """Which of these models it is."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """The task's inputs, the function's arguments or the model's experiment: numbers, texts and truth values; nothing
+    that is named like a secret."""
+    link: str | None = None
+    """The execution in Flyte's console."""
 
 
 class RankObserver:
@@ -72,6 +92,13 @@ class Observer:
     raises a `StoppedEarlyError`, once, ends the gang.
     """
 
+    def begins(self, training: Training) -> None:
+        """The gang is asked for; called before all else, and once, however often the gang starts again."""
+
+    def places(self) -> Mapping[str, str]:
+        """Where to find what it records: what it is, and its place. Asked while a task runs, and at its end."""
+        return {}
+
     def placed(self, shape: Shape) -> None:
         """The agents are there and the ranks are being started; called again when the gang starts again."""
 
@@ -80,7 +107,7 @@ class Observer:
         return None
 
     def resumed(self, step: int) -> None:
-        """The gang starts from the checkpoint of this step, of an attempt before; called before all else."""
+        """The gang starts from the checkpoint of this step, of an attempt before; called before `placed`."""
 
     def formed(self, seconds: float) -> None:
         """All ranks have met, this long after the gang was asked for."""

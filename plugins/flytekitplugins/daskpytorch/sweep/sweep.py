@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.driver.request import request_for, storage_of
@@ -38,7 +40,7 @@ class Sweep:
     suggestions: Suggestions | None
     board: SweepDisplay
     keys: Sequence[str] = ()
-    """The models', by their indexes."""
+    """The models', by their indexes; see `take_keys`."""
     execution: Execution = field(default_factory=current_execution)
     """Of the thread that calls; others may not know it."""
     code: Code = field(default_factory=pack_code)
@@ -130,8 +132,9 @@ class Sweep:
         observers = [*model.request.observers]
         if self.runs is not None:
             run = wandb_run.model_settings(self.runs, index=model.index, key=key)
-            observers.append(wandb_run.WandbObserver(run, wandb_run.inputs_of(model.experiment)))
-        model.request = replace(model.request, key=key, storage=paths, observers=observers)
+            observers.append(wandb_run.WandbObserver(run, training.inputs_of(model.experiment)))
+        about = training.of_model(self.function, self._group, model.index, model.experiment)
+        model.request = replace(model.request, key=key, storage=paths, observers=observers, training=about)
 
     def observers(self, model: Model) -> list[Observer]:
         """Those of its gang that belong to the sweep."""
@@ -168,6 +171,10 @@ class Sweep:
                 self.suggestions.tell(model.index, error, result, model.log.newest)
         except Exception as failure:  # whatever the study's storage raises: the model has its result all the same
             model.line.noted(f"the study could not be told how it ended ({type(failure).__name__}: {failure})")
+
+    @cached_property
+    def _group(self) -> str:
+        return training.group_of(self.keys[0].removesuffix("-0"), self.execution)
 
     def _about(self, model: Model) -> dict[str, Any]:
         about = {"experiment": model.experiment, "records": list(model.log.records)}

@@ -1,0 +1,311 @@
+"""MLflow: one run per gang, on a tracking server or in a folder. Runs in the driver."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.protocol.observer import Training
+from flytekitplugins.daskpytorch.settings import TEXT, Problems, is_text
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+    from mlflow.entities import Run as MlflowRun
+
+__all__ = ["MLflow"]
+
+ID_TAG = "daskpytorch.id"
+"""By this tag the run is found again."""
+REASON_TAG = "daskpytorch.reason"
+NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
+STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+MAX_METRICS, MAX_TAGS = 900, 100
+"""In one request."""
+MAX_TEXT = 5_000
+"""Characters of a tag or a parameter."""
+MAX_NAME = 250
+CONNECT_TIMEOUT = 5.0
+"""Seconds for the server to take a connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow:
+    """One MLflow run for the whole gang, written in the driver: `Gang(observers=(MLflow(experiment=...),))`.
+
+    A retry of the Flyte task goes on with the run. The models of one `dispatch.map` have a run each, nested in one for
+    all. MLflow takes no point back: what comes again after a restart is left out, and a curve has each step as it was
+    first reached. Credentials are what MLflow itself takes them from, such as `MLFLOW_TRACKING_TOKEN`.
+
+    Raises:
+        ImportError: mlflow is not installed.
+        ValueError: A field is not what it must be.
+    """
+
+    experiment: str
+    """The experiment's name; it is made if there is none."""
+    uri: str | os.PathLike[str] | None = None
+    """The tracking server (`https://...`, `databricks`) or database (`sqlite:///...`); or a folder of the driver's, for
+    `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`; None is `MLFLOW_TRACKING_URI`."""
+    name: str | None = None
+    """The run's display name; None is the task's or function's."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Added to the run's."""
+
+    def __post_init__(self) -> None:
+        if find_spec("mlflow") is None:
+            raise ImportError(
+                "MLflow(...) needs mlflow, which is not installed here: "
+                'pip install "flytekitplugins-daskpytorch[mlflow]"'
+            )
+        problems = Problems("MLflow", self)
+        problems.unless(is_text(self.experiment), "experiment", "an experiment's name")
+        is_path = isinstance(self.uri, os.PathLike)
+        problems.unless(self.uri is None or is_path or is_text(self.uri), "uri", "None, a server's address or a folder")
+        problems.unless(self.name is None or is_text(self.name), "name", f"None or {TEXT}")
+        are_texts = isinstance(self.tags, Mapping) and all(
+            is_text(name) and isinstance(value, str) for name, value in self.tags.items()
+        )
+        problems.unless(are_texts, "tags", "a dictionary of texts")
+        problems.raise_any()
+
+    def __call__(self) -> Tracker:
+        """An observer of one gang."""
+        return Tracker(_Run(self))
+
+
+class _Run(Run):
+    label = "MLflow"
+
+    def __init__(self, asked: MLflow) -> None:
+        self._asked = asked
+        self._logged: dict[str, int] = {}
+        """The last step of each metric."""
+        self._hidden: dict[str, int] = {}
+        """Up to which step it comes again."""
+        self._metrics: list[Metric] = []
+        """Not yet sent."""
+        self._tags: dict[str, str] = {}
+        self._notes: list[str] = []
+        self._parent: str | None = None
+        """The run that those of many models are nested in."""
+
+    def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._folder = _folder(self._asked.uri)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        uri = self._asked.uri if self._folder is None else f"sqlite:///{self._folder / 'mlflow.db'}"
+        self._client = client = MlflowClient(tracking_uri=uri)
+        with _one_at_a_time:
+            self._call(self._begin, training)
+        known = self._run.data.params
+        params = [Param(name, value) for name, value in _params(config).items() if name not in known]
+        while params:
+            self._call(client.log_batch, self._run.info.run_id, params=params[:MAX_TAGS])
+            params = params[MAX_TAGS:]
+        self._logged = {metric.key: metric.step for metric in self._run.data.to_proto().metrics}
+        if NOTE_TAG in self._run.data.tags:
+            self._notes = [self._run.data.tags[NOTE_TAG]]
+        self.where = _place(client.tracking_uri, self._run)
+        self.rewind(step)
+
+    def rewind(self, step: int | None) -> None:
+        """Leave out what was logged before; it cannot be taken back."""
+        self._hidden = dict(self._logged)
+
+    def log(self, record: LogRecord) -> None:
+        from mlflow.entities import Metric
+
+        at = int(1000 * record.time)
+        for name, value in record.numbers.items():
+            key = _key(name)
+            if record.step > self._hidden.get(key, record.step - 1):
+                self._logged[key] = max(record.step, self._logged.get(key, record.step))
+                self._metrics.append(Metric(key, value, at, record.step))
+        texts = {name: value for name, value in record.metrics.items() if isinstance(value, str)}
+        self._tags |= {_key(name): value[:MAX_TEXT] for name, value in texts.items()}
+        if len(self._metrics) >= MAX_METRICS:
+            self.flush()
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+        self._tags[NOTE_TAG] = "\n\n".join(self._notes)[-MAX_TEXT:]
+
+    def flush(self) -> None:
+        from mlflow.entities import RunTag
+
+        while self._metrics or self._tags:
+            metrics, tags = self._metrics[:MAX_METRICS], dict(islice(self._tags.items(), MAX_TAGS))
+            entities = [RunTag(name, value) for name, value in tags.items()]
+            try:
+                self._call(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=entities)
+            except ConnectionError:
+                raise
+            except Exception:
+                self._drop(metrics, tags)
+                raise
+            self._drop(metrics, tags)
+
+    def _drop(self, metrics: list[Metric], tags: Mapping[str, str]) -> None:
+        del self._metrics[: len(metrics)]
+        for name in tags:
+            del self._tags[name]
+
+    def close(self, state: State, reason: str | None) -> None:
+        if reason is not None:
+            self._tags[REASON_TAG] = reason[:MAX_TEXT]
+            self.flush()
+        self._call(self._client.set_terminated, self._run.info.run_id, STATUS[state])
+        if self._parent is not None:
+            self._call(_parents.leave, self._client, self._parent)
+
+    def _begin(self, training: Training) -> None:
+        """Find the run, or make it; called again, it finds what it has made."""
+        files = None if self._folder is None else (self._folder / "artifacts").as_uri()
+        experiment = _experiment(self._client, self._asked.experiment, files)
+        tags = {**self._asked.tags, SOURCE_TAG: training.name}
+        if training.link is not None:
+            tags["daskpytorch.execution"] = training.link
+        name = self._asked.name or training.name.rpartition(".")[2]
+        if training.group is not None:
+            if self._parent is None:
+                self._parent = _parents.enter(self._client, experiment, training.group, name, tags)
+            tags[PARENT_TAG] = self._parent
+            name = f"{name}-{training.index}"
+        self._run = _found(self._client, experiment, training.id, name, tags)
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call MLflow.
+
+        Raises:
+            ConnectionError: The server does not answer.
+            MlflowException: It has, with an error.
+        """
+        from mlflow.exceptions import MlflowException, RestException
+
+        try:
+            _knock(self._client.tracking_uri)
+            return function(*args, **kwargs)
+        except MlflowException as error:
+            is_answer = isinstance(error, RestException) or error.error_code != "INTERNAL_ERROR"
+            if is_answer and error.error_code != "TEMPORARILY_UNAVAILABLE":
+                raise
+            raise ConnectionError(f"{_public(self._client.tracking_uri)} does not answer ({error})") from error
+
+
+class _Parents:
+    """The runs in which those of many models are nested; each is open while one of these is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open: Counter[str] = Counter()
+
+    def enter(self, client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> str:
+        """Its id."""
+        with self._lock:
+            run_id = str(_found(client, experiment, id_, name, tags).info.run_id)
+            self._num_open[run_id] += 1
+            return run_id
+
+    def leave(self, client: MlflowClient, run_id: str) -> None:
+        """End it with the last of them."""
+        with self._lock:
+            if self._num_open[run_id] == 1:
+                client.set_terminated(run_id, STATUS["finished"])
+            self._num_open[run_id] -= 1
+
+
+_parents = _Parents()
+_one_at_a_time = threading.Lock()
+"""Of many models that begin at once: the first makes the database's tables, and the experiment."""
+
+
+def _folder(uri: str | os.PathLike[str] | None) -> Path | None:
+    """The folder, where it is one: MLflow itself takes none any more, but keeps a database in it."""
+    if uri is None or (not isinstance(uri, os.PathLike) and ("://" in uri or uri == "databricks")):
+        return None
+    return Path(uri).absolute()
+
+
+def _experiment(client: MlflowClient, name: str, files: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    if (found := client.get_experiment_by_name(name)) is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=files))
+        except MlflowException as error:  # another has made it meanwhile
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = client.get_experiment_by_name(name)
+    return str(found.experiment_id)
+
+
+def _found(client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> MlflowRun:
+    """The run of this id, which goes on; a new one if there is none."""
+    runs = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{id_}'", max_results=1)
+    if not runs:
+        return client.create_run(experiment, run_name=name, tags={**tags, ID_TAG: id_})
+    client.update_run(runs[0].info.run_id, status="RUNNING")
+    return runs[0]
+
+
+def _knock(uri: str) -> None:
+    """See whether somebody listens: MLflow itself would try for minutes before it says that nobody does.
+
+    Raises:
+        ConnectionError: Nobody does.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return
+    if parts.scheme in getproxies() and not proxy_bypass(parts.hostname):
+        return
+    try:
+        address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise ConnectionError(f"{_public(uri)} does not answer ({error})") from error
+
+
+def _place(uri: str, run: MlflowRun) -> str:
+    if urlsplit(uri).scheme in ("http", "https"):
+        return f"{_public(uri)}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    return f"run {run.info.run_id} in {_public(uri)}"
+
+
+def _public(uri: str) -> str:
+    """Without a password."""
+    return re.sub(r"//[^/@]*@", "//", uri).rstrip("/")
+
+
+def _key(name: str) -> str:
+    """A name as MLflow takes it: other characters are underscores, and it looks like no path to elsewhere."""
+    parts = re.sub(r"[^\w.\- /]", "_", name)[:MAX_NAME].split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
+
+
+def _params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The configuration as parameters; what lies within has its name behind a dot."""
+    params: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            params |= _params(value, f"{prefix}{name}.")
+        else:
+            params[_key(f"{prefix}{name}")] = str(value)[:MAX_TEXT]
+    return params

@@ -1,0 +1,183 @@
+"""TensorBoard: event files of a gang's training, in a folder here or in storage. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
+from flytekitplugins.daskpytorch.protocol.observer import Training
+from flytekitplugins.daskpytorch.settings import A_KEY, Problems, instead_of, is_key
+
+__all__ = ["TensorBoard"]
+
+UPLOAD_INTERVAL = 15.0
+"""Seconds from one upload to the next, for as long as there is something new."""
+UPLOAD_SHARE = 10
+"""And so many times as long as the last one took: the whole file goes each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard:
+    """Event files of the training for TensorBoard, written in the driver: `Gang(observers=(TensorBoard(folder=...),))`.
+
+    Each training has a sub-folder of its own, the same in all attempts of its Flyte task; the models of one
+    `dispatch.map` have theirs in one. What a restart takes back, TensorBoard shows no more: the points after the
+    checkpoint are those that came last.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+        ValueError: A field is not what it must be.
+    """
+
+    folder: str | os.PathLike[str]
+    """What `tensorboard --logdir` is given: a folder of the driver's, or an fsspec URL (`s3://bucket/prefix`), to which
+    the files go every quarter of a minute and at the end."""
+    name: str | None = None
+    """The sub-folder's; None is the task's or function's name with the execution's, or with a random one in local
+    runs. A name that is there already is gone on with."""
+
+    def __post_init__(self) -> None:
+        if find_spec("tensorboard") is None:
+            raise ImportError(
+                "TensorBoard(...) needs tensorboard, which is not installed here: "
+                'pip install "flytekitplugins-daskpytorch[tensorboard]"'
+            )
+        problems = Problems("TensorBoard", self)
+        is_path = isinstance(self.folder, os.PathLike)
+        if (allowed := None if is_path else instead_of(self.folder)) is not None:
+            problems.unless(False, "folder", allowed)
+        problems.unless(self.name is None or is_key(self.name), "name", f"None or {A_KEY}")
+        problems.raise_any()
+
+    def __call__(self) -> Tracker:
+        """An observer of one gang."""
+        return Tracker(_EventFiles(self, current_execution()))
+
+
+class _EventFiles(Run):
+    label = "TensorBoard"
+
+    def __init__(self, asked: TensorBoard, execution: Execution) -> None:
+        self._asked = asked
+        self._execution = execution
+        self._ends = contextlib.ExitStack()
+        self._notes: list[str] = []
+        self._has_news = False
+        self._upload_at = 0.0
+
+    def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = f"{os.fspath(self._asked.folder).rstrip('/')}/{_sub_folder(self._asked, training)}"
+        self._storage = folder if "://" in folder else None
+        self._folder = Path(folder)
+        if self._storage is not None:
+            self._folder = self._ends.enter_context(scratch_folder("daskpytorch-events-"))
+        self.where = self._storage or str(self._folder.absolute())
+        self._writer = EventFileWriter(str(self._folder), filename_suffix=f".{training.id}")
+        self.rewind(step)
+        self._summary(hparams_pb(_flat(config), trial_id=training.id), 0)
+
+    def rewind(self, step: int | None) -> None:
+        """Have TensorBoard forget what was drawn beyond that step."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        first = 0 if step is None else step + 1
+        self._event(step=first, session_log=SessionLog(status=SessionLog.START))
+        for number in range(first, len(self._notes)):  # they are numbered, and not to be forgotten
+            self._text("notes", self._notes[number], number)
+
+    def log(self, record: LogRecord) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in record.numbers.items()]
+        self._summary(Summary(value=values), record.step, record.time)
+        for name, value in record.metrics.items():
+            if isinstance(value, str):
+                self._text(name, value, record.step, record.time)
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+        self._text("notes", text, len(self._notes) - 1)
+
+    def flush(self) -> None:
+        self._writer.flush()
+        if self._has_news and self._storage is not None and time.monotonic() >= self._upload_at:
+            self._upload(self._storage)
+
+    def close(self, state: State, reason: str | None) -> None:
+        if reason is not None:
+            self.note(reason)
+        self._summary(_session_end(is_success=state == "finished"), 0)
+        self._writer.close()
+        if self._storage is not None:
+            self._upload(self._storage)
+        self._ends.close()
+
+    def _upload(self, where: str) -> None:
+        began_at = time.monotonic()
+        try:
+            files = Files(self._execution.filesystem(where))
+            for file in self._folder.iterdir():
+                files.put_data(str(file), f"{files.path(where)}/{file.name}")
+        except Exception as error:  # whatever a storage's client raises
+            raise ConnectionError(f"{where} takes no files ({type(error).__name__}: {error})") from error
+        self._has_news = False
+        self._upload_at = time.monotonic() + max(UPLOAD_INTERVAL, UPLOAD_SHARE * (time.monotonic() - began_at))
+
+    def _text(self, name: str, text: str, step: int, at: float | None = None) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._summary(text_pb(name, text), step, at)
+
+    def _summary(self, summary: Any, step: int, at: float | None = None) -> None:
+        self._event(step=step, summary=summary, wall_time=time.time() if at is None else at)
+
+    def _event(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(**{"wall_time": time.time(), **fields}))
+        self._has_news = True
+
+
+def _session_end(*, is_success: bool) -> Any:
+    """The end of the session whose hyper-parameters were written; `hparams.summary` would make it of TensorFlow."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    status = api_pb2.STATUS_SUCCESS if is_success else api_pb2.STATUS_FAILURE
+    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
+    about = metadata.create_summary_metadata(data)
+    return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about)])
+
+
+def _sub_folder(asked: TensorBoard, training: Training) -> str:
+    if training.group is None:
+        return asked.name or training.id
+    return f"{asked.name or training.group}/{training.index}"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
+    """The configuration as hyper-parameters: what lies within has its name behind a slash."""
+    flat: dict[str, bool | float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (list, tuple)):
+            flat[f"{prefix}{name}"] = ", ".join(map(str, value))
+        else:
+            flat[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat

@@ -1,0 +1,460 @@
+"""TensorBoard and MLflow: what is recorded of a gang that is told to them, read back with their own libraries."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from werkzeug.serving import BaseWSGIServer, make_server
+
+from flytekitplugins.daskpytorch import MLflow, TensorBoard
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display import mlflow as mlflow_tracker
+from flytekitplugins.daskpytorch.display import tensorboard as event_files
+from flytekitplugins.daskpytorch.display import tracker
+from flytekitplugins.daskpytorch.display import training as trainings
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
+from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.host import Execution
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from processes import until
+
+NODE = Node(worker="w", host="h", num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
+SHAPE = Shape(name="flows.train", backend="gloo", nodes=[NODE], places=place_ranks([NODE], 2))
+Make = Callable[[], Observer]
+
+
+def training(id_: str = "train-f3a-n0", **changes: Any) -> Training:
+    return Training(name="flows.train", id=id_, **{"inputs": {"lr": 0.25, "data": "s3://names"}, **changes})
+
+
+def record(step: int, rank: int = 0, **metrics: Any) -> LogRecord:
+    return LogRecord(rank=rank, step=step, num_steps=None, time=time.time(), metrics=metrics)
+
+
+def begun(make: Make, about: Training | None = None, resumed: int | None = None) -> Observer:
+    """An observer of a gang that has been formed."""
+    observer = make()
+    observer.begins(about or training())
+    if resumed is not None:
+        observer.resumed(resumed)
+    observer.placed(SHAPE)
+    return observer
+
+
+def losses(observer: Observer, steps: range, loss: float) -> None:
+    for step in steps:
+        observer.logged(record(step, loss=loss))
+        observer.logged(record(step, rank=1, loss=-1.0))
+
+
+def restarted(make: Make, about: Training | None = None) -> None:
+    """Steps 1 to 5 are taken, a rank is killed, and from the checkpoint of step 3 they go on to 7."""
+    observer = begun(make, about)
+    for number in range(5):
+        observer.noted(f"note {number}")
+    losses(observer, range(1, 6), 1.0)
+    observer.restarting("rank 1 was killed", 3)
+    observer.noted("train: rank 1 was killed")
+    observer.placed(SHAPE)
+    losses(observer, range(4, 8), 2.0)
+    observer.ended(None)
+
+
+def retried(make: Make, about: Training | None = None) -> None:
+    """The same, in two attempts of the Flyte task."""
+    first = begun(make, about)
+    losses(first, range(1, 6), 1.0)
+    first.ended(PreemptedError("the task was told to end", cause="SIGTERM"))
+    second = begun(make, about, resumed=3)
+    losses(second, range(4, 8), 2.0)
+    second.ended(None)
+
+
+# ---- Which run
+
+
+def named(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Training:
+    execution = Execution()
+    execution.name = "f3a"
+    return trainings.of_call(function, "train-1", execution, args, kwargs)
+
+
+def test_id_is_alike_in_all_attempts_and_tells_the_gangs_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    execution = Execution()
+    execution.name = "f3a"
+    monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
+    ids = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
+        group = trainings.group_of("train-2", execution)
+        made = [
+            trainings.of_task("flows.names.train", "f3a", {}),
+            trainings.of_call(losses, "train-1", execution, (), {}),
+            trainings.of_model(losses, group, 1, {"lr": 1}),
+        ]
+        assert {each.link for each in made} == {"https://flyte.example/f3a"}
+        ids.append([(each.id, each.group, each.index) for each in made])
+    model = ("train-2-f3a-n0-1", "train-2-f3a-n0", 1)
+    assert ids == [[("train-f3a-n0", None, None), ("train-1-f3a-n0", None, None), model]] * 2
+
+
+def test_id_of_a_local_training_is_new_each_time() -> None:
+    ids = {trainings.of_task("train", execution, {}).id for execution in ("local", None, "local")}
+    assert len(ids) == 3
+
+
+def test_inputs_are_the_arguments_without_secrets_and_cut() -> None:
+    def train(lr: float, text: str, many: list[int], api_key: str) -> None: ...
+
+    inputs = named(train, 0.5, "x" * 1000, api_key="s3cret", many=[1] * 99).inputs
+    assert inputs == {"lr": 0.5, "text": "x" * 499 + "…", "num_many": 99, "api_key": "(hidden)"}
+    assert named(min, 1).inputs == {}
+
+
+# ---- TensorBoard
+
+
+def board(folder: Path | str, **settings: Any) -> TensorBoard:
+    return TensorBoard(folder=folder, **settings)
+
+
+def events(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def scalars(folder: Path, tag: str = "loss") -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events(folder).Scalars(tag)]
+
+
+def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    found = plugin_event_accumulator.EventAccumulator(str(folder))  # the other one takes no texts back
+    found.Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors(tag)]
+
+
+def session(folder: Path, part: str) -> Any:
+    content = events(folder).PluginTagToContent("hparams")[f"_hparams_/session_{part}_info"]
+    return getattr(plugin_data_pb2.HParamsPluginData.FromString(content), f"session_{part}_info")
+
+
+def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_path: Path) -> None:
+    observer = begun(board(tmp_path))
+    observer.logged(record(0, loss=3.0, note="slow"))
+    observer.logged(record(7, loss=1.5, epoch=1, odd=object()))
+    observer.noted("train: rank 1 is slow")
+    observer.ended(None)
+    folder = tmp_path / "train-f3a-n0"
+    assert observer.places() == {"TensorBoard": str(folder)}
+    assert scalars(folder) == [(0, 3.0), (7, 1.5)]
+    assert scalars(folder, "epoch") == [(7, 1.0)]
+    assert texts(folder, "note") == [(0, "slow")]
+    assert texts(folder, "notes") == [(0, "train: rank 1 is slow")]
+    given = {name: value.string_value or value.number_value for name, value in session(folder, "start").hparams.items()}
+    gang = {"gang/world_size": 2, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": 0}
+    assert given == {"lr": 0.25, "data": "s3://names", **gang}
+    assert session(folder, "end").status == 1  # success
+
+
+def test_event_files_show_what_was_taken_back_by_a_restart_no_more(tmp_path: Path) -> None:
+    restarted(board(tmp_path))
+    folder = tmp_path / "train-f3a-n0"
+    assert scalars(folder) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
+    assert texts(folder, "notes") == [*((i, f"note {i}") for i in range(5)), (5, "train: rank 1 was killed")]
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_event_files_of_all_attempts_of_a_task_are_one_run(tmp_path: Path) -> None:
+    retried(board(tmp_path))
+    [folder] = tmp_path.iterdir()
+    assert scalars(folder) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
+
+
+def test_event_files_of_an_attempt_that_begins_anew_hide_those_before(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        observer = begun(board(tmp_path))
+        losses(observer, range(3), loss)
+        observer.ended(GangError("no") if loss == 1.0 else None)
+    assert scalars(tmp_path / "train-f3a-n0") == [(0, 2.0), (1, 2.0), (2, 2.0)]
+
+
+def test_event_files_say_that_a_training_failed_and_why(tmp_path: Path) -> None:
+    observer = begun(board(tmp_path, name="mine"))
+    observer.ended(GangError("rank 1 failed"))
+    assert session(tmp_path / "mine", "end").status == 2  # failure
+    assert texts(tmp_path / "mine", "notes") == [(0, "GangError: rank 1 failed")]
+
+
+def test_event_files_of_many_models_are_in_one_folder(tmp_path: Path) -> None:
+    for index in (0, 1):
+        observer = begun(board(tmp_path), training(f"sweep-f3a-{index}", group="sweep-f3a", index=index))
+        observer.logged(record(0, loss=float(index)))
+        observer.ended(None)
+    assert [scalars(tmp_path / "sweep-f3a" / str(index)) for index in (0, 1)] == [[(0, 0.0)], [(0, 1.0)]]
+
+
+def test_event_files_go_to_storage(tmp_path: Path) -> None:
+    observer = begun(board(f"file://{tmp_path}/kept/"))
+    losses(observer, range(3), 1.0)
+    observer.ended(None)
+    assert observer.places() == {"TensorBoard": f"file://{tmp_path}/kept/train-f3a-n0"}
+    assert scalars(tmp_path / "kept/train-f3a-n0") == [(0, 1.0), (1, 1.0), (2, 1.0)]
+
+
+def test_storage_that_takes_nothing_costs_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracker, "STALL", 0.2)
+    (tmp_path / "file").touch()
+    observer = begun(board(f"file://{tmp_path}/file/below"))
+    losses(observer, range(3), 1.0)
+    observer.ended(None)
+    said = capsys.readouterr().err
+    assert f"TensorBoard: file://{tmp_path}/file/below/train-f3a-n0 takes no files (NotADirectoryError" in said
+    assert "were not taken in time" in said
+
+
+def test_folder_that_cannot_be_written_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    observer = begun(board(tmp_path / "file"))
+    losses(observer, range(3), 1.0)
+    observer.ended(None)
+    said = capsys.readouterr().err
+    assert said.count("TensorBoard: ") == 1
+    assert "Nothing is recorded; the training goes on." in said
+
+
+def test_records_that_cannot_be_taken_in_time_are_dropped_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracker, "MAX_WAITING", 0)
+    observer = begun(board(tmp_path))
+    losses(observer, range(5), 1.0)
+    observer.ended(None)
+    assert "TensorBoard: too slow; 5 records were dropped" in capsys.readouterr().err
+
+
+def test_a_gang_that_never_formed_has_no_run(tmp_path: Path) -> None:
+    observer = board(tmp_path)()
+    observer.begins(training())
+    observer.noted("waiting")
+    observer.ended(GangError("no workers"))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- MLflow
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a database, which takes seconds to make."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+class Flow:
+    """One experiment of the database."""
+
+    def __init__(self, store: Path, name: str) -> None:
+        self.client = MlflowClient(tracking_uri=f"sqlite:///{store}/mlflow.db")
+        self.name = name
+        self.store = store
+
+    def __call__(self, **settings: Any) -> MLflow:
+        return MLflow(**{"uri": self.store, "experiment": self.name, **settings})
+
+    @property
+    def runs(self) -> list[Any]:
+        found = self.client.get_experiment_by_name(self.name)
+        return list(self.client.search_runs([found.experiment_id], order_by=["attributes.start_time"])) if found else []
+
+    def points(self, run: Any, key: str = "loss") -> list[tuple[int, float]]:
+        return sorted((m.step, m.value) for m in self.client.get_metric_history(run.info.run_id, key))
+
+
+@pytest.fixture
+def flow(store: Path, request: pytest.FixtureRequest) -> Flow:
+    return Flow(store, request.node.name)
+
+
+def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -> None:
+    observer = begun(flow(tags={"team": "names"}), training(link="https://flyte.example/f3a"))
+    observer.logged(record(0, loss=3.0, note="slow"))
+    observer.logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
+    observer.noted("train: rank 1 is slow")
+    observer.ended(None)
+    [run] = flow.runs
+    assert observer.places() == {"MLflow": f"run {run.info.run_id} in sqlite:///{flow.store}/mlflow.db"}
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "train")
+    gang = {"gang.world_size": "2", "gang.num_workers": "1", "gang.backend": "gloo"}
+    assert run.data.params == {"lr": "0.25", "data": "s3://names", **gang, "gang.hosts": "['h']", "gang.gpus": "[]"}
+    assert flow.points(run) == [(0, 3.0), (7, 1.5)]
+    assert "a_b/_/c" in run.data.metrics
+    tags = {name: run.data.tags[name] for name in ("team", "note", "mlflow.note.content", "daskpytorch.execution")}
+    assert tags == {
+        "team": "names",
+        "note": "slow",
+        "mlflow.note.content": "train: rank 1 is slow",
+        "daskpytorch.execution": "https://flyte.example/f3a",
+    }
+
+
+@pytest.mark.parametrize("told", [restarted, retried])
+def test_mlflow_run_is_one_for_all_attempts_and_has_each_step_once(flow: Flow, told: Any) -> None:
+    told(flow())
+    [run] = flow.runs
+    assert run.info.status == "FINISHED"
+    assert flow.points(run) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
+
+
+def test_mlflow_run_takes_what_is_logged_of_one_step_in_several_calls(flow: Flow) -> None:
+    observer = begun(flow())
+    observer.logged(record(1, loss=1.0))
+    observer.logged(record(1, accuracy=0.5))
+    observer.logged(record(1, loss=2.0))
+    observer.ended(None)
+    [run] = flow.runs
+    assert (flow.points(run), flow.points(run, "accuracy")) == ([(1, 1.0), (1, 2.0)], [(1, 0.5)])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (GangError("rank 1 failed"), "FAILED"),
+        (GangCancelledError("cancelled"), "KILLED"),
+        (PreemptedError("the task was told to end", cause="SIGTERM"), "KILLED"),
+        (StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0), "FINISHED"),
+    ],
+)
+def test_mlflow_run_ends_as_the_training_does(flow: Flow, error: Exception, status: str) -> None:
+    begun(flow()).ended(error)
+    [run] = flow.runs
+    assert run.info.status == status
+    assert run.data.tags["daskpytorch.reason"] == f"{type(error).__name__}: {error}"
+
+
+def test_mlflow_runs_of_many_models_are_nested_in_one(flow: Flow) -> None:
+    models = [
+        begun(flow(), training(f"{flow.name}-{index}", group=flow.name, index=index, inputs={"lr": index}))
+        for index in (0, 1)
+    ]
+    for model in models:
+        model.logged(record(0, loss=1.0))
+        model.ended(None)
+    parent, *nested = sorted(flow.runs, key=lambda run: run.info.run_name)
+    assert [run.info.run_name for run in (parent, *nested)] == ["train", "train-0", "train-1"]
+    assert [run.data.tags["mlflow.parentRunId"] for run in nested] == [parent.info.run_id] * 2
+    assert {run.info.status for run in (parent, *nested)} == {"FINISHED"}
+    assert [run.data.params["lr"] for run in nested] == ["0", "1"]
+
+
+@pytest.fixture
+def serve(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], BaseWSGIServer]]:
+    """Starts MLflow's own server, in a thread, at an address that is known before."""
+    begun(MLflow(uri=store, experiment="first")).ended(None)  # makes the database
+    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", f"sqlite:///{store}/mlflow.db")
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(store / "artifacts"))
+    servers: list[BaseWSGIServer] = []
+
+    def start(port: int = 0) -> BaseWSGIServer:
+        from mlflow.server import app
+
+        servers.append(make_server("127.0.0.1", port, app, threaded=True))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_mlflow_server_that_comes_late_has_all(
+    flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tracker, "MAX_PAUSE", 0.5)
+    server = serve()
+    port = server.server_port
+    server.shutdown()
+    server.server_close()
+    observer = begun(flow(uri=f"http://user:password@127.0.0.1:{port}"))
+    losses(observer, range(3), 1.0)
+    said = ""
+
+    def has_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "does not answer" in said
+
+    until(has_said, "the notice")
+    assert observer.places() == {}
+    serve(port)
+    observer.ended(None)
+    [run] = flow.runs
+    assert (run.info.status, flow.points(run)) == ("FINISHED", [(0, 1.0), (1, 1.0), (2, 1.0)])
+    place = f"http://127.0.0.1:{port}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    assert observer.places() == {"MLflow": place}
+    said += capsys.readouterr().err
+    assert said.count("what is logged waits for it") == 1
+    assert "password" not in said
+
+
+def test_mlflow_server_that_never_comes_costs_notices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracker, "STALL", 0.2)
+    observer = begun(MLflow(uri="http://127.0.0.1:9", experiment="e"))
+    losses(observer, range(3), 1.0)
+    observer.ended(None)
+    said = capsys.readouterr().err
+    assert "MLflow: http://127.0.0.1:9 does not answer" in said
+    assert "MLflow: 6 of the last records and notes were not taken in time" in said
+
+
+# ---- Settings
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "extra"),
+    [
+        (lambda: TensorBoard(folder="f"), event_files, "tensorboard"),
+        (lambda: MLflow(experiment="e"), mlflow_tracker, "mlflow"),
+    ],
+)
+def test_what_is_not_installed_is_named_when_the_config_is_made(
+    make: Callable[[], Any], module: Any, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=rf'pip install "flytekitplugins-daskpytorch\[{extra}\]"'):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: TensorBoard(folder="what://ever", name="a/b"), ["folder", "name"]),
+        (lambda: TensorBoard(folder=""), ["folder"]),
+        (lambda: MLflow(experiment="", uri="", name="", tags={"a": 1}), ["experiment", "uri", "name", "tags"]),  # type: ignore[dict-item]
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_all_at_once(make: Callable[[], Any], names: list[str]) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        make()
+    assert [part.partition("=")[0].partition("(")[2] for part in str(caught.value).split("; ")] == names
+
+
+def test_settings_make_an_observer_for_each_gang() -> None:
+    settings = TensorBoard(folder="f")
+    assert settings() is not settings()
