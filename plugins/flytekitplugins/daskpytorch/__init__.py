@@ -19,10 +19,11 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
-from flytekitplugins.daskpytorch.process import streams
+from flytekitplugins.daskpytorch.process import log, streams
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Profile, Search, Wandb
 
 streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
+log.set_up()
 
 if TYPE_CHECKING:
     from distributed import Client

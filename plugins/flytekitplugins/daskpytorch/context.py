@@ -30,7 +30,7 @@ __all__ = [
     "numbers",
 ]
 
-logger = logging.getLogger("flytekitplugins.daskpytorch")
+logger = logging.getLogger(__name__)
 
 MAX_BITS = sys.float_info.max_exp
 """Of a whole number that a float may hold."""

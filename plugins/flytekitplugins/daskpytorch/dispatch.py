@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.display import training
-from flytekitplugins.daskpytorch.display.terminal import Echo
+from flytekitplugins.daskpytorch.display import machine, training
 from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import (
@@ -105,7 +104,7 @@ def run(
     [key] = take_keys(pytorch_function, settings.key)
     about = training.of_call(pytorch_function, key, current_execution(), args, kwargs)
     request = replace(named(request, key), training=about)
-    return GangFutures(Supervisor(request, agents, [Echo()]), len(agents.workers) * request.ranks_per_worker)
+    return GangFutures(Supervisor(request, agents, [machine.echo()]), len(agents.workers) * request.ranks_per_worker)
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -211,7 +210,7 @@ def _run_here(
     rank = InProcess(
         name_of(function),
         settings,
-        [Echo(), *(make() for make in settings.observers)],
+        [machine.echo(), *(make() for make in settings.observers)],
         received,
         training=training.of_call(function, key, current_execution(), args, kwargs),
         storage=storage_of(current_execution(), key, settings),

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,7 @@ from distributed.security import Security
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 __all__ = ["current_client", "greet", "identity", "opened"]
@@ -75,7 +76,7 @@ def opened(
         scheduler = _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
         has_dashboard = dashboard and find_spec("bokeh") is not None if is_local() else client.dashboard_link
         if has_dashboard and "dashboard" in scheduler.get("services", {}):
-            print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr)
+            say(f"Dask dashboard: {client.dashboard_link}", logging.INFO)
         _clients.append(client)
         stack.callback(_clients.remove, client)
         yield client
@@ -181,7 +182,7 @@ def _wait_for_workers(
         if here >= wanted:
             return scheduler
         if here >= least and (now - newest_at >= SETTLE_TIME or now >= deadline):
-            print(f"going on with {here} of {wanted} Dask workers (at least {least} were asked for)", file=sys.stderr)
+            say(f"going on with {here} of {wanted} Dask workers (at least {least} were asked for)", logging.INFO)
             return scheduler
         if now >= deadline:
             raise GangStartError(
@@ -202,5 +203,5 @@ class _Notice:
 
     def give(self, text: str) -> None:
         if time.monotonic() >= self._due_at:
-            print(text, file=sys.stderr)
+            say(text)
             self._due_at = time.monotonic() + NOTICE_INTERVAL

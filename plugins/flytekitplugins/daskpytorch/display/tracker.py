@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import gang_config
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
-from flytekitplugins.daskpytorch.process.streams import Screen
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 
 __all__ = ["Run", "State", "Tracker"]
@@ -152,7 +152,7 @@ class Tracker(Observer):
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            print(f"{self._run.label}: {text}", file=Screen())
+            say(f"{self._run.label}: {text}")
 
     # ---- in the thread
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import run_config, run_id
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
-from flytekitplugins.daskpytorch.process.streams import Screen, without_secrets
+from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
@@ -72,10 +73,9 @@ def settings(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
     from_environment = os.environ.get("WANDB_MODE")
     mode = wandb.mode or (from_environment if from_environment in WANDB_MODES else "online" if key else "offline")
     if mode == "offline" and not (wandb.mode or from_environment):
-        print(
+        say(
             "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
             "with `wandb sync`.",
-            file=Screen(),
         )
     short = task.rpartition(".")[2]
     return RunSettings(

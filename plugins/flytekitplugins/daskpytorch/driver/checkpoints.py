@@ -4,7 +4,6 @@ The driver is the only writer. It takes files whole or not at all, refuses those
 few and the best, and hands them on to storage (see `upload`), so that the task's next attempt starts from the newest.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -60,7 +60,7 @@ class Checkpoints:
                 newest = self._kept[-1]
                 if self._is_whole(newest):
                     return newest
-                print(f"the checkpoint of step {newest.step} is damaged; the one before is taken", file=sys.stderr)
+                say(f"the checkpoint of step {newest.step} is damaged; the one before is taken")
                 self._kept.pop()
             return None
 

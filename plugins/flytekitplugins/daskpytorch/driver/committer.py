@@ -27,6 +27,7 @@ from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.driver.upload import RETRY_AFTER
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import torch_metadata
 from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -258,10 +259,9 @@ class Committer:
             else:
                 return None
             if number == 1:
-                print(
+                say(
                     f"the {what} could not be {done} ({type(failure).__name__}: {failure}); "
                     "trying again for some minutes. The training goes on.",
-                    file=sys.stderr,
                 )
             if not self.worker.pause(wait, self.retry_after):
                 break
@@ -310,11 +310,10 @@ class Committer:
             self._outdated.clear()
         except Exception as error:  # whatever a store's client raises: nothing needs it to be gone
             if not self._has_complained:
-                print(
+                say(
                     f"shards that nobody needs any more cannot be removed from {self.storage.base} and stay there "
                     f"({type(error).__name__}: {error}); allow it, or have the storage expire them. Checkpoints are "
                     "kept all the same.",
-                    file=sys.stderr,
                 )
             self._has_complained = True
 
@@ -332,8 +331,7 @@ def _metadata_of(layout: bytes) -> bytes | None:
     try:
         return torch_metadata.metadata_of(layout)
     except Exception as error:  # whatever another torch raises: a gang reads the layout
-        print(
+        say(
             f"the checkpoint can be read by gangs only, not by plain torch: {type(error).__name__}: {error}",
-            file=sys.stderr,
         )
         return None

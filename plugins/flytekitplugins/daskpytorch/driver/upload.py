@@ -6,7 +6,6 @@ A manifest is written after the files that it names, and before those that it na
 """
 
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 from flytekitplugins.daskpytorch.driver.manifest import Manifest, read_manifest
 from flytekitplugins.daskpytorch.driver.retention import retained
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -82,13 +82,12 @@ class StorageUpload:
                     found.insert(0, file)
                 else:
                     damaged.add(file.name)
-                    print(f"the previous attempt's checkpoint of step {file.step} is not whole", file=sys.stderr)
+                    say(f"the previous attempt's checkpoint of step {file.step} is not whole")
         except Exception as error:  # whatever a store's client raises: the training can start without it
             goes_on = f"goes on from step {found[-1].step}" if found else "starts afresh"
-            print(
+            say(
                 f"the previous attempt's checkpoints at {previous} cannot be read ({type(error).__name__}: {error}); "
                 f"the training {goes_on}",
-                file=sys.stderr,
             )
         if found:
             self._take_over(listed, damaged)
@@ -183,10 +182,9 @@ class StorageUpload:
     def _complain(self, error: Exception, file: CheckpointFile | None, wait: float) -> None:
         with self._changed:
             step = (file or self._listed()[0]).step
-        print(
+        say(
             f"the checkpoint of step {step} could not be copied to {self._paths.own} "
             f"({type(error).__name__}: {error}); trying again in {wait:g} s. The training goes on.",
-            file=sys.stderr,
         )
 
     # ---- doing it
@@ -231,10 +229,9 @@ class StorageUpload:
             self._paths.file_access.get_filesystem_for_path(own).rm_file(f"{own}/{name}")
         except Exception as error:  # whatever a store's client raises
             if not self._has_complained:
-                print(
+                say(
                     f"older checkpoints cannot be removed from {own} and stay there ({type(error).__name__}: {error}); "
                     "allow it, or have the storage expire them. The newest are copied all the same.",
-                    file=sys.stderr,
                 )
             self._has_complained = True
 
@@ -267,7 +264,7 @@ class StorageUpload:
             try:
                 return read()
             except Exception as error:
-                print(f"the previous checkpoint cannot be read yet ({error}); trying again", file=sys.stderr)
+                say(f"the previous checkpoint cannot be read yet ({error}); trying again")
                 time.sleep(wait)
                 wait *= 2
         return read()

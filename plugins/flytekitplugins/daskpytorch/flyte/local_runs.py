@@ -25,7 +25,7 @@ import fsspec
 from flytekit.models.literals import Literal, LiteralMap
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
-from flytekitplugins.daskpytorch.process.streams import Screen
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 __all__ = ["LocalRun", "begun", "local_run"]
@@ -255,7 +255,7 @@ def _digest(content: bytes) -> str:
 
 
 def _say(task: str, text: str) -> None:
-    print(f"{task.rpartition('.')[2]}: {text}", file=Screen())
+    say(f"{task.rpartition('.')[2]}: {text}")
 
 
 local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)

@@ -37,12 +37,13 @@ from flytekitplugins.daskpytorch.flyte import context, local_runs
 from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
-from flytekitplugins.daskpytorch.process.streams import Screen
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, is_local
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.display.machine import MachineLog
     from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
@@ -194,13 +195,13 @@ class _InRanks(_Resumable):
     def _train_here(self, kwargs: dict[str, Any]) -> Any:
         """Call the function as the only rank, which is this process; what it returns is Flyte's to convert."""
         refuse_unknown(kwargs)
+        from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
-        from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay, terminal
         from flytekitplugins.daskpytorch.driver.in_process import InProcess
         from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
         gang, recorder = self.task_config.gang, Recorder(self.name, kwargs)
-        display = ProgressDisplay(terminal(is_plain=True), name=self.name)
+        display = machine.progress(self.name, is_plain=True)
         results = TaskResults(gang.grace_period)
         how, observers = "failed", self._observers(kwargs)
         try:
@@ -229,12 +230,12 @@ class _InRanks(_Resumable):
         with contextlib.ExitStack() as stack:
             self._get_ready(stack)
             # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
+            from flytekitplugins.daskpytorch.display import machine
             from flytekitplugins.daskpytorch.display.deck import Recorder
-            from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
             from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
 
-            display, recorder = ProgressDisplay(name=self.name), Recorder(self.name, kwargs)
+            display, recorder = machine.progress(self.name), Recorder(self.name, kwargs)
             results = TaskResults(self.task_config.gang.grace_period)
             request = self._request(kwargs, literals, results.folder)
             how, ctrl_c = "failed", _ctrl_c.get(CtrlC())
@@ -260,7 +261,11 @@ class _InRanks(_Resumable):
 
     @contextlib.contextmanager
     def _deck(
-        self, recorder: Recorder, display: ProgressDisplay, observers: Sequence[Observer], results: TaskResults
+        self,
+        recorder: Recorder,
+        display: ProgressDisplay | MachineLog,
+        observers: Sequence[Observer],
+        results: TaskResults,
     ) -> Iterator[None]:
         """Show the training's Deck all along, and leave it, however it ends."""
         if not self.enable_deck:
@@ -439,7 +444,7 @@ class DaskClusterTask(_Resumable, _OnDask):
     def _write_decks(self, *args: Any) -> None:
         super()._write_decks(*args)
         if self.enable_deck and (file := _deck_file()) is not None:
-            print(f"{self.name.rpartition('.')[2]}: Deck: {file}", file=Screen())
+            say(f"{self.name.rpartition('.')[2]}: Deck: {file}")
 
 
 def _with_advice(function: Callable[..., Any]) -> Callable[..., Any]:

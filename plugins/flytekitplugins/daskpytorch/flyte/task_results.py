@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
@@ -83,13 +83,13 @@ class TaskResults:
             try:
                 self._deliver(writer)
             except Exception as error:  # whatever a storage's client raises
-                _say(f"what the ranks have submitted did not all reach {self.folder} ({type(error).__name__}: {error})")
+                say(f"what the ranks have submitted did not all reach {self.folder} ({type(error).__name__}: {error})")
 
         delivery = threading.Thread(target=deliver, name="daskpytorch-delivery", daemon=True)
         delivery.start()
         delivery.join(limit)
         if delivery.is_alive():
-            _say(f"what the ranks have submitted did not all reach {self.folder} within {limit:g} s")
+            say(f"what the ranks have submitted did not all reach {self.folder} within {limit:g} s")
 
     def _make_empty_folder(self) -> None:
         if self._is_remote:  # an object store has no folders; this marker stands for an empty one
@@ -134,7 +134,3 @@ class _Writer:
         while not self._is_over.wait(POLL_INTERVAL):
             with contextlib.suppress(OSError):  # the last write raises what is not over by then
                 self.write()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")

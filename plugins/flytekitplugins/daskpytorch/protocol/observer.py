@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Observer", "Observers", "RankObserver", "Shape", "Training"]
 
-logger = logging.getLogger("flytekitplugins.daskpytorch")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "NOTICE_TIME", "Contact", "Key", "WorkerData", "logger"]
 
 
-logger = logging.getLogger("flytekitplugins.daskpytorch")
+logger = logging.getLogger(__name__)
 Key = str | tuple[Any, ...]
 """What Dask calls a partition by."""
 FIRST_PAUSE = 0.05

@@ -3,6 +3,7 @@
 Runs in the driver; a live display in a terminal, plain lines elsewhere.
 """
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from rich.console import Console
 from rich.progress import TaskID, TextColumn
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.machine import MachineLog
 from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, PLAIN_INTERVAL, bars, describe_record, show, terminal
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
@@ -46,6 +49,8 @@ class SweepDisplay:
 
     def line(self, index: int, experiment: object) -> Observer:
         """The watcher of one model's gang."""
+        if log.is_for_machines():
+            return _MachineLine(self)
         return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
 
     def restored(self, num_ended: int, num_early: int, where: str) -> None:
@@ -57,7 +62,7 @@ class SweepDisplay:
     @property
     def is_live(self) -> bool:
         """Whether there are lines that change."""
-        return bool(self._console.is_terminal) and not self._is_quiet
+        return bool(self._console.is_terminal) and not self._is_quiet and not log.is_for_machines()
 
     def add(self, label: str) -> TaskID:
         """Show a line for a model that begins to train."""
@@ -96,7 +101,20 @@ class SweepDisplay:
 
     def print(self, text: str) -> None:
         """Write a line that stays."""
+        if log.is_for_machines():
+            log.say(text, logging.INFO)
+            return
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+class _MachineLine(MachineLog):
+    def __init__(self, board: SweepDisplay) -> None:
+        super().__init__()
+        self._board = board
+
+    def ended(self, error: Exception | None) -> None:
+        super().ended(error)
+        self._board.count(error)
 
 
 @dataclass(eq=False)

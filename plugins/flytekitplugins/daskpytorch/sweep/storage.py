@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
@@ -109,7 +109,7 @@ class SweepStorage:
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
         except (EOFError, pickle.UnpicklingError):
-            print(f"{self.folder}/{name} is not whole, and is passed over", file=sys.stderr)
+            say(f"{self.folder}/{name} is not whole, and is passed over")
         except Exception as error:  # whatever is raised where classes are made anew
             raise ValueError(
                 f"{self.folder}/{name} cannot be read ({type(error).__name__}: {error}): is a class that it needs "

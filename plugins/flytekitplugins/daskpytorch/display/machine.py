@@ -1,0 +1,111 @@
+"""What happens in a gang, as objects for machines in place of the displays for people. Runs in the driver."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, terminal
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.process import log
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+
+__all__ = ["MachineLog", "echo", "progress"]
+
+
+def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":
+    """The display of a task; plain: without lines that change."""
+    return MachineLog(name) if log.is_for_machines() else ProgressDisplay(terminal(is_plain=is_plain), name=name)
+
+
+def echo() -> Observer:
+    """That of `dispatch.run`."""
+    return MachineLog() if log.is_for_machines() else Echo()
+
+
+class MachineLog(Observer):
+    """Says each event of one gang, with the gang's id and which of its attempts it is, from 0."""
+
+    def __init__(self, name: str = "") -> None:
+        self._gang = name
+        self._model: int | None = None
+        self._attempt: int | None = None
+        self._hosts: dict[int, str] = {}
+        """By rank."""
+        self._goodput: Goodput | None = None
+
+    def begins(self, training: Training) -> None:
+        """Note which it is."""
+        self._gang, self._model = training.id, training.index
+        self._tell("begun", name=training.name, inputs=training.inputs)
+
+    def resumed(self, step: int) -> None:
+        """Say from where it goes on."""
+        self._tell("resumed", step=step)
+
+    def placed(self, shape: Shape) -> None:
+        """Say what is being started."""
+        self._attempt = 0 if self._attempt is None else self._attempt + 1
+        placed = zip(shape.nodes, shape.places, strict=True)
+        self._hosts = {place.rank: node.host for node, here in placed for place in here}
+        hosts = [node.host for node in shape.nodes]
+        self._tell("placed", world_size=shape.world_size, backend=shape.backend, hosts=hosts)
+
+    def formed(self, seconds: float) -> None:
+        """Say how long it took."""
+        self._tell("formed", seconds=seconds)
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass on a rank's output."""
+        for line in lines:
+            said = log.object_in(line) or {"event": "output", "text": line}
+            level = logging.getLevelNamesMapping().get(str(said.pop("level", "")), logging.INFO)
+            log.tell(str(said.pop("event")), {**said, **self._about(rank)}, level)
+
+    def logged(self, record: LogRecord) -> None:
+        """Say what a rank has logged; other ranks than 0 are for those who look closely."""
+        level = logging.INFO if record.rank == 0 else logging.DEBUG
+        self._tell(
+            "metrics", level, rank=record.rank, step=record.step, num_steps=record.num_steps, metrics=record.metrics
+        )
+
+    def kept(self, step: int) -> None:
+        """Say it."""
+        self._tell("checkpoint", step=step)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        """Say why, and from where."""
+        self._tell("restarting", logging.WARNING, text=reason, step=step)
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        self._tell("note", text=text)
+
+    def say(self, text: str) -> None:
+        """Say it of this training."""
+        self.noted(text)
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Keep it for the end."""
+        self._goodput = goodput
+
+    def ended(self, error: Exception | None) -> None:
+        """Say how, and where the time went."""
+        if self._goodput is not None:
+            log.tell("goodput", {**self._goodput.as_dict(), **self._about(None)})
+        if error is None or isinstance(error, StoppedEarlyError):
+            self._tell("ended", text="" if error is None else str(error))
+        else:
+            self._tell("ended", logging.ERROR, text=str(error), error=type(error).__name__)
+
+    def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
+        """Say how the task has ended, what to do, and where things are."""
+        self._tell("concluded", text=how, places=dict(places), advice=advice)
+
+    def _tell(self, event: str, level: int = logging.INFO, rank: int | None = None, **fields: Any) -> None:
+        log.tell(event, {**fields, **self._about(rank)}, level)
+
+    def _about(self, rank: int | None) -> dict[str, Any]:
+        about = {"gang": self._gang or None, "model": self._model, "attempt": self._attempt, "rank": rank}
+        return about | ({"host": self._hosts[rank]} if rank in self._hosts else {})

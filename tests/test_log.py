@@ -1,0 +1,195 @@
+"""What the package says to machines: one object a line, of driver and ranks, at the levels of Flyte's setting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display import machine
+from flytekitplugins.daskpytorch.display.machine import MachineLog
+from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay
+from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.process import log
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
+
+NODES = [
+    Node(worker=host, host=host, num_cores=2, gpus=(), gpu_names=(), interface=None, versions={})
+    for host in ("ada", "bea")
+]
+SHAPE = Shape(name="flows.train", backend="gloo", nodes=NODES, places=place_ranks(NODES, 1))
+
+
+@pytest.fixture(autouse=True)
+def _for_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(log.FORMAT_VARIABLE, "json")
+    monkeypatch.delenv(log.LEVEL_VARIABLE, raising=False)
+    before = log.logger.handlers[:], log.logger.propagate, log.logger.level
+    yield
+    log.logger.handlers[:], log.logger.propagate = before[0], before[1]
+    log.logger.setLevel(before[2])
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Each line, without what differs from run to run."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in capsys.readouterr().err.splitlines()]
+    for line in lines:
+        assert line.pop("time")
+        assert line.pop("logger").startswith("flytekitplugins.daskpytorch")
+    return lines
+
+
+def record(step: int, rank: int = 0, **metrics: Any) -> LogRecord:
+    return LogRecord(rank=rank, step=step, num_steps=9, time=time.time(), metrics=metrics)
+
+
+def begun(observer: Observer | None = None) -> Any:
+    observer = observer or MachineLog("flows.train")
+    observer.begins(Training(name="flows.train", id="train-f3a-n0", inputs={"lr": 0.5}))
+    observer.placed(SHAPE)
+    return observer
+
+
+def test_each_event_says_which_gang_attempt_rank_and_host_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    observer = begun()
+    observer.wrote(1, ["a line"])
+    observer.restarting("rank 1 was lost", 4)
+    observer.placed(SHAPE)
+    observer.logged(record(5, loss=0.25, note="well"))
+    parts = dict.fromkeys(("starting", "data", "evaluation", "saving", "waiting", "lost"), 0.0)
+    observer.accounted(Goodput(total=2.0, stepping=2.0, **parts))
+    observer.ended(GangError("rank 1 failed"))
+    begins, placed, output, restarting, _, metrics, goodput, ended = said(capsys)
+    own = {"gang": "train-f3a-n0"}
+    assert {**begins, "host": ""} == {
+        **own,
+        "level": "INFO",
+        "event": "begun",
+        "host": "",
+        "name": "flows.train",
+        "inputs": {"lr": 0.5},
+    }
+    assert (placed["attempt"], placed["world_size"], placed["hosts"]) == (0, 2, ["ada", "bea"])
+    assert output == {
+        **own,
+        "level": "INFO",
+        "event": "output",
+        "attempt": 0,
+        "rank": 1,
+        "host": "bea",
+        "text": "a line",
+    }
+    assert (restarting["level"], restarting["text"], restarting["step"]) == ("WARNING", "rank 1 was lost", 4)
+    assert metrics == {
+        **own,
+        "level": "INFO",
+        "event": "metrics",
+        "attempt": 1,
+        "rank": 0,
+        "host": "ada",
+        "step": 5,
+        "num_steps": 9,
+        "metrics": {"loss": 0.25, "note": "well"},
+    }
+    assert (goodput["event"], goodput["total"], goodput["stepping"], goodput["lost"]) == ("goodput", 2.0, 2.0, 0.0)
+    assert (ended["level"], ended["error"], ended["text"]) == ("ERROR", "GangError", "rank 1 failed")
+
+
+def test_a_model_that_is_stopped_early_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    begun().ended(StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0))
+    ended = said(capsys)[-1]
+    assert (ended["level"], ended["text"]) == ("INFO", "others are better")
+
+
+def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    begun().logged(record(1, loss=math.nan, best=-math.inf, text="\ud800\n"))
+    assert said(capsys)[-1]["metrics"] == {"loss": "nan", "best": "-inf", "text": "\ud800\n"}
+
+
+@pytest.mark.parametrize(
+    ("level", "events"),
+    [("10", ["begun", "placed", "metrics", "metrics", "ended"]), ("20", ["begun", "placed", "metrics", "ended"])],
+)
+def test_level_is_that_of_flyte(
+    level: str, events: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(log.LEVEL_VARIABLE, level)
+    observer = begun()
+    observer.logged(record(1))
+    observer.logged(record(1, rank=1))
+    observer.ended(None)
+    assert [line["event"] for line in said(capsys)] == events
+
+
+def test_at_the_level_of_errors_only_errors_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(log.LEVEL_VARIABLE, "40")
+    begun().ended(GangError("no"))
+    log.say("a notice")
+    assert [line["event"] for line in said(capsys)] == ["ended"]
+
+
+def test_what_the_package_says_in_a_rank_is_no_text_within_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    log.set_up()
+    logging.getLogger("flytekitplugins.daskpytorch.data.bucket").warning("listing takes long")
+    line = capsys.readouterr().err.rstrip("\n")
+    users = '{"time": "now", "event": "of the user", "self": 1, "level": []}'
+    begun().wrote(1, [line, users, '{"time": "broken'])
+    found = said(capsys)[-3:]
+    assert [(each["event"], each["level"], each["text"], each["rank"], each["host"]) for each in found] == [
+        ("log", "WARNING", "listing takes long", 1, "bea"),
+        ("output", "INFO", users, 1, "bea"),
+        ("output", "INFO", '{"time": "broken', 1, "bea"),
+    ]
+
+
+def test_loggers_of_modules_say_objects_with_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    log.set_up()
+    error = OSError("the disk is full")
+    logging.getLogger("flytekitplugins.daskpytorch.protocol.observer").warning("%s failed", "it", exc_info=error)
+    [line] = said(capsys)
+    assert (line["event"], line["text"]) == ("log", "it failed")
+    assert line["traceback"].endswith("OSError: the disk is full")
+
+
+def test_a_sweep_says_what_its_models_do(capsys: pytest.CaptureFixture[str]) -> None:
+    board = SweepDisplay(1)
+    model = board.line(0, {"lr": 1})
+    model.begins(Training(name="train", id="sweep-f3a-0", group="sweep-f3a", index=0, inputs={"lr": 1}))
+    model.placed(SHAPE)
+    model.wrote(0, ["a line"])
+    model.ended(None)
+    lines = said(capsys)
+    assert [line["event"] for line in lines] == ["begun", "placed", "output", "ended", "note"]
+    assert {line["model"] for line in lines[:-1]} == {0}
+    assert lines[-1]["text"] == "1 of 1 models have ended"
+
+
+def test_people_read_lines_and_their_logging_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(log.FORMAT_VARIABLE)
+    before = log.logger.handlers[:]
+    log.set_up()
+    log.say("a notice")
+    assert capsys.readouterr().err == "a notice\n"
+    assert (log.logger.handlers, log.logger.propagate) == (before, True)
+    assert isinstance(machine.progress("train"), ProgressDisplay)
+    assert isinstance(machine.echo(), Echo)
+    monkeypatch.setenv(log.LEVEL_VARIABLE, "40")
+    log.say("a notice")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,59 @@
+"""All that `pyflyte run` of a gang that loses a rank writes to standard error is objects, one a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from processes import SCRIPTS, nothing_left_behind, run_program
+
+TASK = """
+import os
+import signal
+from pathlib import Path
+
+from flytekit import task
+from flytekitplugins.daskpytorch import DaskDDP, Gang, current_rank
+
+
+@task(task_config=DaskDDP(gang=Gang(hints=False)))
+def train(folder: str) -> int:
+    rank, died = current_rank(), Path(folder, "died")
+    state = rank.checkpoint.load() or {"step": 0}
+    print(f"from step {state['step']}")
+    for step in range(state["step"] + 1, 5):
+        rank.log({"loss": 1.0 / step}, step=step)
+        rank.checkpoint.save({"step": step}, step)
+        rank.checkpoint.flush()
+        if step == 3 and rank.is_main and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return step
+"""
+
+
+def test_a_task_with_a_fault_says_objects_only(tmp_path: Path) -> None:
+    (tmp_path / "logged.py").write_text(TASK)
+    command = [SCRIPTS / "pyflyte", "run", "logged.py", "train", "--folder", str(tmp_path)]
+    with nothing_left_behind():
+        done = run_program(command, cwd=tmp_path, env={"DASKPYTORCH_LOG": "json"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert all({"time", "level", "event", "host"} <= line.keys() for line in lines)
+    events = [line["event"] for line in lines]
+    assert events[0] == "begun"
+    assert [events.count(event) for event in ("placed", "formed", "restarting", "ended", "concluded")] == [
+        2,
+        2,
+        1,
+        1,
+        1,
+    ]
+    outputs = {(line["attempt"], line["rank"], line["text"]) for line in lines if line["event"] == "output"}
+    assert outputs == {(0, rank, "from step 0") for rank in (0, 1)} | {(1, rank, "from step 3") for rank in (0, 1)}
+    [restarting] = [line for line in lines if line["event"] == "restarting"]
+    assert "SIGKILL" in restarting["text"]
+    assert (restarting["level"], restarting["step"]) == ("WARNING", 3)
+    steps = [(line["attempt"], line["step"]) for line in lines if line["event"] == "metrics"]
+    assert steps == [(0, 1), (0, 2), (0, 3), (1, 4)]
+    assert len({line["gang"] for line in lines if "gang" in line}) == 1
