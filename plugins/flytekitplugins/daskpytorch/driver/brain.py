@@ -274,7 +274,7 @@ class Brain:
         for report in said:
             self._take_report(peer, attempt, rank, report)
 
-    def _take_report(  # noqa: C901, PLR0912 - a case for each report
+    def _take_report(  # noqa: C901, PLR0912, PLR0915 - a case for each report
         self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
     ) -> None:
         match report:

@@ -93,26 +93,30 @@ def main(channel: Connection) -> int:
                 profiler.finish()
             rank.checkpoint.flush()
             has_returned = True
-            if rank.stop_signal.has_fired:
-                link.send(reports.StoppedEarly())
-                link.send(reports.Returned())  # what it returned is unfinished, and nobody's to use
-            else:
-                link.send(reports.Returned(_payload(order, returned, host, link)))
+            _report_returned(order, returned, host, link, is_stopped=rank.stop_signal.has_fired)
     except BaseException as error:
         sources.explain(error, order.sources)
         debugger.explain(error, order.place.rank)
-        position = (progress.step, progress.num_moves_since)
-        is_final = has_returned and not _is_of_storage(error)
-        failure = Failure.of(error, time.time(), position, is_final=is_final)
-        if failure.is_consequence:
-            failure = replace(failure, recalled=flight_recorder.recall())
-        link.send(failure)
+        link.send(_failure(error, progress, is_final=has_returned and not _is_of_storage(error)))
         _wind_up(observers, 1)
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
     link.ended.wait()
     _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
+
+
+def _failure(error: BaseException, progress: Progress, *, is_final: bool) -> Failure:
+    failure = Failure.of(error, time.time(), (progress.step, progress.num_moves_since), is_final=is_final)
+    return replace(failure, recalled=flight_recorder.recall()) if failure.is_consequence else failure
+
+
+def _report_returned(order: RankOrder, returned: Any, host: RankHost | None, link: _Link, *, is_stopped: bool) -> None:
+    if is_stopped:
+        link.send(reports.StoppedEarly())
+        link.send(reports.Returned())  # what it returned is unfinished, and nobody's to use
+    else:
+        link.send(reports.Returned(_payload(order, returned, host, link)))
 
 
 def _unpack(order: RankOrder, observers: Observers) -> Call:
