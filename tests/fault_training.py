@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.display.terminal import Echo
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol import code
@@ -307,7 +308,7 @@ def run_on(
         ranks_per_worker=where,
         settings=gang or Gang(),
     )
-    return gang_futures.GangFutures(Supervisor(request, OwnNode(), [dispatch.Echo()]), where)
+    return gang_futures.GangFutures(Supervisor(request, OwnNode(), [machine.echo()]), where)
 
 
 @contextlib.contextmanager
@@ -336,7 +337,7 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
         watcher = Watcher()
         watcher.watched = Watched(folder, None)  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "Echo", lambda: watcher)
+            patch.setattr(machine, "echo", lambda: watcher)
             watcher.watched.futures = run_on(where, train, str(folder), *args, gang=gang, **kwargs)
         return watcher.watched
 
