@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.util
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +11,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.node import fork_client
 from preload import TESTS_IMPORT
-from warm import cold_popen, cold_spawn, start_in_forks_of, warm_python
+from warm import start_cold, start_in_forks_of, warm_python
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -67,10 +65,9 @@ def mnist_folder(data_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cold_fork_servers() -> Iterator[None]:
-    """Those of this process start as users' do, and have nothing imported that they do not import themselves."""
+    """Those of this process start as users' do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", cold_popen)
-        patch.setattr(multiprocessing.util, "spawnv_passfds", cold_spawn)
+        start_cold(patch)
         yield
 
 

@@ -255,14 +255,15 @@ def nothing_left_behind() -> Iterator[str]:
 
 
 def fork_server() -> psutil.Process:
-    """The one that this process owns; its other children may be those of other tests, which have ended."""
+    """The one that this process owns, its child or its warm Python's; other children may be those of other tests."""
     found: list[psutil.Process] = []
 
     def started() -> bool:  # the kernel gives the command of a program that is just being started as empty
-        children = psutil.Process().children()
-        family = [*children, *(child for each in children for child in each.children())]
-        servers = _running(family, "daskpytorch.node.fork_server")
-        found[:] = [each for each in servers if each.ppid() not in [server.pid for server in servers]]
+        own = psutil.Process()
+        servers = _running(own.children(recursive=True), "daskpytorch.node.fork_server")  # their ranks among them
+        starters = {own.pid, *(child.pid for child in own.children())} - {server.pid for server in servers}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[:] = [server for server in servers if server.ppid() in starters]
         return bool(found)
 
     until(started, "the fork server")

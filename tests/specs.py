@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
 from flyteidl.core.types_pb2 import LiteralType, SimpleType
 from flyteidl.core.workflow_pb2 import Node
 from google.protobuf.json_format import MessageToDict
+
+from warm import WarmPython, warm_python
 
 Spec = dict[str, Any]
 
@@ -42,19 +44,14 @@ def environment(home: Path, profile: str | None = None) -> dict[str, str]:
     return plain | {"HOME": str(home)} | ({"DASKPYTORCH_PROFILE": profile} if profile else {})
 
 
-def package(profile: str, home: Path) -> dict[str, Spec]:
+def package(python: WarmPython, profile: str, home: Path) -> dict[str, Spec]:
     """Have pyflyte package the workflows, from the repository's root; what it is, by kind and name."""
     target = home / f"{profile}.tgz"
     command = [str(PYFLYTE), "--pkgs", "workflows", "package", "--image", IMAGE, "--output", str(target)]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment(home, profile),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = home / f"{profile}.log"
+    with log.open("w") as said:
+        program = python.start(command, cwd=REPOSITORY, env=environment(home, profile), stdout=said, stderr=said)
+    assert program.wait() == 0, log.read_text()
     with tarfile.open(target) as archive:
         contents = {member.name: archive.extractfile(member) for member in archive}
         return dict(sorted(described(name, file.read()) for name, file in contents.items() if file))
@@ -63,7 +60,7 @@ def package(profile: str, home: Path) -> dict[str, Spec]:
 def packaged(home: Path) -> dict[str, dict[str, Spec]]:
     """Both profiles; of that with GPUs, what is not as in the sandbox."""
     with ThreadPoolExecutor() as both:
-        sandbox, gpu = both.map(lambda profile: package(profile, home), PROFILES)
+        sandbox, gpu = both.map(partial(package, warm_python(), home=home), PROFILES)
     changed = {
         name: {key: value for key, value in spec.items() if sandbox.get(name, {}).get(key) != value}
         for name, spec in gpu.items()

@@ -43,6 +43,7 @@ from processes import (
     run_after_a_pause,
     until,
 )
+from warm import start_cold
 
 ONCE = Gang(max_restarts=0)
 """For tests of how a gang ends; see test_faults_integration.py for how it starts again."""
@@ -589,6 +590,7 @@ def test_later_ranks_come_from_a_fork_server_that_has_imported_more(
     from flytekitplugins.daskpytorch.dask import cluster as clusters
 
     monkeypatch.setenv("DASKPYTORCH_LEISURE", "3")
+    start_cold(monkeypatch)
     with nothing_left_behind(), clusters.opened(num_workers=2) as client:
         (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result()
         assert not first

@@ -32,7 +32,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from multiprocessing import popen_fork, util
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 MAX_ORDER = 1 << 17
 MAX_FILES = 32
@@ -152,7 +155,7 @@ def warm_python() -> WarmPython:
 
 
 cold_popen = subprocess.Popen
-cold_spawn = util.spawnv_passfds
+_cold_spawn = util.spawnv_passfds
 _cold_poll = popen_fork.Popen.poll
 _spawned: dict[int, Program] = {}
 
@@ -179,7 +182,7 @@ def start_in_forks_of(python: Callable[[], WarmPython]) -> None:
     def spawn(path: Any, command: Sequence[Any], descriptors: Sequence[int]) -> int:
         words = [os.fsdecode(word) for word in command]
         if "--multiprocessing-fork" not in words:
-            return cold_spawn(path, command, descriptors)
+            return _cold_spawn(path, command, descriptors)
         program = python().start(words[words.index("-c") :], cwd=Path.cwd(), env=os.environ, pass_fds=descriptors)
         _spawned[program.pid] = program
         return program.pid
@@ -187,6 +190,12 @@ def start_in_forks_of(python: Callable[[], WarmPython]) -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
     util.spawnv_passfds = spawn
     popen_fork.Popen.poll = _poll  # type: ignore[method-assign]
+
+
+def start_cold(patch: pytest.MonkeyPatch) -> None:
+    """Until that is undone, have them start as users' do, with nothing imported that they do not import themselves."""
+    patch.setattr(subprocess, "Popen", cold_popen)
+    patch.setattr(util, "spawnv_passfds", _cold_spawn)
 
 
 def _poll(self: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
