@@ -25,7 +25,7 @@ window.addEventListener("load", () => {  // all pictures have been loaded, or ha
   document.getElementById("report").textContent = JSON.stringify(images.map(image => {
     const box = image.getBoundingClientRect();
     const natural_width = image.naturalWidth ?? box.width;
-    const alt = image.alt ?? image.querySelector("[aria-label]").getAttribute("aria-label");
+    const alt = image.alt ?? image.querySelector("[role=img]").getAttribute("aria-label");
     return {alt, natural_width, box: [box.left, box.top, box.right, box.bottom]};
   }));
 });

@@ -115,8 +115,8 @@ def test_only_rank_0s_values_are_kept() -> None:
 def test_what_is_kept_does_not_grow_with_the_steps() -> None:
     metrics, sizes = Metrics(), []
     for step in range(40_000):
-        metrics.take(record(step, loss=math.sin(step), epoch=step // 10))
-        metrics.take(record(step, held_out_loss=math.cos(step), epoch=step))
+        metrics.take(step, {"loss": math.sin(step), "epoch": step // 10})
+        metrics.take(step, {"held_out_loss": math.cos(step), "epoch": step})
         if step + 1 in (20_000, 40_000):
             sizes.append(len(pickle.dumps(metrics)))
     assert max(sizes) < 1.1 * min(sizes)
@@ -285,6 +285,14 @@ def test_no_more_curves_are_drawn_than_anybody_reads() -> None:
     assert len(chart_data(page)) == MAX_CURVES
     assert f"Only the first {MAX_CURVES} metrics" in page
     assert f"{MAX_CURVES - 8} more charts" in page
+
+
+def test_what_never_changes_is_drawn_last() -> None:
+    recorder = Recorder()
+    for step in range(3):
+        recorder.logged(record(step, batch_size=16, grad_norm=step, **({} if step else {"shown_once": 1.0})))
+    titles = [data["title"] for data in chart_data(body(recorder))]
+    assert titles == ["grad norm", "shown once", "batch size"]
 
 
 def test_what_no_chart_can_show_is_left_out() -> None:

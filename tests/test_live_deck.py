@@ -103,7 +103,7 @@ def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, t
     published = tmp_path / "out" / "deck.html"
     with live_deck.published(recorder, dict) as file:
         assert file is None  # the console shows it
-        assert state(published.read_text()) == "starting"
+        until(lambda: published.exists() and ">starting</span>" in published.read_text())
         recorder.placed(shape(1))
         recorder.formed(1.0)
         until(lambda: ">training</span>" in published.read_text())
@@ -153,6 +153,19 @@ def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
     assert [entry.message for entry in caplog.records if "Deck" in entry.message] == [
         "the Deck so far could not be published (OSError('no answer')); the training goes on"
     ]
+
+
+def test_a_page_that_cannot_be_written_spoils_no_training(in_task: Entered) -> None:
+    in_task(LOCAL)
+
+    def fail() -> dict[str, str]:
+        raise OSError("no place")
+
+    with live_deck.published(Recorder("flows.train"), fail):
+        pass
+    [deck] = decks()
+    assert "This page could not be written" in deck.html
+    assert "no place" in deck.html
 
 
 def test_the_file_stays_where_it_was_once_flytekit_has_written_the_last_one(in_task: Entered, tmp_path: Path) -> None:

@@ -81,9 +81,10 @@ class Recorder(Observer):
         if record.rank != 0:
             return
         with self._changing():
-            self._metrics.take(record)
+            numbers = record.numbers
+            self._metrics.take(record.step, numbers)
             self._measure(record)
-            self._look_for_spoilt(record)
+            self._look_for_spoilt(record.step, numbers)
             self._record = record
             self._recent.append(record)
 
@@ -129,7 +130,7 @@ class Recorder(Observer):
         """Keep how it has ended: the first error counts, and an error more than none."""
         with self._changing():
             if error is None:
-                self._outcome = self._outcome or State("done", "good")
+                self._outcome = self._outcome or State("done", "good", is_over=True)
                 self._story.ended("ended", "good")
             elif not self._failure:
                 self._outcome, self._failure = _outcome_of(error)
@@ -157,7 +158,7 @@ class Recorder(Observer):
             name=self._name,
             state=self._outcome or self._state(),
             failure=self._failure,
-            now=self._clock(),
+            now=story.ended_at or self._clock(),
             seconds=story.seconds,
             spans=story.spans,
             events=list(story.events),
@@ -201,17 +202,17 @@ class Recorder(Observer):
         is_forward = last.step > first.step and last.time > first.time
         return (last.step - first.step) / (last.time - first.time) if is_forward else None
 
-    def _look_for_spoilt(self, record: LogRecord) -> None:
-        for name, value in record.numbers.items():
+    def _look_for_spoilt(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
             if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
                 self._spoilt.add(name)
-                self._story.tell(f"{name} is {value:g} at step {record.step:,}", "bad")
+                self._story.tell(f"{name} is {value:g} at step {step:,}", "bad")
 
 
 def _outcome_of(error: BaseException) -> tuple[State, str]:
     text = str(error.__cause__ or error) or type(error).__name__
     if isinstance(error, StoppedEarlyError):
-        return State("stopped early", "warn"), text
+        return State("stopped early", "warn", is_over=True), text
     if isinstance(error, (KeyboardInterrupt, GangCancelledError)):
-        return State("interrupted", "warn"), text
-    return State("failed", "bad"), text
+        return State("interrupted", "warn", is_over=True), text
+    return State("failed", "bad", is_over=True), text

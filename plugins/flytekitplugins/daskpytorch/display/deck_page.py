@@ -37,6 +37,7 @@ class State:
 
     word: str
     tone: report.Tone
+    is_over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Training:
     failure: str
     """Why it has ended, if it has not as it should."""
     now: float
+    """When this is so, in seconds since the epoch; of one that has ended, when it did."""
     seconds: float
     """Since the gang was asked for, or how long it took."""
     spans: Sequence[report.Span]
@@ -90,15 +92,10 @@ def _how_it_goes(training: Training) -> Iterable[str]:
     share = None
     if record is not None and record.num_steps:
         share = 1.0 if state.tone == "good" else _num_done(record) / record.num_steps
-    as_of = time.strftime("%H:%M:%S", time.localtime(training.now))
-    note = (
-        f"as of {as_of}"
-        if state.tone in ("busy", "idle") or (not training.failure and state.tone == "warn")
-        else f"ended at {as_of}"
-    )
-    yield report.status(
-        state.word, training.name.rpartition(".")[2] or "Training", tone=state.tone, note=note, done=share
-    )
+    moment = time.strftime("%H:%M:%S %Z", time.localtime(training.now))
+    note = f"ended at {moment}" if state.is_over else f"as of {moment}"
+    title = training.name.rpartition(".")[2] or "Training"
+    yield report.status(state.word, title, tone=state.tone, note=note, done=share)
     if training.failure:
         title, _, words = training.failure.strip().partition("\n")
         yield report.alert(title, words, tone=state.tone)
@@ -115,9 +112,7 @@ def _figures(training: Training) -> dict[str, object]:
         left = _seconds_left(training)
         if left is not None:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
-    figures["took" if training.state.word not in ("training", "starting", "starting again") else "running for"] = (
-        report.duration(training.seconds)
-    )
+    figures["took" if training.state.is_over else "running for"] = report.duration(training.seconds)
     if training.goodput is not None:
         figures["goodput"] = (f"{training.goodput.share:.0%}", "of the time in steps")
     figures |= _newest(training)
@@ -135,9 +130,8 @@ def _newest(training: Training) -> dict[str, object]:
     for name in (name for chart in training.charts for name in chart.by_step):
         if name in training.newest and len(found) < MAX_FIGURES:
             found[name.replace("_", " ")] = (training.newest[name], best.get(name, ""))
-    return found | {
-        name: value for name, value in training.newest.items() if not math.isfinite(value) and name not in found
-    }
+    spoilt = {name.replace("_", " "): value for name, value in training.newest.items() if not math.isfinite(value)}
+    return spoilt | found
 
 
 def _best_of(chart: Chart, name: str) -> str:
@@ -163,6 +157,7 @@ def _learning(training: Training) -> Iterable[str]:
     charts = [chart for chart in training.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
     if not charts:
         return
+    charts.sort(key=_is_level)
     num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in training.charts)
     marks = [(float(step), "started again") for step, _ in training.restarts]
     budget = max(50, MAX_PAGE_POINTS // num_lines)
@@ -173,6 +168,11 @@ def _learning(training: Training) -> Iterable[str]:
     if training.is_crowded:
         pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
     yield report.section("Is it learning?", *pieces)
+
+
+def _is_level(chart: Chart) -> bool:
+    """Whether nothing in it has ever changed, so that it is shown last."""
+    return all(len({y for _, y in points}) < 2 < len(points) for points in chart.by_step.values())
 
 
 def _draw(chart: Chart, marks: Sequence[tuple[float, str]], budget: int) -> Iterable[str]:

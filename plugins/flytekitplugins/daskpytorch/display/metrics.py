@@ -1,5 +1,6 @@
 """The metrics of a training, as far as its Deck shows them: by step and by epoch, in a bounded number of points."""
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -7,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.report import Curve
 
 __all__ = ["Chart", "Metrics", "Points", "better"]
@@ -63,19 +63,18 @@ class Metrics:
     _running: dict[str, tuple[int, float, float, int]] = field(default_factory=dict)
     """Of the epoch that is not over: how many values, their sum, the epoch, and the newest step."""
 
-    def take(self, record: LogRecord) -> None:
-        """Keep what can be drawn."""
-        numbers = record.numbers
+    def take(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Keep what can be drawn of what was logged at a step."""
         self.epoch = numbers.get("epoch", self.epoch)
-        sums_up = any(HELD_OUT.search(name) for name in numbers)
+        sums_up = any(map(is_held_out, numbers))
         for name, value in numbers.items():
             if name in self.newest or len(self.newest) < MAX_NEWEST:
                 self.newest[name] = value
             if name in UNCHARTED or not abs(value) <= MAX_VALUE:
                 continue
-            self._add(self._sums if sums_up else self._steps, name, record.step, float(record.step), value)
+            self._add(self._sums if sums_up else self._steps, name, step, float(step), value)
             if self.epoch is not None and abs(self.epoch) <= MAX_VALUE:
-                self._take_by_epoch(name, record.step, self.epoch, value, sums_up=sums_up)
+                self._take_by_epoch(name, step, self.epoch, value, sums_up=sums_up)
 
     def cut(self, step: int | None) -> None:
         """Forget what will be logged again, from this step on; None: all."""
@@ -95,9 +94,9 @@ class Metrics:
         for name in dict.fromkeys((*self._steps, *self._sums)):
             groups[base_of(name)].append(name)
         for base, names in sorted(groups.items(), key=lambda group: _rank_of(*group)):
-            names.sort(key=lambda name: bool(HELD_OUT.search(name)))
+            names.sort(key=is_held_out)
             by_epoch = {name: points for name in names if (points := self._by_epoch(name))}
-            held_out = [name for name in names if HELD_OUT.search(name)]
+            held_out = [name for name in names if is_held_out(name)]
             is_judged = bool(held_out) or better(base) is not None  # a learning rate by epoch tells nothing new
             yield Chart(
                 title=(base if len(names) > 1 else names[0]).replace("_", " "),
@@ -134,6 +133,12 @@ class Metrics:
         return [*points, (epoch, total / count)] if count else points
 
 
+@functools.lru_cache(MAX_NEWEST)
+def is_held_out(name: str) -> bool:
+    """Whether it is a metric of data that nothing was learnt from."""
+    return HELD_OUT.search(name) is not None
+
+
 def base_of(name: str) -> str:
     """What is measured, whatever the data."""
     bare = HELD_OUT.sub("", TRAINING.sub("", name))
@@ -150,4 +155,4 @@ def better(name: str) -> Literal["min", "max"] | None:
 
 
 def _rank_of(base: str, names: list[str]) -> tuple[bool, bool, bool]:
-    return base != "loss", better(base) is None, not any(HELD_OUT.search(name) for name in names)
+    return base != "loss", better(base) is None, not any(map(is_held_out, names))

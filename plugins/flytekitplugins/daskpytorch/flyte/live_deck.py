@@ -13,6 +13,7 @@ from flytekit import Deck
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 
+from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
 
 __all__ = ["TITLE", "move_to_live_file", "published"]
@@ -46,7 +47,11 @@ class _TrainingDeck(Deck):  # type: ignore[misc]
         return self._html or self._recorder.html(self._places())
 
     def freeze(self) -> None:
-        self._html = self._recorder.html(self._places())
+        try:
+            self._html = self._recorder.html(self._places())
+        except Exception as error:  # no training fails because of what is shown of it
+            logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
+            self._html = report.page(report.alert("This page could not be written", repr(error)))
 
 
 @contextlib.contextmanager
@@ -64,7 +69,7 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
     deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
     decks[:] = [deck, *(other for other in decks if other.name != TITLE)]
     publisher = _Publisher(ctx, recorder)
-    _live_file.set(publisher.file if publisher.remote is None else None)
+    _live_file.set(publisher.file if publisher.is_local else None)
     publisher.start()
     try:
         yield _live_file.get()
@@ -99,11 +104,13 @@ class _Publisher:
             target=contextvars.copy_context().run, args=(self._publish_all,), name="daskpytorch-deck", daemon=True
         )
         self.file = Path(ctx.file_access.get_random_local_directory(), DECK_FILE_NAME)
-        self.remote = _remote_path(ctx)
+        state = ctx.execution_state
+        self.is_local = state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION
 
     def start(self) -> None:
-        """Publish from now on; the first page is there at once."""
-        self._publish()
+        """Publish from now on; a local file is there at once, while storage need not answer."""
+        if self.is_local:
+            self._publish()
         self._thread.start()
 
     def end(self) -> None:
@@ -126,18 +133,14 @@ class _Publisher:
             beside = self.file.with_suffix(".new")
             beside.write_text(page, encoding="utf-8", errors="replace")
             beside.replace(self.file)  # whoever reloads sees a whole page
-            if self.remote is not None:
-                self._ctx.file_access.put_data(str(self.file), self.remote, **HEADERS)
+            if not self.is_local:
+                self._ctx.file_access.put_data(str(self.file), self._remote_path(), **HEADERS)
         except Exception as error:  # a full disk, a storage that does not answer, another Deck's error
             if not self._has_failed:
                 logger.warning("the Deck so far could not be published (%r); the training goes on", error)
             self._has_failed = True
 
-
-def _remote_path(ctx: FlyteContext) -> str | None:
-    """Where a backend looks for the Deck."""
-    state, prefix = ctx.execution_state, ctx.user_space_params.output_metadata_prefix
-    if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION or not prefix:
-        return None
-    separator = ctx.file_access.sep(ctx.file_access.get_filesystem_for_path(prefix))
-    return f"{prefix}{separator}{DECK_FILE_NAME}"
+    def _remote_path(self) -> str:
+        """Where a backend looks for the Deck."""
+        prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
+        return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{DECK_FILE_NAME}"
