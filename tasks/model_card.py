@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from flytekitplugins.daskpytorch.report import table
+from flytekitplugins.daskpytorch import report
 
 __all__ = ["Comparison", "DataFacts", "ModelCard", "git_version", "plugin_version"]
 
@@ -112,11 +112,11 @@ class ModelCard:
         return (self.data.fingerprint, self.hp, self.start_from) == (fingerprint, dict(hp), start_from)
 
     def html(self) -> str:
-        """Tables for a Deck."""
+        """Tables of a Deck."""
         made = {name: value for name, value in self.as_dict().items() if name not in ("data", "hp", "comparison")}
         data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "characters"}
         parts = {"Data": data, "Hyper-parameters": self.hp, "Made": made}
-        return "".join(f"<h3>{title}</h3>{_rows(values)}" for title, values in parts.items())
+        return report.grid(*(report.card(title, _rows(values)) for title, values in parts.items()))
 
 
 def plugin_version() -> str:
@@ -148,7 +148,7 @@ def _only(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def _rows(values: Mapping[str, Any]) -> str:
-    return table(("", ""), [(name.replace("_", " "), _shown(value)) for name, value in values.items()])
+    return report.table(("", ""), [(name.replace("_", " "), _shown(value)) for name, value in values.items()])
 
 
 def _shown(value: object) -> str:

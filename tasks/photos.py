@@ -50,7 +50,7 @@ def write_photos(folder: str | os.PathLike[str], *, num_per_class: int = 30, see
     Raises:
         ValueError: `num_per_class` is below 1.
     """
-    from PIL import Image  # comes with matplotlib
+    from PIL import Image
 
     if num_per_class < 1:
         raise ValueError(f"num_per_class={num_per_class!r}: must be a whole number from 1 up")

@@ -1,22 +1,22 @@
-"""How predictions are shown: as a table of Weights & Biases, and as HTML for a Deck."""
+"""How predictions are shown: as a table of Weights & Biases, and as pieces of a Deck."""
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Iterable, Iterator
-from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flytekitplugins.daskpytorch import report
 
 if TYPE_CHECKING:
     import wandb
 
 __all__ = ["Picture", "confusion_matrix", "picture_grid", "predictions_table"]
 
-CELL = "padding:0.4em 0.7em;text-align:right"
+CELL = "padding:0.4em 0.6em;text-align:right;min-width:2.6em"
 PIXELS = 84
 """The longer edge of a picture on the page, in pixels: of a digit, three times its own."""
 JPEG_QUALITY = 90
@@ -71,21 +71,20 @@ def confusion_matrix(labels: Tensor, guesses: Tensor) -> str:
     shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     head = "".join(f"<th style='{CELL}'>{digit}</th>" for digit in range(10))
     rows = "".join(_matrix_row(digit, counts[digit], shares[digit]) for digit in range(10))
-    return (
-        "<table style='border-collapse:collapse'><caption>rows: the truth; columns: the guess</caption>"
-        f"<thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    matrix = f"<thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody>"
+    return report.text("Rows: the truth; columns: the guess.", quiet=True) + (
+        f"<div style='overflow:auto'><table style='border-collapse:collapse'>{matrix}</table></div>"
     )
 
 
 def picture_grid(pictures: Iterable[Picture], *, pixels: int = PIXELS) -> str:
-    """The pictures side by side, as HTML that needs no other file.
+    """The pictures side by side.
 
     Args:
         pictures: Of any size.
         pixels: The longer edge of each on the page.
     """
-    figures = "".join(_figure(picture, pixels) for picture in pictures)
-    return f"<div style='display:flex;flex-wrap:wrap;gap:0.5em'>{figures}</div>"
+    return report.pictures(_piece(picture, pixels) for picture in pictures)
 
 
 def _shown(num_test: int, batch_size: int, num_batches: int, num_images: int) -> Iterator[tuple[int, int, int]]:
@@ -109,24 +108,23 @@ def _shade(share: float, *, is_right: bool) -> str:
     return f"background:rgba({red},{green},{blue},{strength:.2f})"
 
 
-def _figure(picture: Picture, pixels: int) -> str:
-    kind, data = _encoded(picture.image)
+def _piece(picture: Picture, pixels: int) -> report.Picture:
     height, width = picture.image.shape[-2:]
     scale = pixels / max(height, width)
-    frame = "#d62728" if picture.is_wrong else "transparent"
-    return (
-        f"<figure style='margin:0;text-align:center;max-width:{pixels + 40}px;border:3px solid {frame}'>"
-        f"<img src='data:image/{kind};base64,{data}' width='{width * scale:.0f}' height='{height * scale:.0f}' alt=''>"
-        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+    return report.Picture(
+        file=_encoded(picture.image),
+        width=round(width * scale),
+        height=round(height * scale),
+        caption=picture.caption,
+        tone="bad" if picture.is_wrong else None,
     )
 
 
-def _encoded(image: Tensor) -> tuple[str, str]:
-    """The format and the file in base64: photographs as JPEG, which is a tenth of their PNG."""
-    from PIL import Image  # comes with matplotlib
+def _encoded(image: Tensor) -> bytes:
+    """As a file: photographs as JPEG, which is a tenth of their PNG."""
+    from PIL import Image
 
     file, is_grey = io.BytesIO(), image.dim() == 2
     pixels = image.numpy() if is_grey else image.permute(1, 2, 0).contiguous().numpy()
-    kind = "png" if is_grey else "jpeg"
-    Image.fromarray(pixels).save(file, format=kind, quality=JPEG_QUALITY)
-    return kind, base64.b64encode(file.getvalue()).decode()
+    Image.fromarray(pixels).save(file, format="png" if is_grey else "jpeg", quality=JPEG_QUALITY)
+    return file.getvalue()

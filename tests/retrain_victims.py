@@ -16,8 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure  # noqa: F401 - imported once, not in each fork
-import scipy.spatial.distance  # noqa: F401
+import scipy.spatial.distance  # noqa: F401 - imported once, not in each fork
 
 from tasks.char_lstm import Hyperparameters
 from tasks.registry import Registry

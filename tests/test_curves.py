@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import re
-from pathlib import Path
-
-import numpy as np
-import pytest
-from PIL import Image
-
+from flytekitplugins.daskpytorch.report.html import shared
 from made_outcomes import outcome, result
-from tasks.curves import Chart, experiments_table, loss_by_epoch, loss_by_time, time_chart, times_table
-from tasks.sweeps import Experiment, Outcome, TimeToLoss, grid, time_to_loss
+from tasks.curves import experiments_table, loss_charts, time_chart, times_table
+from tasks.sweeps import Outcome, TimeToLoss, grid, time_to_loss
+from test_report import chart_data, rows_of
 
 BIGRAM = 2.6844
 
@@ -27,61 +20,47 @@ def swept(num_sizes: int, num_rates: int) -> list[Outcome]:
     ]
 
 
-def rows_of(html: str) -> list[list[str]]:
-    rows = re.findall(r"<tr>(.*?)</tr>", html[html.index("<tbody>") :])
-    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (4, 3), (1, 5)])
-def test_a_panel_for_each_experiment(shape: tuple[int, int]) -> None:
-    outcomes = swept(*shape)
-    for chart in (loss_by_epoch(outcomes, BIGRAM), loss_by_time(outcomes, BIGRAM)):
-        panels = chart.figure.axes
-        assert [panel.get_title() for panel in panels] == [one.experiment.label for one in outcomes]
-        assert chart.figure.get_supylabel() == "held-out loss (nats per character)"
-        assert "a bigram model, 2.6844 nats per character" in chart.caption
-        for panel, one in zip(panels, outcomes, strict=True):
-            *others, baseline, own = panel.lines
-            assert len(others) == len(outcomes)
-            assert list(own.get_ydata()) == one.losses
-            assert set(baseline.get_ydata()) == {BIGRAM}
-    assert loss_by_epoch(outcomes, BIGRAM).figure.get_supxlabel() == "epoch"
-    assert list(loss_by_time(outcomes, BIGRAM).figure.axes[0].lines[-1].get_xdata()) == outcomes[0].elapsed
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (4, 3)])
-def test_nothing_overlaps(shape: tuple[int, int]) -> None:
-    outcomes = [
-        Outcome(experiment=Experiment(batch_size=16384, lr=0.001 * (i + 1), ranks=16), result=result(3.0, 2.0))
-        for i in range(shape[0] * shape[1])
+def lines_of(html: str) -> list[dict[str, list[tuple[float, float]]]]:
+    """The points of each line of each chart."""
+    return [
+        {line["name"]: list(zip(line["x"], line["y"], strict=True)) for line in data["lines"]}
+        for data in chart_data(html)
     ]
-    figure = loss_by_time(outcomes, BIGRAM).figure
-    figure.canvas.draw()
-    boxes = [panel.title.get_window_extent() for panel in figure.axes]
-    boxes += [panel.get_window_extent() for panel in figure.axes]
-    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
 
 
-def test_a_failed_experiment_has_a_panel_and_a_line_in_the_table() -> None:
+def test_the_best_experiments_are_compared_by_epoch_and_by_time() -> None:
+    outcomes = swept(2, 2)
+    html = loss_charts(outcomes, BIGRAM)
+    by_epoch, by_time = lines_of(html)
+    best = outcomes[1].experiment.label
+    assert list(by_epoch)[-1] == list(by_time)[-1] == "bigram model"
+    assert set(by_epoch) == {one.experiment.label for one in outcomes} | {"bigram model"}
+    assert by_epoch[best] == list(enumerate(outcomes[1].losses, 1))
+    assert [x for x, _ in by_time[best]] == outcomes[1].elapsed
+    assert by_epoch["bigram model"] == [(1, BIGRAM), (3, BIGRAM)]
+    assert "a bigram model, 2.6844 nats per character" in html
+    assert "best of" not in html
+
+
+def test_of_many_experiments_the_best_are_drawn() -> None:
+    outcomes = [outcome(3.0, 2.0 + i / 100, lr=0.1 + i) for i in range(12)]
+    html = loss_charts([*reversed(outcomes), outcome(lr=0.01)], BIGRAM)
+    by_epoch, _ = lines_of(html)
+    assert list(by_epoch)[:-1] == [one.experiment.label for one in outcomes[:7]]
+    assert "These are the 7 best of 12; the table has all." in html
+
+
+def test_where_all_have_failed_there_is_nothing_to_draw() -> None:
+    assert lines_of(loss_charts([outcome(lr=0.2)], BIGRAM)) == [{}, {}]
+
+
+def test_a_failed_experiment_has_a_line_in_the_table() -> None:
     outcomes = [outcome(3.0, 2.0, lr=0.1), outcome(lr=0.2), outcome(1.5, 1.8, lr=0.3)]
-    panels = loss_by_epoch(outcomes, BIGRAM).figure.axes
-    assert [[text.get_text() for text in panel.texts] for panel in panels] == [[], ["failed"], []]
-    assert rows_of(experiments_table(outcomes)) == [
+    assert rows_of(experiments_table(outcomes))[1:] == [
         ["1", "8", "0.3", "2", "1.8000", "1.5000", "2.0", ""],
         ["1", "8", "0.1", "2", "2.0000", "2.0000", "2.0", ""],
         ["1", "8", "0.2", "0", "", "", "", "failed: RuntimeError: no memory"],
     ]
-
-
-def test_a_chart_is_a_png(tmp_path: Path) -> None:
-    chart = loss_by_epoch(swept(2, 2), BIGRAM)
-    path = chart.save(tmp_path)
-    assert path == tmp_path / "loss_by_epoch.png"
-    pixels = np.asarray(Image.open(path).convert("RGB"))
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
-    (embedded,) = re.findall(r"<img src='data:image/png;base64,([^']*)' alt='Held-out loss against epoch'", chart.html)
-    assert base64.b64decode(embedded) == path.read_bytes()
-    assert Image.open(io.BytesIO(chart.png)).size == tuple(pixels.shape[1::-1])
 
 
 def scaling() -> list[TimeToLoss]:
@@ -95,40 +74,35 @@ def scaling() -> list[TimeToLoss]:
     )
 
 
-def lines_of(chart: Chart) -> list[tuple[list[float], list[float]]]:
-    """What is joined: the curves of two points or more."""
-    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in chart.figure.axes[0].lines]
-    return [(x, y) for x, y in lines if len(x) > 1]
-
-
 def test_only_equal_global_batches_are_joined() -> None:
-    chart = time_chart(scaling(), 2.0)
-    assert lines_of(chart) == [([1, 2], [8.0, 4.0])] * 2  # for each learning rate
-    axes = chart.figure.axes[0]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("ranks (one per worker)", "training time to this loss (s)")
-    assert chart.title == axes.get_title() == "Time to a held-out loss of 2.0000 nats per character"
-    assert "No other experiment has the global batch of 1 x 8 = 8; 2 x 16 = 32." in chart.caption
-    assert "never" not in chart.caption
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == ["global batch", "8", "16", "32", "learning rate", "0.1", "0.2"]
+    html = time_chart(scaling(), 2.0)
+    assert lines_of(html) == [
+        {
+            **{f"global batch 8, learning rate {lr}": [(1, 8)] for lr in (0.1, 0.2)},
+            **{f"global batch 16, learning rate {lr}": [(1, 8), (2, 4)] for lr in (0.1, 0.2)},
+            **{f"global batch 32, learning rate {lr}": [(2, 4)] for lr in (0.1, 0.2)},
+        }
+    ]
+    assert "Time to a held-out loss of 2.0000 nats per character" in html
+    assert "No other experiment has the global batch of 1 x 8 = 8; 2 x 16 = 32." in html
+    assert "never" not in html.replace(shared(), "")
 
 
 def test_some_or_all_never_come_to_the_loss() -> None:
     times = scaling()
     times[0].seconds = None
-    chart = time_chart(times, 2.0)
-    assert "1 of 8 never came to the loss; the table says which." in chart.caption
-    assert rows_of(times_table(times))[0] == ["8", "0.1", "1", "8", "never"]
+    assert "1 of 8 never came to the loss; the table says which." in time_chart(times, 2.0)
+    assert rows_of(times_table(times))[1] == ["8", "0.1", "1", "8", "never"]
     for time in times:
         time.seconds = None
     nobody = time_chart(times, 2.0)
-    assert [text.get_text() for text in nobody.figure.axes[0].texts] == ["no experiment reached this loss"]
-    assert nobody.png.startswith(b"\x89PNG")
+    assert lines_of(nobody) == []
+    assert "No experiment reached this loss." in nobody
 
 
 def test_the_table_of_times_has_partners_side_by_side() -> None:
     rows = rows_of(times_table(scaling()))
-    assert [row[:4] for row in rows[2:6]] == [
+    assert [row[:4] for row in rows[3:7]] == [
         ["16", "0.1", "1", "16"],
         ["16", "0.1", "2", "8"],
         ["16", "0.2", "1", "16"],

@@ -155,12 +155,12 @@ def test_weights_and_biases_has_tables_of_predictions(real: Run) -> None:
 
 
 def test_the_decks_show_digits(real: Run) -> None:
-    predictions, digits = re.split("<p>test accuracy", real.deck, maxsplit=1)
-    matrix = re.search(r"<h3>All 2,000 test digits</h3><table.*?</table>", predictions)
+    predictions, digits = re.split('<p class="dpt-text">test accuracy', real.deck, maxsplit=1)
+    matrix = re.search(r"<h3>All 2,000 test digits</h3>.*?</table>", predictions, re.DOTALL)
     assert matrix
     assert sum(int(count) for count in re.findall(r"<td[^>]*>(\d+)</td>", matrix[0])) == 2_000
-    worst = predictions[predictions.index("<h3>The 40 recognised worst</h3>") :]
-    assert worst.count("<img src='data:image/png;base64,") == digits.count("<img src='data:image/png;base64,") == 40
+    worst = predictions[predictions.index("<h2>The 40 recognised worst</h2>") :]
+    assert worst.count('<img src="data:image/png;base64,') == digits.count('<img src="data:image/png;base64,') == 40
     assert "held_out_accuracy" in predictions
 
 

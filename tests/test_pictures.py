@@ -60,18 +60,19 @@ def test_picture_grid() -> None:
             Picture(image=IMAGES[1], caption="<b>", is_wrong=True),
         ]
     )
-    pngs = [base64.b64decode(data) for data in re.findall(r"base64,([^']*)'", html)]
+    pngs = [base64.b64decode(data) for data in re.findall(r'base64,([^"]*)"', html)]
     for png, image in zip(pngs, IMAGES[:2], strict=True):
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), image.numpy())
     assert re.findall(r"<figcaption>(.*?)</figcaption>", html) == ["guess 3, truth 3", "&lt;b&gt;"]
-    assert re.findall(r"border:3px solid ([^']*)", html) == ["transparent", "#d62728"]
+    assert re.findall(r'<figure(?: class="(.*?)")?>', html) == ["", "dpt-bad"]
+    assert re.findall(r'alt="(.*?)"', html) == ["guess 3, truth 3", "&lt;b&gt;"]
 
 
 @pytest.mark.parametrize(("size", "shown"), [((60, 60), (120, 120)), ((30, 90), (40, 120)), ((250, 125), (120, 60))])
 def test_photographs_of_any_size(size: tuple[int, int], shown: tuple[int, int]) -> None:
     smooth = torch.linspace(0, 255, size[1]).to(torch.uint8).expand(3, *size)
     html = picture_grid([Picture(image=smooth, caption="beagle 90%", is_wrong=False)], pixels=120)
-    found = re.search(r"<img src='data:image/jpeg;base64,([^']*)' width='(\d+)' height='(\d+)'", html)
+    found = re.search(r'<img src="data:image/jpeg;base64,([^"]*)" width="(\d+)" height="(\d+)"', html)
     assert found
     assert (int(found[3]), int(found[2])) == shown
     jpeg = np.asarray(Image.open(io.BytesIO(base64.b64decode(found[1]))))

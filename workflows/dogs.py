@@ -44,9 +44,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from torch.utils.data import Subset
 
-from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb, current_rank
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb, current_rank, report
 from flytekitplugins.daskpytorch.data import RankBatches, S3ImageFolder
-from flytekitplugins.daskpytorch.report import line_chart
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from tasks import backbones, records, transfer
 from tasks.backbones import Classifier, Start
@@ -195,7 +194,15 @@ def classify(
         f"held-out accuracy {epoch_accuracies[-1]:.1%} after epoch {len(epoch_accuracies)}, where chance is "
         f"{1 / len(opened.classes):.1%}; of the {len(shown)} held-out images in the Deck {num_right} are recognised"
     )
-    Deck("Dogs", f"<p>{text}</p>{_curves(statistics.download())}{picture_grid(shown, pixels=PIXELS)}")
+    Deck(
+        "Dogs",
+        report.page(
+            report.status("done", "Dogs", tone="good"),
+            report.text(text),
+            report.section("Is it learning?", _curves(statistics.download())),
+            report.section("Held-out images", picture_grid(shown, pixels=PIXELS), note="a wrong guess has a red frame"),
+        ),
+    )
     print(text)
     return text
 
@@ -331,4 +338,7 @@ def _curves(folder: str) -> str:
         "training": [(p.step, p.accuracy) for p in training],
         "evaluation": [(p.step, p.accuracy) for p in evaluation],
     }
-    return line_chart("loss", losses, "step") + line_chart("accuracy", accuracies, "step")
+    return report.grid(
+        report.line_chart("loss", losses, "step", best={"evaluation": "min"}),
+        report.line_chart("accuracy", accuracies, "step", best={"evaluation": "max"}),
+    )

@@ -36,7 +36,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, current_rank
-from flytekitplugins.daskpytorch.report import line_chart
+from flytekitplugins.daskpytorch import report as pieces
 from tasks import cnn
 from tasks.cnn import CNN, Evaluation, Hyperparameters, Recorded
 from tasks.digits import Digits, DigitSet, load_digits
@@ -128,9 +128,17 @@ def report(digits: DigitsFile, epoch_accuracies: list[float], model_state: Pytho
     )
     Deck(
         "Digits",
-        f"<p>{text}</p>"
-        + picture_grid(pictures)
-        + line_chart("test accuracy", {"CNN": list(enumerate(epoch_accuracies, 1))}, "epoch"),
+        pieces.page(
+            pieces.status("done", "Digits", tone="good"),
+            pieces.text(text),
+            pieces.section(
+                "Is it learning?",
+                pieces.line_chart(
+                    "test accuracy", {"CNN": list(enumerate(epoch_accuracies, 1))}, "epoch", best={"CNN": "max"}
+                ),
+            ),
+            pieces.section("Test digits", picture_grid(pictures), note="a wrong guess has a red frame"),
+        ),
     )
     print(text)
     return text
@@ -197,9 +205,9 @@ def _predictions(test: DigitSet, evaluation: Evaluation) -> str:
     """The confusion matrix, and the digits to which the model gave the smallest probability of what they are."""
     right = evaluation.scores.gather(1, test.labels[:, None])[:, 0]
     worst = right.argsort()[:NUM_PICTURES]
-    return (
-        f"<h3>All {evaluation.num_images:,} test digits</h3>{confusion_matrix(test.labels, evaluation.guesses)}"
-        f"<h3>The {len(worst)} recognised worst</h3>{picture_grid(_pictures(test, evaluation.guesses, worst))}"
+    return pieces.page(
+        pieces.card(f"All {evaluation.num_images:,} test digits", confusion_matrix(test.labels, evaluation.guesses)),
+        pieces.section(f"The {len(worst)} recognised worst", picture_grid(_pictures(test, evaluation.guesses, worst))),
     )
 
 

@@ -35,7 +35,7 @@ from flytekit import Deck, current_context, task, workflow
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb
-from flytekitplugins.daskpytorch.report import line_chart, table
+from flytekitplugins.daskpytorch import report as pieces
 from tasks import char_lstm
 from tasks.char_lstm import CharLSTM, Hyperparameters, TrainingResult
 from tasks.names import load_names, split_by_name
@@ -130,13 +130,7 @@ def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Qu
         f"held-out loss {quality.loss:.4f} nats per character, {_compare(quality)} a bigram model's "
         f"{quality.bigram_loss:.4f}; {quality.accuracy:.1%} of the characters right"
     )
-    Deck(
-        "Pet names",
-        f"<p>{text}</p>"
-        + line_chart("held-out loss", {"LSTM": list(enumerate(epoch_losses, 1))}, "epoch")
-        + line_chart("held-out accuracy", {"LSTM": list(enumerate(epoch_accuracies, 1))}, "epoch")
-        + table(("new names",), [(name,) for name in names]),
-    )
+    Deck("Pet names", _page(epoch_losses, epoch_accuracies, quality, names))
     print(text)
     print(f"new names: {', '.join(names)}")
     return text
@@ -201,6 +195,30 @@ def save(result: TrainingResult) -> PythonPickledFile:
     path = Path(current_context().working_directory, "model_state.pt")
     torch.save(result.state_dict, path)
     return PythonPickledFile(path=str(path))
+
+
+def _page(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
+    epochs = (1.0, float(max(2, len(epoch_losses))))
+    losses = {"LSTM": list(enumerate(epoch_losses, 1)), "bigram model": [(x, quality.bigram_loss) for x in epochs]}
+    accuracies = {"LSTM": list(enumerate(epoch_accuracies, 1))}
+    return pieces.page(
+        pieces.status("done", "Pet names", tone="good", note=f"{len(epoch_losses)} epochs"),
+        pieces.figures(
+            {
+                "held-out loss": (quality.loss, "nats per character"),
+                "a bigram model's": (quality.bigram_loss, f"the LSTM is {_compare(quality)} it"),
+                "characters right": f"{quality.accuracy:.1%}",
+            }
+        ),
+        pieces.section(
+            "Is it learning?",
+            pieces.grid(
+                pieces.line_chart("held-out loss", losses, "epoch", best={"LSTM": "min"}, dashed=["bigram model"]),
+                pieces.line_chart("held-out accuracy", accuracies, "epoch", best={"LSTM": "max"}),
+            ),
+        ),
+        pieces.section("New names", pieces.card("Invented", pieces.text(", ".join(names)))),
+    )
 
 
 def _compare(quality: Quality) -> str:

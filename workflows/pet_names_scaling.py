@@ -28,7 +28,7 @@ from tasks.names import split_by_name
 from tasks.sweeps import Experiment, ScalingRow, TimeToLoss
 from workflows import pet_names, resources
 from workflows.pet_names import NamesFile
-from workflows.pet_names_sweep import PngFile, show, train_all
+from workflows.pet_names_sweep import HtmlFile, show, train_all
 
 NUM_WORKERS = resources.number("PET_NAMES_SCALING_WORKERS", 2)
 SETTINGS = resources.SETTINGS | {"PET_NAMES_SCALING_WORKERS": str(NUM_WORKERS)}
@@ -48,8 +48,8 @@ class PetNamesScaling(NamedTuple):
     """One for each experiment."""
     target_loss: float
     """Nats per character: what was asked for, or the bigram model's."""
-    pictures: list[PngFile]
-    """Time to the loss against ranks; loss against epoch and against elapsed time."""
+    charts: HtmlFile
+    """Time to the loss against ranks; loss against epoch and against elapsed time: a page for a browser."""
 
 
 @task(requests=resources.SMALL, environment=SETTINGS)
@@ -88,16 +88,17 @@ def scale(
     target = bigram_loss if target_loss is None else target_loss
     times = sweeps.time_to_loss(outcomes, target)
     print(f"{sum(time.seconds is not None for time in times)} of {len(times)} came to {target:.4f} nats per character")
-    charts = [
+    shown = [
         curves.time_chart(times, target),
-        curves.loss_by_epoch(outcomes, bigram_loss),
-        curves.loss_by_time(outcomes, bigram_loss),
+        curves.times_table(times),
+        curves.loss_charts(outcomes, bigram_loss),
+        curves.experiments_table(outcomes),
     ]
     return PetNamesScaling(
         rows=sweeps.scaling_rows(outcomes),
         times=times,
         target_loss=target,
-        pictures=show("Scaling", charts, curves.times_table(times) + curves.experiments_table(outcomes)),
+        charts=show("Scaling", *shown),
     )
 
 
@@ -126,9 +127,7 @@ def pet_names_scaling(
     grid = {"ranks": ranks, "batch_sizes": batch_sizes, "learning_rates": learning_rates}
     names = prepare(data=data, hp=hp, target_loss=target_loss, **grid)
     scaled = scale(names=names, hp=hp, target_loss=target_loss, **grid)
-    return PetNamesScaling(
-        rows=scaled.rows, times=scaled.times, target_loss=scaled.target_loss, pictures=scaled.pictures
-    )
+    return PetNamesScaling(rows=scaled.rows, times=scaled.times, target_loss=scaled.target_loss, charts=scaled.charts)
 
 
 def _grid(ranks: list[int], batch_sizes: list[int], learning_rates: list[float]) -> list[Experiment]:

@@ -22,21 +22,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Deck, current_context, task, workflow
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flytekitplugins.daskpytorch import DaskCluster, Wandb, current_client
+from flytekitplugins.daskpytorch import DaskCluster, Wandb, current_client, report
 from tasks import char_lstm, curves, sweeps
 from tasks.char_lstm import Hyperparameters
-from tasks.curves import Chart
 from tasks.names import split_by_name
 from tasks.sweeps import Experiment, Outcome, SweepRow
 from workflows import pet_names, resources
 from workflows.pet_names import NamesFile
 
-PngFile = FlyteFile["png"]
+HtmlFile = FlyteFile["html"]
 NUM_WORKERS = resources.number("PET_NAMES_SWEEP_WORKERS", 2)
 SETTINGS = resources.SETTINGS | {"PET_NAMES_SWEEP_WORKERS": str(NUM_WORKERS)}
 """For the tasks' pods, which import this file again."""
@@ -56,8 +56,8 @@ class SweepOutputs(NamedTuple):
     epoch_accuracies: list[float]
     model_state: PythonPickledFile
     """The best model's weights."""
-    pictures: list[PngFile]
-    """Loss against epoch and against elapsed time."""
+    charts: HtmlFile
+    """Loss against epoch and against elapsed time, and a table of the models: a page for a browser."""
 
 
 class PetNamesSweep(NamedTuple):
@@ -66,7 +66,7 @@ class PetNamesSweep(NamedTuple):
     rows: list[SweepRow]
     hp: Hyperparameters
     model_state: PythonPickledFile
-    pictures: list[PngFile]
+    charts: HtmlFile
     names: list[str]
     """Invented by the best model."""
 
@@ -94,14 +94,13 @@ def sweep(names: NamesFile, hp: Hyperparameters, batch_sizes: list[int], learnin
     outcomes, bigram_loss = train_all("sweep", training, held_out, hp, sweeps.grid(batch_sizes, learning_rates))
     best = sweeps.best(outcomes)
     print(f"best of {len(outcomes)}: {best.experiment.label}, {best.losses[-1]:.4f} nats per character")
-    charts = [curves.loss_by_epoch(outcomes, bigram_loss), curves.loss_by_time(outcomes, bigram_loss)]
     return SweepOutputs(
         rows=sweeps.sweep_rows(outcomes),
         hp=best.experiment.hyperparameters(hp),
         epoch_losses=best.losses,
         epoch_accuracies=[epoch.held_out_accuracy for epoch in best.epochs],
         model_state=pet_names.save(best.trained),
-        pictures=show("Sweep", charts, curves.experiments_table(outcomes)),
+        charts=show("Sweep", curves.loss_charts(outcomes, bigram_loss), curves.experiments_table(outcomes)),
     )
 
 
@@ -134,7 +133,7 @@ def pet_names_sweep(
         names=invented,
     )
     return PetNamesSweep(
-        rows=swept.rows, hp=swept.hp, model_state=swept.model_state, pictures=swept.pictures, names=invented
+        rows=swept.rows, hp=swept.hp, model_state=swept.model_state, charts=swept.charts, names=invented
     )
 
 
@@ -158,11 +157,12 @@ def train_all(
     return sweeps.collect(experiments, models), bigram_loss
 
 
-def show(name: str, charts: Sequence[Chart], tables: str) -> list[PngFile]:
-    """Put charts and tables into a Deck of that name; returns the charts as files."""
-    Deck(name, "".join(chart.html for chart in charts) + tables)
-    folder = current_context().working_directory
-    return [PngFile(path=str(chart.save(folder))) for chart in charts]
+def show(name: str, *pieces: str) -> HtmlFile:
+    """Put pieces into a Deck of that name, and into a file."""
+    Deck(name, report.page(report.status("done", name, tone="good"), *pieces))
+    path = Path(current_context().working_directory, f"{name.lower()}.html")
+    path.write_text(report.document(name, *pieces))
+    return HtmlFile(path=str(path))
 
 
 def _runs(name: str, hp: Hyperparameters) -> Wandb:

@@ -62,7 +62,7 @@ from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb
-from flytekitplugins.daskpytorch.report import line_chart, table
+from flytekitplugins.daskpytorch import report as pieces
 from tasks import challenger, char_lstm
 from tasks.challenger import CHAMPION, NAMES, SCRATCH, STATE, Champion, find_champion
 from tasks.char_lstm import CharLSTM, Hyperparameters
@@ -280,16 +280,8 @@ def report(registry: str, version: str, outcome: str, epoch_losses: list[float],
     curves = {"challenger": [(float(epoch), loss) for epoch, loss in enumerate(epoch_losses, 1)]}
     if comparison.champion_loss is not None:
         curves["champion"] = [(epoch, comparison.champion_loss) for epoch, _ in curves["challenger"]]
-    Deck(
-        "Retraining",
-        f"<p>{text}</p>"
-        + _compare(comparison)
-        + line_chart("held-out loss (nats per character)", curves, "epoch")
-        + f"<h3>Model card of {version}</h3>"
-        + ModelCard.from_dict(opened.card(version)).html()
-        + "<h3>Champions</h3>"
-        + table(("", "version", "instead of", "since", "why"), [_row(promotion) for promotion in reversed(history)]),
-    )
+    card = ModelCard.from_dict(opened.card(version))
+    Deck("Retraining", _page(text, version, card, history, curves, comparison))
     print(text)
     return text
 
@@ -476,14 +468,45 @@ def _describe(facts: DataFacts) -> str:
     return text if facts.drift is None else f"{text}; the characters have moved by {facts.drift:.4f}"
 
 
+def _page(
+    text: str,
+    version: str,
+    card: ModelCard,
+    history: list[Promotion],
+    curves: dict[str, list[tuple[float, float]]],
+    comparison: Comparison,
+) -> str:
+    header = ("", "version", "instead of", "since", "why")
+    promotions = pieces.table(header, [_row(promotion) for promotion in reversed(history)])
+    return pieces.page(
+        pieces.status("done", f"Retraining: {version}", tone="good"),
+        pieces.text(text),
+        pieces.section(
+            "Is it better?",
+            pieces.grid(
+                pieces.card(f"On {comparison.num_held_out:,} held-out names", _compare(comparison)),
+                pieces.line_chart(
+                    "held-out loss (nats per character)",
+                    curves,
+                    "epoch",
+                    best={"challenger": "min"},
+                    dashed=["champion"],
+                ),
+            ),
+        ),
+        pieces.section(f"Model card of {version}", card.html()),
+        pieces.section("Champions", pieces.card("", promotions)),
+    )
+
+
 def _compare(comparison: Comparison) -> str:
     rows: list[tuple[str, float | None, float | None]] = [
         ("challenger", comparison.loss, comparison.accuracy),
         ("champion", comparison.champion_loss, comparison.champion_accuracy),
         ("bigram model", comparison.bigram_loss, None),
     ]
-    header = (f"on {comparison.num_held_out:,} held-out names", "loss (nats per character)", "accuracy")
-    return table(header, [(name, _number(loss), _number(accuracy)) for name, loss, accuracy in rows])
+    header = ("", "loss (nats per character)", "accuracy")
+    return pieces.table(header, [(name, _number(loss), _number(accuracy)) for name, loss, accuracy in rows])
 
 
 def _champion_in(registry: str) -> str:

@@ -1,22 +1,27 @@
 """The pieces of a page but for its charts and its timeline: texts, key figures, tables, parts of a whole."""
 
+import base64
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from flytekitplugins.daskpytorch.report.html import element, name_of, shared, text_of, whole
 
 __all__ = [
+    "Picture",
     "Tone",
     "alert",
     "card",
     "cells_table",
     "details",
+    "document",
     "figures",
     "folded",
     "grid",
     "page",
+    "pictures",
     "section",
     "shares",
     "status",
@@ -32,6 +37,21 @@ MAX_SHARES = 8
 """Colours that there are."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A picture of a page."""
+
+    file: bytes
+    """A PNG or JPEG file."""
+    width: int
+    """On the page, in pixels."""
+    height: int
+    caption: str
+    """Stands below it, and in its place for those who do not see it."""
+    tone: Tone | None = None
+    """The colour of its frame; None: none that catches the eye."""
+
+
 def page(*pieces: str) -> str:
     """All that a Deck shows: the pieces from top to bottom, with what they share in it once.
 
@@ -42,6 +62,13 @@ def page(*pieces: str) -> str:
         pieces: Of this module, or HTML of your own.
     """
     return shared() + element("div", _bare(*pieces), "dpt dpt-page")
+
+
+def document(title: str, *pieces: str) -> str:
+    """A page as a file of its own, to be opened in a browser."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{text_of(title)}</title>'
+    body = element("div", element("div", page(*pieces), "active"), id="flyte-frame-container")  # as in a Deck
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
 
 def section(title: str, *pieces: str, note: str = "") -> str:
@@ -62,8 +89,9 @@ def grid(*pieces: str, least: int = 420) -> str:
 
 
 def card(title: str, *pieces: str) -> str:
-    """Pieces in a frame of their own, under a small heading."""
-    return whole(element("div", element("h3", text_of(title)) + _bare(*pieces), "dpt-card dpt-stack"))
+    """Pieces in a frame of their own, under a small heading, or under none where the title is empty."""
+    heading = element("h3", text_of(title)) if title else ""
+    return whole(element("div", heading + _bare(*pieces), "dpt-card dpt-stack"))
 
 
 def details(summary: str, *pieces: str) -> str:
@@ -131,6 +159,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return whole(cells_table([text_of(name) for name in header], cells))
 
 
+def pictures(files: Iterable[Picture]) -> str:
+    """Pictures side by side, each with what is written below it."""
+    shown = list(files)
+    least = max((picture.width for picture in shown), default=0) + 56
+    return whole(element("div", "".join(map(_picture, shown)), "dpt-pictures", style=f"--least:{least}px"))
+
+
 def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     """The parts of a whole, as a bar, with the number and the share of each beside its name.
 
@@ -162,6 +197,14 @@ def folded(summary: str, *pieces: str) -> str:
 
 def _bare(*pieces: str) -> str:
     return "".join(pieces).replace(shared(), "")
+
+
+def _picture(picture: Picture) -> str:
+    kind = "png" if picture.file.startswith(b"\x89PNG") else "jpeg"
+    data = f"data:image/{kind};base64,{base64.b64encode(picture.file).decode()}"
+    caption = element("figcaption", text_of(picture.caption))
+    image = f'<img src="{data}" width="{picture.width}" height="{picture.height}" alt="{text_of(picture.caption)}">'
+    return element("figure", image + caption, f"dpt-{picture.tone}" if picture.tone else "")
 
 
 def _figure(name: str, value: object) -> str:

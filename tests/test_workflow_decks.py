@@ -1,0 +1,54 @@
+"""The Decks of the workflows, made of numbers that nobody had to train for."""
+
+from __future__ import annotations
+
+import torch
+
+from flytekitplugins.daskpytorch.report.html import shared
+from tasks.cnn import Evaluation
+from tasks.digits import DigitSet
+from tasks.registry import Promotion
+from test_challenger import CARD
+from test_report import Parts, chart_data, rows_of
+from workflows import mnist, pet_names, retrain
+
+
+def checked(page: str) -> str:
+    """The page, which has been parsed, and has what all share once."""
+    assert page.count(shared()) == 1
+    Parts(bare := page.replace(shared(), ""))
+    return bare
+
+
+def test_pet_names_are_beside_a_bigram_model() -> None:
+    quality = pet_names.Quality(loss=1.5, accuracy=0.25, bigram_loss=2.0)
+    page = checked(pet_names._page([2.0, 1.5], [0.2, 0.25], quality, ["Bello", "<b>"]))
+    loss, accuracy = chart_data(page)
+    assert [(line["name"], line["y"]) for line in loss["lines"]] == [("LSTM", [2, 1.5]), ("bigram model", [2, 2])]
+    assert loss["lines"][1]["dashed"]
+    assert accuracy["lines"][0]["best"] == [2, 0.25]
+    assert "the LSTM is 0.5000 better than it" in page
+    assert "Bello, &lt;b&gt;" in page
+
+
+def test_a_retraining_is_beside_its_champion() -> None:
+    history = [
+        Promotion(number=number, version=f"v{number}", previous=None, reason="better", at="2026-01-31")
+        for number in (1, 2)
+    ]
+    curves = {"challenger": [(1.0, 2.0), (2.0, 1.5)], "champion": [(1.0, 1.75), (2.0, 1.75)]}
+    page = checked(retrain._page("v2 was promoted", "v2", CARD, history, curves, CARD.comparison))
+    [chart] = chart_data(page)
+    assert [line["name"] for line in chart["lines"] if line["dashed"]] == ["champion"]
+    rows = rows_of(page)
+    assert rows.index(["2", "v2", "", "2026-01-31", "better"]) < rows.index(["1", "v1", "", "2026-01-31", "better"])
+    assert "Model card of v2" in page
+
+
+def test_predictions_are_a_matrix_and_the_worst_digits() -> None:
+    test = DigitSet(images=torch.zeros(50, 28, 28, dtype=torch.uint8), labels=torch.arange(50) % 10)
+    scores = torch.full((50, 10), 0.1)
+    evaluation = Evaluation(loss=1.0, accuracy=0.1, scores=scores)
+    page = checked(mnist._predictions(test, evaluation))
+    assert "All 50 test digits" in page
+    assert page.count('<img src="data:image/png;base64,') == 40
