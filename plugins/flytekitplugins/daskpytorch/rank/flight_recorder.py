@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,9 +44,14 @@ def call_before_abort(report: Callable[[], None]) -> None:
     except (AttributeError, OSError):  # torch was built with another library
         return
 
+    rank = os.getpid()
+
     def handler() -> None:
-        report()
-        previous()  # says what was thrown, and aborts
+        try:
+            if os.getpid() == rank:  # not a worker of its DataLoader, which has this from it
+                report()
+        finally:
+            previous()  # says what was thrown, and aborts
 
     set_terminate.restype, set_terminate.argtypes = handler_type, [handler_type]
     _handler = handler_type(handler)  # ctypes keeps no reference
