@@ -1,4 +1,7 @@
-"""Says whether gangs can train here and on a cluster, and what to do: `python -m flytekitplugins.daskpytorch`."""
+"""Says whether gangs can train here and on a cluster, and what to do: `python -m flytekitplugins.daskpytorch`.
+
+With `profile` it asks for a flame graph of a rank that is running: `python -m flytekitplugins.daskpytorch profile`.
+"""
 
 import argparse
 import json
@@ -11,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flytekitplugins.daskpytorch import doctor
+from flytekitplugins.daskpytorch import doctor, flame_graphs
 from flytekitplugins.daskpytorch.doctor import Finding
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
@@ -21,7 +24,10 @@ PIPE_WIDTH = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine, print what is found, and return the exit code: 0 where there is no problem, else 1."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["profile"]:
+        return _profile(words[1:])
+    options = _parser().parse_args(words)
     findings = doctor.examine(options.scheduler, with_gangs=options.gang, timeout=options.timeout)
     if options.json:
         found = list(findings)
@@ -31,18 +37,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(finding.verdict == "problem" for finding in found))
 
 
+def _profile(words: Sequence[str]) -> int:
+    """Ask for a flame graph; 0 where somebody has taken the request."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flytekitplugins.daskpytorch profile",
+        description="Has py-spy watch a rank of the gangs that run on this machine, or on a Dask cluster, and draw "
+        "where its time went. The flame graph is among its gang's results, as profiles/rank-0-flame-graph-....svg, and "
+        "the gang says so. Exit code 1 if there is no such rank.",
+    )
+    parser.add_argument("--rank", type=int, default=0, help="whose (default: 0)")
+    parser.add_argument(
+        "--seconds", type=int, default=10, choices=range(1, 601), metavar="1...600", help="for how long (default: 10)"
+    )
+    _add_scheduler(parser, "a rank on the workers of this Dask scheduler")
+    options = parser.parse_args(words)
+    try:
+        count = flame_graphs.ask(options.rank, options.seconds, options.scheduler)
+    except (OSError, TimeoutError) as error:
+        print(f"the scheduler at {options.scheduler} does not answer: {error}", file=sys.stderr)
+        return 1
+    where = f"on the workers of {options.scheduler}" if options.scheduler else "on this machine"
+    if count == 0:
+        print(f"there is no rank {options.rank} of this user's {where}", file=sys.stderr)
+        return 1
+    gangs = "1 gang" if count == 1 else f"{count} gangs"
+    print(
+        f"rank {options.rank} of {gangs} {where} is watched for {options.seconds} s, and its log says what comes of it"
+    )
+    return 0
+
+
+def _add_scheduler(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--scheduler",
+        metavar="ADDRESS",
+        default=os.environ.get(SCHEDULER_VARIABLE) or None,
+        help=f"{what} (default: ${SCHEDULER_VARIABLE}, else none)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flytekitplugins.daskpytorch",
         description="Looks for what would keep ranks from training, on this machine and on a Dask cluster: versions, "
         "GPUs, commands, addresses; and has two ranks meet. Exit code 1 if there is a problem.",
     )
-    parser.add_argument(
-        "--scheduler",
-        metavar="ADDRESS",
-        default=os.environ.get(SCHEDULER_VARIABLE) or None,
-        help=f"also look at the cluster of this Dask scheduler (default: ${SCHEDULER_VARIABLE}, else none)",
-    )
+    _add_scheduler(parser, "also look at the cluster of this Dask scheduler")
     parser.add_argument(
         "--no-gang", dest="gang", action="store_false", help="do not have two ranks meet, which takes seconds"
     )

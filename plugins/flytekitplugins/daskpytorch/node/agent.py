@@ -293,6 +293,7 @@ class _Agent:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             self._say(messages.Heartbeat())
             self._show_stacks()
+            self._take_requests()
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -325,6 +326,15 @@ class _Agent:
                     os.truncate(orders.stacks_path(self._scratch, rank.place), 0)
                 self._note_lines(rank, text.splitlines())
                 self._say(messages.Stacks(rank.place.rank, text))
+
+    def _take_requests(self) -> None:
+        """Pass on what somebody here has asked of a rank; see `flame_graphs`."""
+        for rank in self._at_work():
+            if rank.place is not None:
+                for request in self._scratch.glob(orders.flame_graph_request(rank.place.rank, "*", "*")):
+                    request.unlink(missing_ok=True)
+                    _, seconds, _ = request.name.rsplit("-", 2)
+                    self._tell(rank, orders.DrawFlameGraph(int(seconds)))
 
     def _show_stacks(self) -> None:
         """Pass on what ranks have written that somebody has signalled by hand (`kill -QUIT`)."""

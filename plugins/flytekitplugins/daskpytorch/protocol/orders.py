@@ -194,6 +194,13 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class DrawFlameGraph:
+    """Be watched for so many seconds, and submit where the time went."""
+
+    seconds: int
+
+
+@dataclass(frozen=True)
 class Quit:
     """End at once."""
 
@@ -204,7 +211,7 @@ class Quit:
 
 
 OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
-Order = OrderToAll | Provided | NotProvided | Chosen | Quit
+Order = OrderToAll | Provided | NotProvided | Chosen | DrawFlameGraph | Quit
 
 
 def environment(
@@ -261,6 +268,11 @@ def _own_store() -> tuple[str, int]:
     """Where the only rank of a gang may open a store for itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return "127.0.0.1", server.getsockname()[1]
+
+
+def flame_graph_request(rank: int, seconds: int | str, token: str) -> str:
+    """The file by which an agent is asked, in its folder, for a flame graph of a rank; the token is the asker's own."""
+    return f"flame-graph-of-{rank}-for-{seconds}-{token}"
 
 
 def stacks_path(scratch: Path, place: Place) -> Path:

@@ -35,6 +35,7 @@ from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS,
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.rank import (
     debugger,
+    flame_graph,
     flight_recorder,
     hints,
     imports,
@@ -59,7 +60,7 @@ __all__ = ["main"]
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
-    link = _Link(channel, order.job.attempt)
+    link = _Link(channel, order.job.attempt, Path(order.scratch))
     observers = Observers()
     progress, ledger = Progress(), Ledger()
     has_returned = False
@@ -135,8 +136,9 @@ def _unpack(order: RankOrder, observers: Observers) -> Call:
 class _Link:
     """The rank's end of its channel: reports go out, orders come in."""
 
-    def __init__(self, channel: Connection, attempt: int) -> None:
+    def __init__(self, channel: Connection, attempt: int, scratch: Path) -> None:
         self._channel = channel
+        self._scratch = scratch
         self._attempt = attempt
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
@@ -164,6 +166,14 @@ class _Link:
     def send_collectives(self) -> None:
         """Report the last collectives."""
         self.send(reports.Remembered(flight_recorder.recall()))
+
+    def draw_flame_graph(self, rank: int, seconds: int) -> None:
+        """Submit, once the seconds are over, where the time went."""
+        flame_graph.record(rank, seconds, self._scratch, functools.partial(self.submit, ""), self.note)
+
+    def note(self, text: str) -> None:
+        """Report something that a user should read."""
+        self.send(reports.Noted(text))
 
     def hint(self, hint: reports.Hint | None) -> None:
         """Report what looks forgotten; each kind once, since a loss that is NaN is so at every step from there on."""
@@ -234,7 +244,7 @@ class _Link:
     def _follow(  # noqa: C901, PLR0912 - a case for each order
         self,
         rank: RankContext,
-        order: orders.OrderToAll | orders.Provided | orders.NotProvided | orders.Chosen,
+        order: orders.OrderToAll | orders.Provided | orders.NotProvided | orders.Chosen | orders.DrawFlameGraph,
         prompt: debugger.Prompt,
     ) -> None:
         match order:
@@ -258,6 +268,8 @@ class _Link:
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
                     self.provided.set_result(order)
+            case orders.DrawFlameGraph(seconds):
+                self.draw_flame_graph(rank.rank, seconds)
             case orders.Chosen(attempt, number):
                 if attempt == self._attempt and not self._choice(number).done():  # another rank here has asked, too
                     self._choice(number).set_result(order)
@@ -311,7 +323,7 @@ def _profiler(order: RankOrder, link: _Link) -> StepProfiler | None:
     if asked is None or rank not in asked.ranks:
         return None
     submit = functools.partial(link.submit, "")
-    profiler = StepProfiler(asked, rank, Path(order.scratch), submit, lambda text: link.send(reports.Noted(text)))
+    profiler = StepProfiler(asked, rank, Path(order.scratch), submit, link.note)
     profiler.watch()
     return profiler
 

@@ -1,0 +1,113 @@
+"""A rank that runs is watched by py-spy because somebody has asked."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch import Gang, Observer, __main__, current_rank, flame_graphs
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.orders import flame_graph_request
+from flytekitplugins.daskpytorch.rank import flame_graph
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
+from processes import Cluster, until
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def agents_folder(temporary: Path) -> Path:
+    (folder := temporary / "daskpytorch-agent").mkdir()
+    (folder / "stacks-0").touch()
+    return folder
+
+
+def test_request_that_an_agent_takes_counts(temporary: Path) -> None:
+    folder = agents_folder(temporary)
+
+    def take() -> None:
+        until(lambda: any(folder.glob(flame_graph_request(3, 7, "*"))), "the request")
+        for request in folder.glob(flame_graph_request(3, 7, "*")):
+            request.unlink()
+
+    agent = threading.Thread(target=take)
+    agent.start()
+    try:
+        assert flame_graphs.ask(3, 7) == 1
+    finally:
+        agent.join()
+
+
+def test_request_that_nobody_takes_is_withdrawn(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flame_graphs, "PATIENCE", 0.0)
+    folder = agents_folder(temporary)
+    assert flame_graphs.ask(3, 7) == 0
+    assert [path.name for path in folder.iterdir()] == ["stacks-0"]
+
+
+def test_workers_of_a_cluster_are_asked(cluster: Cluster) -> None:
+    assert flame_graphs.ask(999_999, 1, cluster.address) == 0
+
+
+@pytest.mark.parametrize(("count", "exit_code"), [(0, 1), (2, 0)])
+def test_command_says_whether_there_is_such_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, exit_code: int
+) -> None:
+    asked = []
+    monkeypatch.setattr(flame_graphs, "ask", lambda *how: asked.append(how) or count)
+    assert __main__.main(["profile", "--rank", "3", "--seconds", "7", "--scheduler", "tcp://s:1"]) == exit_code
+    assert asked == [(3, 7, "tcp://s:1")]
+    told = "".join(capsys.readouterr())
+    assert ("there is no rank 3" in told) == (count == 0)
+    assert "on the workers of tcp://s:1" in told
+
+
+def test_without_py_spy_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(flame_graph.shutil, "which", lambda *_, **__: None)
+    flame_graph.record(0, 1, tmp_path, lambda *_: None, notes.append)
+    until(lambda: bool(notes), "a word")
+    [note] = notes
+    assert note.startswith("was not watched by py-spy: that needs py-spy where the ranks run")
+    assert note.endswith('pip install "flytekitplugins-daskpytorch[profile]"')
+
+
+class Notes(Observer):
+    """Remembers them."""
+
+    taken: list[str] = []  # noqa: RUF012 - of the one gang here
+
+    def noted(self, text: str) -> None:
+        self.taken.append(text)
+
+
+def be_busy(gate: str) -> None:
+    Path(gate, f"started-{current_rank().rank}").touch()
+    while not Path(gate, "enough").exists():
+        sum(range(1000))
+
+
+def test_flame_graph_of_a_running_rank_is_among_the_results(temporary: Path, tmp_path: Path) -> None:
+    gang = Gang(ranks_per_worker=2, max_restarts=0, observers=(Notes,))
+    (gate := tmp_path / "gate").mkdir()
+    futures = GangFutures(Supervisor(request_for(be_busy, (str(gate),), {}, gang), OwnNode()), 2)
+    try:
+        until((gate / "started-1").exists, "rank 1")
+        assert flame_graphs.ask(1, 1) == 1
+        until(lambda: any("py-spy" in note for note in Notes.taken), "the flame graph")
+    finally:
+        (gate / "enough").touch()
+    DaskResultsHandler().process_results(tmp_path / "results", futures)
+    [picture] = (tmp_path / "results" / "profiles").iterdir()
+    assert picture.name.startswith("rank-1-flame-graph-")
+    assert "be_busy" in picture.read_text()
+    assert any(f"rank 1 was watched by py-spy for 1 s: profiles/{picture.name}" in note for note in Notes.taken)
