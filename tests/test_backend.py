@@ -152,6 +152,14 @@ def test_a_task_on_one_node_moves_to_a_spot_machine_itself() -> None:
     assert example("more.on_one_node")["spec"]["nodeSelector"] == SPOT
 
 
+def test_labels_and_annotations_of_a_pod_template_are_those_of_the_job_and_of_its_cluster() -> None:
+    job = example("readme.train_as_one")
+    for metadata in (job["metadata"], job["spec"]["cluster"]["metadata"]):
+        assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+        assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "6"
+    assert job["spec"]["cluster"]["spec"]["worker"]["replicas"] + 2 == 6
+
+
 # ---- GPUs
 
 

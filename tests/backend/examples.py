@@ -1,9 +1,16 @@
 """Tasks of shapes that neither the workflows nor the README's examples have."""
 
-from flytekit import Resources, task
-from flytekit.extras.accelerators import A100
+import json
+import os
+import time
+from pathlib import Path
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Scheduler, SpawnDDP, WorkerGroup, current_rank
+import torch.distributed as dist
+from flytekit import PodTemplate, Resources, task
+from flytekit.extras.accelerators import A100
+from kubernetes.client import V1PodSpec
+
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, WorkerGroup, current_rank
 
 ON_GPUS = WorkerGroup(number_of_workers=2, limits=Resources(cpu="16", mem="64Gi", gpu="4"))
 
@@ -40,3 +47,32 @@ def on_one_node() -> int:
 )
 def own_environment() -> None:
     """What the task says of Dask wins."""
+
+
+SMALL = WorkerGroup(number_of_workers=2, limits=Resources(cpu="1", mem="2Gi"))
+
+
+@task(
+    task_config=DaskDDP(workers=SMALL, gang=Gang(start_timeout=60, max_restarts=1)),
+    pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[]), labels={"kueue.x-k8s.io/queue-name": "training"}),
+    requests=Resources(cpu="1", mem="2Gi"),
+    interruptible=True,
+    retries=3,
+)
+def counting(folder: str, steps: int = 3, pace: float = 0.0) -> int:
+    """Count the steps of all attempts, and leave who has done which in the folder."""
+    rank = current_rank()
+    first = (rank.checkpoint.load() or {"step": 0})["step"] + 1
+    for step in range(first, steps + 1):
+        time.sleep(pace)
+        dist.barrier()
+        done = {
+            "step": step,
+            "first": first,
+            "pod": os.environ["HOSTNAME"],
+            "attempt": os.environ["FLYTE_ATTEMPT_NUMBER"],
+        }
+        with Path(folder, f"rank-{rank.rank}").open("a") as trace:
+            trace.write(f"{json.dumps(done)}\n")
+        rank.checkpoint.save({"step": step}, step)
+    return steps
