@@ -274,7 +274,7 @@ class Brain:
         for report in said:
             self._take_report(peer, attempt, rank, report)
 
-    def _take_report(  # noqa: C901, PLR0912, PLR0915 - a case for each report
+    def _take_report(  # noqa: C901, PLR0912 - a case for each report
         self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
     ) -> None:
         match report:
@@ -283,11 +283,8 @@ class Brain:
                 self._observe("logged", report)
             case reports.Moved(num_moves):
                 attempt.note_moves(rank, num_moves)
-            case reports.Used() | reports.Spent():
-                self._note_work(rank, report)
-            case reports.GoodputWanted(number):
-                account = attempt.accounts.setdefault(number, self._accountant.goodput())
-                peer.send(messages.Tell(orders.Accounted(number, account)))
+            case reports.Used() | reports.Spent() | reports.GoodputWanted():
+                self._account_for(peer, attempt, rank, report)
             case reports.Hint(kind, text):
                 self._give_hint(kind, f"rank {rank} {text}")
             case reports.Noted(text):
@@ -335,11 +332,18 @@ class Brain:
         attempt.note_stirring()
         self._observe("debugging", None)
 
-    def _note_work(self, rank: int, work: reports.Used | reports.Spent) -> None:
-        if isinstance(work, reports.Used):
-            self._observe("used", work.usage)
+    def _account_for(
+        self, peer: Peer, attempt: Attempt, rank: int, said: reports.Used | reports.Spent | reports.GoodputWanted
+    ) -> None:
+        """Note what a rank has used and done, and tell one where the time has gone that wants to know."""
+        if isinstance(said, reports.GoodputWanted):
+            account = attempt.accounts.setdefault(said.number, self._accountant.goodput())
+            peer.send(messages.Tell(orders.Accounted(said.number, account)))
+            return
+        if isinstance(said, reports.Used):
+            self._observe("used", said.usage)
         if rank == 0:
-            self._accountant.hear(work)
+            self._accountant.hear(said)
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)
