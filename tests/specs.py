@@ -70,7 +70,7 @@ def packaged(home: Path) -> dict[str, dict[str, Spec]]:
 
 def committed(profile: str) -> Any:
     """What is in the repository."""
-    return yaml.safe_load((FOLDER / f"{profile}.yaml").read_text())
+    return yaml.load((FOLDER / f"{profile}.yaml").read_bytes(), yaml.CSafeLoader)  # ten times as fast
 
 
 # ---- Protocol buffers into words

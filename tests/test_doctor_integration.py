@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,9 +14,10 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import doctor
-from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, wait_for_workers
+from processes import Cluster, dask_cluster, nothing_left_behind, run_program, start_worker, wait_for_workers
 
-COMMAND = [sys.executable, "-m", "flytekitplugins.daskpytorch"]
+COMMAND = ["-c", "import runpy; runpy.run_module('flytekitplugins.daskpytorch', run_name='__main__')"]
+"""What `python -m` does."""
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [*COMMAND, "--scheduler", cluster.address, "--json"]
-    with nothing_left_behind() as mark:
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**environment, "DASKPYTORCH_TEST_MARK": mark},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with nothing_left_behind():
+        done = run_program([*COMMAND, "--scheduler", cluster.address, "--json"], cwd=tmp_path, env={"PATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert not {name for name, finding in found.items() if finding["verdict"] != "ok" and name != "GPUs"}

@@ -57,7 +57,7 @@ def digests() -> dict[str, str]:
 
 def golden(name: str) -> Any:
     """What is in the repository."""
-    return yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())
+    return yaml.load((GOLDEN / f"{name}.yaml").read_bytes(), yaml.CSafeLoader)  # ten times as fast
 
 
 def readmes_tasks() -> str:
