@@ -251,7 +251,7 @@ def _who(shape: Shape | None) -> Iterable[str]:
     pieces = [report.card("Ranks", report.table(header, rows))]
     if versions:
         pieces.append(report.card("Versions", report.table(("", ""), versions.items())))
-    note = f"{shape.world_size:,} ranks on {len(shape.nodes):,} workers, backend {shape.backend}"
+    note = f"ranks: {shape.world_size:,}, workers: {len(shape.nodes):,}, backend: {shape.backend}"
     yield report.section("Who", report.grid(*pieces, least=300), note=note)
 
 

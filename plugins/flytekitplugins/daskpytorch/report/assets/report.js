@@ -85,7 +85,7 @@ class Chart {
       axes: [
         {...axis, grid: {show: false}, size: 30, gap: 4, values: (_, ticks) => ticks.map(tick => shown(tick, compact)),
          incrs: this.given.whole ? WHOLE : undefined},
-        {...axis, size: 54, gap: 6, values: (_, ticks) => ticks.map(tick => tick === null ? "" : shown(tick, compact))},
+        {...axis, grid: {...axis.grid, filter: (_, ticks) => this.isLog ? sparse(ticks) : ticks}, size: 54, gap: 6, values: (_, ticks) => ticks.map(tick => tick === null ? "" : shown(tick, compact))},
       ],
       series: [{}, ...this.given.lines.map((line, i) => this.series(line, i))],
       legend: {show: false},
@@ -164,6 +164,12 @@ class Chart {
 }
 
 const WHOLE = [1, 2, 5].flatMap(n => Array.from({length: 15}, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+
+// On a logarithmic axis of many decades, lines at the powers of ten alone; the others are no line.
+function sparse(ticks) {
+  const isPower = tick => Number.isInteger(Math.round(1e6 * Math.log10(tick)) / 1e6);
+  return ticks.length <= 20 ? ticks : ticks.map(tick => isPower(tick) ? tick : null);
+}
 
 // A single x gets room on both sides.
 function spread(_, low, high) {
