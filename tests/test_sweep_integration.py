@@ -151,6 +151,9 @@ def test_a_restarted_model_is_not_judged_twice_and_its_records_come_once(client:
     records = models[0].records
     assert [record.step for record in records] == list(range(1, NUM_EPOCHS + 1))
     assert len({record.numbers["pid"] for record in records}) == 2
+    spent = models[0].goodput
+    assert spent is not None
+    assert min(spent.starting, spent.stepping) > 0
 
 
 def plan(level: float, epochs: int = 1, *, fails: bool = False, **after: Path) -> dict[str, Any]:

@@ -62,6 +62,16 @@ def test_without_a_loader_the_first_step_is_part_of_the_start(ledger: Ledger, cl
     assert spent(ledger.seconds()) == {"starting": 3.0, "stepping": 2.0}
 
 
+def test_without_an_optimizer_a_step_is_over_when_it_is_logged(ledger: Ledger, clock: Clock) -> None:
+    take(clock, 3.0)
+    ledger.mark()
+    take(clock, 2.0)
+    ledger.mark()
+    take(clock, 1.0)
+    assert spent(ledger.close()) == {"starting": 3.0, "stepping": 2.0, "waiting": 1.0}
+    assert ledger.num_steps == 0
+
+
 def test_of_parts_within_parts_the_outer_one_counts(ledger: Ledger, clock: Clock) -> None:
     ledger.step()
     with ledger.spending("evaluation"):
@@ -120,15 +130,15 @@ def test_what_other_threads_wait_for_holds_nobody_up(ledger: Ledger, clock: Cloc
     assert spent(ledger.seconds()) == {"stepping": 1.0}
 
 
-@given(st.lists(st.sampled_from(["step", "data", "evaluation", "saving", "leave", "look"]), max_size=30))
+@given(st.lists(st.sampled_from(["step", "mark", "data", "evaluation", "saving", "leave", "look"]), max_size=30))
 def test_all_parts_add_up_to_the_time_in_any_order(acts: list[str]) -> None:
     clock = Clock()
     ledger = Ledger(clock)
     began_at, entered = clock.now, []
     for number, act in enumerate(acts):
         take(clock, 2.0**-number)
-        if act == "step":
-            ledger.step()
+        if act in ("step", "mark"):
+            getattr(ledger, act)()
         elif act == "leave" and entered:
             entered.pop().__exit__(None, None, None)
         elif act in ("data", "evaluation", "saving"):

@@ -240,6 +240,7 @@ class InProcess:
         return self._accountant.goodput()
 
     def _log(self, record: LogRecord) -> None:
+        self._ledger.mark()
         if self._accountant.is_due():
             self._observers.tell("accounted", self._account())
         self._rank_observers.tell("logged", record)

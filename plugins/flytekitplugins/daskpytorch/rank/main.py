@@ -383,6 +383,7 @@ def _context(
     host: RankHost | None,
 ) -> RankContext:
     def sink(record: LogRecord) -> None:
+        ledger.mark()
         if order.job.hints:
             link.hint(hints.of_loss(record))
         observers.tell("logged", record)

@@ -60,6 +60,10 @@ class Ledger:
     def step(self) -> None:
         """An optimizer has made a step."""
         self.num_steps += 1
+        self.mark()
+
+    def mark(self) -> None:
+        """A step is over: an optimizer has made it, or it was logged."""
         page = self._page
         if page.part == "open" and threading.get_ident() == self._owner:
             now = self._clock()
@@ -92,7 +96,7 @@ class Ledger:
         """The same when the work is done: of a function that made steps, the last one was over before."""
         page = self._page
         seconds = page.until(self._clock())
-        if self.num_steps:
+        if self.num_steps or seconds["stepping"]:
             seconds["waiting"] += seconds.pop("open")
         else:  # all of it was one step, as far as can be seen
             seconds["stepping"] += seconds.pop("open")
