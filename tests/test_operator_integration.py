@@ -1,0 +1,199 @@
+"""The real Dask operator runs what Flyte's plugin has made, on a Kubernetes whose pods are processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dask_kubernetes", reason="the Dask operator is not installed")
+pytest.importorskip("kmock", reason="kmock, the Kubernetes API, is not installed")
+
+from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
+from flyteidl.core.execution_pb2 import ExecutionError
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit.core.base_task import PythonTask
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+
+from backend import render
+from backend.kube import Kube, argument, kubernetes, of_attempt
+from processes import MARK, nothing_left_behind, until
+
+JOB = "f3a-n0-0"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """What the image has at /root."""
+    render.lay_out_examples(tmp_path / "root" / "examples")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def image(sources: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment that the image sets."""
+    with nothing_left_behind() as mark:
+        yield {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "PYTHONPATH": str(sources),
+            "PYTHONUNBUFFERED": "1",
+            MARK: mark,
+        }
+
+
+@pytest.fixture
+def kube(image: dict[str, str], tmp_path: Path) -> Iterator[Kube]:
+    with kubernetes(tmp_path / "kube", image, grace_period=20.0) as running:
+        yield running
+
+
+@dataclass
+class Execution:
+    """A task that Flyte runs, an attempt after the other; each from the DaskJob that Flyte has made of it."""
+
+    kube: Kube
+    storage: Path
+    job: dict[str, Any]
+    """As it is in the golden files."""
+    task: PythonTask
+    inputs: dict[str, Any]
+
+    def start(self, number: int = 0, previous: str = '""') -> dict[str, Any]:
+        job = of_attempt(self.job, self.storage, number, previous)
+        given = argument(job, "--inputs")
+        given.parent.mkdir(parents=True, exist_ok=True)
+        context, types = FlyteContextManager.current_context(), self.task.python_interface.inputs
+        literals = TypeEngine.dict_to_literal_map(context, self.inputs, types)
+        given.write_bytes(literals.to_flyte_idl().SerializeToString())
+        self.kube.submit(job)
+        return job
+
+
+@dataclass
+class Training:
+    """The task `counting`, and what its ranks leave."""
+
+    execution: Execution
+    traces: Path
+
+    @property
+    def kube(self) -> Kube:
+        return self.execution.kube
+
+    def lines(self, rank: int = 0) -> list[dict[str, Any]]:
+        path = self.traces / f"rank-{rank}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait(self, num_lines: int) -> None:
+        until(lambda: len(self.lines()) >= num_lines, lambda: f"{num_lines} steps\n{self.kube.logs()}")
+
+    def starts(self) -> set[int]:
+        """The first steps of the gangs."""
+        return {line["first"] for line in self.lines()}
+
+    def check_clean(self) -> None:
+        """The operator takes the cluster away once the job has ended."""
+        until(lambda: not self.kube.pods("worker") + self.kube.pods("scheduler"), "the cluster to be gone")
+        assert self.kube.plane.find("daskclusters", JOB) is None
+
+
+def counting(kube: Kube, tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, **inputs: Any) -> Training:
+    monkeypatch.syspath_prepend(sources)
+    monkeypatch.delitem(sys.modules, "examples", raising=False)
+    monkeypatch.delitem(sys.modules, "examples.more", raising=False)
+    (tmp_path / "traces").mkdir()
+    given = {"folder": str(tmp_path / "traces"), "steps": 100_000, "pace": 0.05, **inputs}
+    made = render.golden("examples")["resources"]["examples.more.counting"]
+    task = import_module("examples.more").counting
+    return Training(Execution(kube, tmp_path / "storage", made, task, given), tmp_path / "traces")
+
+
+@pytest.fixture
+def training(kube: Kube, tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """One that goes on until it is ended."""
+    return counting(kube, tmp_path, sources, monkeypatch)
+
+
+def outputs(job: dict[str, Any]) -> dict[str, Any]:
+    return dict(LiteralMap.FromString((argument(job, "--output-prefix") / "outputs.pb").read_bytes()).literals)
+
+
+def error(job: dict[str, Any]) -> ContainerError:
+    return ErrorDocument.FromString((argument(job, "--output-prefix") / "error.pb").read_bytes()).error
+
+
+def is_tried_again_by_flyte(job: dict[str, Any]) -> bool:
+    return (error(job).kind, error(job).origin) == (ContainerError.RECOVERABLE, ExecutionError.SYSTEM)
+
+
+# ---- From its start to its end
+
+
+def test_a_job_trains_and_its_cluster_is_gone(
+    kube: Kube, tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = counting(kube, tmp_path, sources, monkeypatch, steps=3, pace=0.0)
+    job = training.execution.start()
+    until(lambda: len(kube.pods("worker")) == 2, lambda: f"the workers\n{kube.logs()}")
+    labels = [pod["metadata"]["labels"] for pod in kube.plane.alive("pods")]
+    assert kube.ends(JOB) == "Successful", kube.logs()
+    assert outputs(job)["o0"].scalar.primitive.integer == 3
+    assert [line["step"] for line in training.lines(1)] == [1, 2, 3]
+    pods = {training.lines(rank)[0]["pod"] for rank in range(2)}
+    assert len(pods) == 2
+    assert all(pod.startswith(f"{JOB}-default-worker-") for pod in pods)
+    assert sorted(each["dask.org/component"] for each in labels) == ["job-runner", "scheduler", "worker", "worker"]
+    assert {each["kueue.x-k8s.io/queue-name"] for each in labels} == {"training"}
+    assert {each["dask.org/cluster-name"] for each in labels} == {JOB}
+    training.check_clean()
+
+
+# ---- Workers
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_started_again_in_its_pod_and_the_ranks_go_on(training: Training) -> None:
+    training.execution.start()
+    training.wait(10)
+    victim = training.lines(1)[0]["pod"]
+    training.kube.kill(victim)
+    until(lambda: len(training.starts()) == 2, lambda: f"another gang\n{training.kube.logs()}")
+    assert training.kube.status(JOB) == "Running"
+    assert max(training.starts()) > 10
+    assert victim in {training.lines(rank)[-1]["pod"] for rank in range(2)}
+
+
+# ---- The scheduler, and the task's own pod
+
+
+@pytest.mark.slow
+def test_a_lost_scheduler_is_a_system_error(training: Training) -> None:
+    job = training.execution.start()
+    training.wait(10)
+    [scheduler] = training.kube.pods("scheduler")
+    training.kube.kill(scheduler)
+    assert training.kube.ends(JOB) == "Successful"
+    assert is_tried_again_by_flyte(job)
+
+
+@pytest.mark.slow
+def test_a_job_runner_that_is_killed_fails_the_job_and_the_next_attempt_goes_on(training: Training) -> None:
+    first = training.execution.start()
+    training.wait(10)
+    training.kube.kill(f"{JOB}-runner")
+    assert training.kube.ends(JOB) == "Failed"
+    training.check_clean()
+    done = len(training.lines())
+    training.execution.start(1, str(argument(first, "--checkpoint-path")))
+    training.wait(done + 2)
+    assert training.lines()[-1]["attempt"] == "1"
+    assert training.lines()[-1]["first"] > 1
