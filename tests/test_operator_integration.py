@@ -25,6 +25,7 @@ from flytekit.core.type_engine import TypeEngine
 
 from backend import render
 from backend.kube import Kube, argument, kubernetes, of_attempt
+from conftest import REPOSITORY
 from processes import MARK, nothing_left_behind, until
 
 JOB = "f3a-n0-0"
@@ -157,6 +158,23 @@ def test_a_job_trains_and_its_cluster_is_gone(
     training.check_clean()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pet_names.train", "pet_names_sweep.sweep"])
+def test_the_workflows_jobs_run(name: str, kube: Kube, image: dict[str, str], tmp_path: Path) -> None:
+    image["PYTHONPATH"] = str(REPOSITORY)
+    image["WANDB_MODE"] = "offline"
+    module, _, function = name.partition(".")
+    workflow = import_module(f"workflows.{module}")
+    hp = workflow.Hyperparameters(epochs=1)
+    grid = {"batch_sizes": [1024], "learning_rates": [0.01, 0.02]} if module == "pet_names_sweep" else {}
+    names = workflow.prepare(data="", hp=hp, num_names=5, **grid)
+    made = render.golden("sandbox")["resources"][f"workflows.{name}"]
+    task, inputs = getattr(workflow, function), {"names": names, "hp": hp, **grid}
+    job = Execution(kube, tmp_path / "storage", made, task, inputs).start()
+    assert kube.ends(JOB) == "Successful", kube.logs()
+    assert {"epoch_losses", "model_state"} <= outputs(job).keys()
+
+
 # ---- Workers
 
 
@@ -170,6 +188,36 @@ def test_a_worker_that_is_killed_is_started_again_in_its_pod_and_the_ranks_go_on
     assert training.kube.status(JOB) == "Running"
     assert max(training.starts()) > 10
     assert victim in {training.lines(rank)[-1]["pod"] for rank in range(2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["evicted", "deleted"])
+def test_a_worker_that_is_told_to_end_ends_the_attempt_with_a_system_error(how: str, training: Training) -> None:
+    job = training.execution.start()
+    training.wait(10)
+    victim = training.lines(1)[0]["pod"]
+    if how == "evicted":
+        training.kube.evict(victim)
+    else:
+        training.kube.delete("pods", victim)
+    assert training.kube.ends(JOB) == "Successful"  # the task has left an error for Flyte
+    assert is_tried_again_by_flyte(job)
+    assert "told to end" in error(job).message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["room", "image"])
+def test_a_worker_that_does_not_come_ends_the_attempt_with_a_system_error(why: str, training: Training) -> None:
+    node, workers = training.kube.kubelet, training.kube.pods
+    if why == "room":
+        node.has_room = lambda pod: pod["metadata"]["name"] not in workers("worker")[1:]
+    else:
+        node.has_image = lambda pod: pod["metadata"]["name"] not in workers("worker")
+    job = training.execution.start()
+    assert training.kube.ends(JOB) == "Successful"  # the task has left an error for Flyte
+    assert is_tried_again_by_flyte(job)
+    assert f"{1 if why == 'room' else 0} of 2 Dask workers" in error(job).message
+    training.check_clean()
 
 
 # ---- The scheduler, and the task's own pod
@@ -197,3 +245,20 @@ def test_a_job_runner_that_is_killed_fails_the_job_and_the_next_attempt_goes_on(
     training.wait(done + 2)
     assert training.lines()[-1]["attempt"] == "1"
     assert training.lines()[-1]["first"] > 1
+
+
+@pytest.mark.slow
+def test_a_job_runner_that_is_evicted_leaves_an_error_for_flyte(training: Training) -> None:
+    job = training.execution.start()
+    training.wait(10)
+    training.kube.evict(f"{JOB}-runner")
+    assert training.kube.ends(JOB) == "Failed"  # evicted: the operator looks at no exit code
+    assert is_tried_again_by_flyte(job)
+
+
+@pytest.mark.slow
+def test_a_job_runner_whose_image_cannot_be_pulled_waits_and_nobody_says_so(training: Training) -> None:
+    training.kube.kubelet.has_image = lambda pod: not pod["metadata"]["name"].endswith("-runner")
+    training.execution.start()
+    until(lambda: len(training.kube.pods("worker")) == 2, "the workers")
+    assert training.kube.status(JOB) == "ClusterCreated"
