@@ -30,9 +30,9 @@ MAX_WAITING = 10_000
 INTERVAL = 2.0
 """Seconds after which what has come goes on at the latest."""
 STALL = 10.0
-"""Seconds at the end for as long as which nothing may get through before the rest is given up."""
+"""Seconds at the end for a server that does not answer, before the rest is given up."""
 CLOSE_TIMEOUT = 60.0
-"""Seconds at the end for all that waits, as long as it moves on."""
+"""Seconds at the end for all that waits."""
 PREEMPTED_TIMEOUT = 3.0
 """The same where the task is told to end."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
@@ -85,6 +85,8 @@ class Tracker(Observer):
         self._resumed_at: int | None = None
         self._num_dropped = 0
         self._num_done = 0
+        self._is_unanswered = False
+        """The last call did not reach the server."""
         self._said: set[str] = set()
         self._is_over = False
         self._is_given_up = threading.Event()
@@ -136,10 +138,11 @@ class Tracker(Observer):
 
     def _wait(self, limit: float) -> None:
         deadline = time.monotonic() + limit
-        before = -1
-        while self._thread.is_alive() and self._num_done != before and (left := deadline - time.monotonic()) > 0:
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             before = self._num_done
             self._thread.join(min(left, STALL))
+            if self._is_unanswered and self._num_done == before:
+                return
 
     def _offer(self, job: Callable[[], None]) -> None:
         if self._open is not None and not self._thread.is_alive():  # it could not be opened
@@ -182,13 +185,16 @@ class Tracker(Observer):
         pause = FIRST_PAUSE
         while not self._is_given_up.is_set():
             try:
-                return job()
+                job()
             except ConnectionError as error:
+                self._is_unanswered = True
                 self._say(f"{error}; what is logged waits for it, and the training goes on")
+            else:
+                self._is_unanswered = False
+                return
             self._is_given_up.wait(pause)
             pause = min(2 * pause, MAX_PAUSE)
         self._is_over = True
-        return None
 
     def _end(self, error: Exception | None) -> None:
         self._is_over = True
