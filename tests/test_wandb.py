@@ -17,7 +17,7 @@ import pytest
 from flytekit import Secret
 from flytekit.types.file import FlyteFile
 
-from flytekitplugins.daskpytorch import Wandb
+from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display import wandb_run
@@ -401,6 +401,16 @@ def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None
     assert histograms == {1: set(), 3: names, 4: names}  # in step 3 those of step 2
     counts, bins = (rows[4][f"gradients/0.weight.{part}"] for part in ("values", "bins"))
     assert (sum(counts), len(counts), len(bins)) == (5, 64, 65)  # the finite ones
+
+
+def test_histograms_and_pictures_are_wandbs_own(tmp_path: Path) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.logged(record(1, weights=Histogram.of([0.0, 1.0]), sample=Picture.of([[0, 255]], caption="two")))
+    tracker.close(0)
+    [row] = run_in(tmp_path)["history"]
+    assert (row["weights._type"], sum(row["weights.values"])) == ("histogram", 2)
+    shown = {part: row[f"sample.{part}"] for part in ("_type", "width", "height", "caption")}
+    assert shown == {"_type": "image-file", "width": 2, "height": 1, "caption": "two"}
 
 
 def test_long_run_is_read_over_many_blocks(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process import log, streams
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Profile, Search, Wandb
 
@@ -45,10 +46,12 @@ __all__ = [
     "GangHungError",
     "GangStartError",
     "Goodput",
+    "Histogram",
     "Keep",
     "LogRecord",
     "MLflow",
     "Observer",
+    "Picture",
     "PreemptedError",
     "Profile",
     "RankContext",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +63,18 @@ class LogRecord:
         value = self.metrics.get("epoch")
         return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
 
+    @property
+    def drawings(self) -> dict[str, Histogram | Picture]:
+        """The metrics that are drawn."""
+        return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
+
+    def sent(self) -> LogRecord:
+        """What a driver that knows none of the user's classes can read: of rank 0 what is drawn, too."""
+        bare = self.bare()
+        return replace(bare, metrics={**bare.metrics, **self.drawings}) if self.rank == 0 else bare
+
     def bare(self) -> LogRecord:
-        """The same with only the numbers and texts, which a driver that knows none of the user's classes can read."""
+        """The same with only the numbers and texts."""
         values = {name: _bare(value) for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
         return replace(self, metrics=values)
 
@@ -305,7 +316,8 @@ class RankContext:
 
         Args:
             metrics: Names and values. Numbers and one-element tensors (read with `.item()`, which waits for the
-                device) go everywhere; other objects, such as `wandb.Image`, go to Weights & Biases alone.
+                device) go everywhere; rank 0's `Histogram` and `Picture` go to all trackers; other objects, such as
+                `wandb.Image`, to Weights & Biases alone.
             step: The step the values belong to; by default the number of earlier calls.
             num_steps: How many steps there will be, for the length of the progress bar.
 

@@ -80,6 +80,7 @@ class Recorder(Observer):
         """Keep rank 0's values."""
         if record.rank != 0:
             return
+        record = record.bare()
         with self._changing():
             numbers = record.numbers
             self._metrics.take(record.step, numbers)

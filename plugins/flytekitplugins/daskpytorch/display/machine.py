@@ -67,7 +67,12 @@ class MachineLog(Observer):
         """Say what a rank has logged; other ranks than 0 are for those who look closely."""
         level = logging.INFO if record.rank == 0 else logging.DEBUG
         self._tell(
-            "metrics", level, rank=record.rank, step=record.step, num_steps=record.num_steps, metrics=record.metrics
+            "metrics",
+            level,
+            rank=record.rank,
+            step=record.step,
+            num_steps=record.num_steps,
+            metrics=record.bare().metrics,
         )
 
     def kept(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.media import Picture
 from flytekitplugins.daskpytorch.protocol.observer import Training
 from flytekitplugins.daskpytorch.settings import TEXT, Problems, is_text
 
@@ -112,7 +114,7 @@ class _Run(Run):
             self._folder.mkdir(parents=True, exist_ok=True)
         uri = self._asked.uri if self._folder is None else f"sqlite:///{self._folder / 'mlflow.db'}"
         self._client = client = MlflowClient(tracking_uri=uri)
-        with _one_at_a_time:
+        with _one_at_a_time.setdefault(client.tracking_uri, threading.Lock()):
             self._call(self._begin, training)
         known = self._run.data.params
         params = [Param(name, value) for name, value in _params(config).items() if name not in known]
@@ -142,6 +144,15 @@ class _Run(Run):
         self._tags |= {_key(name): value[:MAX_TEXT] for name, value in texts.items()}
         if len(self._metrics) >= MAX_METRICS:
             self.flush()
+        for name, drawing in record.drawings.items():
+            if isinstance(drawing, Picture):  # for histograms it has no place
+                self._call(self._log_image, _key(name), drawing, record.step, at)
+
+    def _log_image(self, name: str, picture: Picture, step: int, at: int) -> None:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(picture.png))
+        self._client.log_image(self._run.info.run_id, image, key=name, step=step, timestamp=at)
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -206,7 +217,7 @@ class _Run(Run):
             is_answer = isinstance(error, RestException) or error.error_code != "INTERNAL_ERROR"
             if is_answer and error.error_code != "TEMPORARILY_UNAVAILABLE":
                 raise
-            raise ConnectionError(f"{_public(self._client.tracking_uri)} does not answer ({error})") from error
+            raise ConnectionError(_public(f"{self._client.tracking_uri} does not answer ({error})")) from error
 
 
 class _Parents:
@@ -232,8 +243,8 @@ class _Parents:
 
 
 _parents = _Parents()
-_one_at_a_time = threading.Lock()
-"""Of many models that begin at once: the first makes the database's tables, and the experiment."""
+_one_at_a_time: dict[str, threading.Lock] = {}
+"""By server, of many models that begin at once: the first makes the database's tables, and the experiment."""
 
 
 def _folder(uri: str | os.PathLike[str] | None) -> Path | None:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Training
@@ -103,6 +105,7 @@ class _EventFiles(Run):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in record.numbers.items()]
+        values += [_drawn(name, drawing) for name, drawing in record.drawings.items()]
         self._summary(Summary(value=values), record.step, record.time)
         for name, value in record.metrics.items():
             if isinstance(value, str):
@@ -150,6 +153,29 @@ class _EventFiles(Run):
 
         self._writer.add_event(Event(**{"wall_time": time.time(), **fields}))
         self._has_news = True
+
+
+def _drawn(name: str, drawing: Histogram | Picture) -> Any:
+    from tensorboard.compat.proto.histogram_pb2 import HistogramProto
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    if isinstance(drawing, Picture):
+        colors = 4  # channels
+        image = Summary.Image(
+            height=drawing.height, width=drawing.width, colorspace=colors, encoded_image_string=drawing.png
+        )
+        return Summary.Value(tag=name, image=image)
+    middles = [(low + high) / 2 for low, high in pairwise(drawing.edges)]
+    histogram = HistogramProto(
+        min=drawing.edges[0],
+        max=drawing.edges[-1],
+        num=sum(drawing.counts),
+        sum=sum(count * middle for count, middle in zip(drawing.counts, middles, strict=True)),
+        sum_squares=sum(count * middle**2 for count, middle in zip(drawing.counts, middles, strict=True)),
+        bucket_limit=drawing.edges[1:],
+        bucket=drawing.counts,
+    )
+    return Summary.Value(tag=name, histo=histogram)
 
 
 def _session_end(*, is_success: bool) -> Any:

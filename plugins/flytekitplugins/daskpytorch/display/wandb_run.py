@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import os
 import queue
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
 from flytekitplugins.daskpytorch.settings import Wandb
@@ -31,8 +33,6 @@ STOPPED_EARLY = "stopped_early"
 """In the summary of such a run: why."""
 CLOSE_TIMEOUT = 60.0
 """Seconds for what is queued when the run is closed."""
-NUM_BINS = 64
-"""Of a histogram, as wandb has them."""
 MAX_WAITING = 10_000
 """Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
@@ -51,26 +51,18 @@ class RunSettings:
     notes: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Histogram:
-    """How a tensor's values are spread; not yet a `wandb.Histogram`, whose import the training need not wait for."""
-
-    counts: list[float]
-    edges: list[float]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Histogram:
-        values = tensor.detach().to_dense().float().flatten().cpu()
-        counts, edges = values[values.isfinite()].histogram(NUM_BINS)
-        return cls(counts=counts.tolist(), edges=edges.tolist())
-
-
 def _shown(value: Any) -> Any:
-    if not isinstance(value, _Histogram):
-        return value
-    import wandb
+    """What is drawn, as wandb's own; its import the training need not wait for."""
+    if isinstance(value, Histogram):
+        import wandb
 
-    return wandb.Histogram(np_histogram=(value.counts, value.edges))
+        return wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
+    if isinstance(value, Picture):
+        import wandb
+        from PIL import Image
+
+        return wandb.Image(Image.open(io.BytesIO(value.png)), caption=value.caption or None)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +78,7 @@ class Tracker(RankObserver):
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._waiting: queue.Queue[LogRecord | _End] = queue.Queue()
-        self._histograms: dict[str, _Histogram] = {}
+        self._histograms: dict[str, Histogram] = {}
         """Of gradients, since the last record."""
         self._num_dropped = 0
         self._has_refused = False
@@ -119,7 +111,7 @@ class Tracker(RankObserver):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p in names]
             if parameters and next(num_steps) % log_freq == 0:
                 self._histograms |= {
-                    f"gradients/{names[p]}": _Histogram.of(p.grad) for p in parameters if p.grad is not None
+                    f"gradients/{names[p]}": Histogram.of(p.grad) for p in parameters if p.grad is not None
                 }
 
         register_optimizer_step_pre_hook(look)

@@ -244,7 +244,7 @@ class InProcess:
         if self._accountant.is_due():
             self._observers.tell("accounted", self._account())
         self._rank_observers.tell("logged", record)
-        if (wish := self._observers.tell("logged", record.bare())) is not None:
+        if (wish := self._observers.tell("logged", record.sent())) is not None:
             raise wish
 
     def _submit(self, key: str, path: str, data: bytes) -> None:

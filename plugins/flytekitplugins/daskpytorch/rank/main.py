@@ -387,7 +387,7 @@ def _context(
         if order.job.hints:
             link.hint(hints.of_loss(record))
         observers.tell("logged", record)
-        link.send(record.bare())
+        link.send(record.sent())
 
     place = order.place
     if (sharding := order.job.sharding) is not None:

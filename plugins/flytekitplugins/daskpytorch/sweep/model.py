@@ -102,8 +102,8 @@ class Log(Observer):
     def logged(self, record: LogRecord) -> None:
         """Have one of rank 0, too."""
         if record.rank == 0:
-            self.records.append(record)
-            self.newest = {**self.newest, **record.metrics}  # another, since others read it meanwhile
+            self.records.append(bare := record.bare())
+            self.newest = {**self.newest, **bare.metrics}  # another, since others read it meanwhile
 
     def resumed(self, step: int) -> None:
         """Have those of the attempt before."""

@@ -1,0 +1,82 @@
+"""Histograms and pictures as ranks log them."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flytekitplugins.daskpytorch import Histogram, LogRecord, Picture
+from flytekitplugins.daskpytorch.sweep.model import Log
+
+
+class Figure:
+    """Saves itself as matplotlib's does."""
+
+    def savefig(self, file: Any, **how: Any) -> None:
+        Image.new("L", (4, 3)).save(file, **how)
+
+
+def pixels(picture: Picture) -> list[Any]:
+    image = Image.open(io.BytesIO(picture.png))
+    assert image.format == "PNG"
+    assert image.size == (picture.width, picture.height)
+    return np.asarray(image).tolist()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.0, 1.0, 1.0], np.array([0, 1, 1]), torch.tensor([0.0, 1.0, 1.0, math.nan, math.inf], requires_grad=True)],
+)
+def test_histogram_counts_what_is_finite(values: Any) -> None:
+    histogram = Histogram.of(values)
+    assert (histogram.counts[0], histogram.counts[-1], sum(histogram.counts)) == (1.0, 2.0, 3.0)
+    assert (histogram.edges[0], histogram.edges[-1], len(histogram.edges)) == (0.0, 1.0, 65)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor([[0, 255], [255, 0]], dtype=torch.uint8),
+        torch.tensor([[[0.0, 1.5], [1.0, -1.0]]], requires_grad=True),
+        np.array([[[0.0], [1.0]], [[1.0], [0.0]]]),
+    ],
+)
+def test_pixels_in_grey(given: Any) -> None:
+    assert pixels(Picture.of(given)) == [[0, 255], [255, 0]]
+
+
+def test_pixels_in_color_have_their_channels_in_front_or_behind() -> None:
+    behind = torch.arange(2 * 5 * 3, dtype=torch.uint8).reshape(2, 5, 3)
+    assert pixels(Picture.of(behind)) == pixels(Picture.of(behind.movedim(-1, 0))) == behind.tolist()
+
+
+def test_pictures_of_other_libraries() -> None:
+    image = Image.new("RGB", (4, 3), (1, 2, 3))
+    assert pixels(Picture.of(image)) == [[[1, 2, 3]] * 4] * 3
+    picture = Picture.of(Figure(), caption="a figure")
+    assert (picture.width, picture.height, picture.caption) == (4, 3, "a figure")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3, 5), (1, 2, 3, 4)])
+def test_pixels_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be height x width"):
+        Picture.of(torch.zeros(shape))
+
+
+def test_drawings_of_rank_0_travel_and_are_kept_by_nobody_else() -> None:
+    metrics = {"loss": 1.0, "sample": Picture.of([[1]]), "odd": object(), "weights": Histogram.of([1.0])}
+    records = [LogRecord(rank=rank, step=1, num_steps=None, time=time.time(), metrics=metrics) for rank in (0, 1)]
+    sent = [pickle.loads(pickle.dumps(record.sent())) for record in records]
+    assert [set(record.metrics) for record in sent] == [{"loss", "sample", "weights"}, {"loss"}]
+    assert sent[0].drawings == {name: metrics[name] for name in ("sample", "weights")}
+    log = Log()
+    log.logged(sent[0])
+    assert log.newest == log.records[0].metrics == {"loss": 1.0}
