@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.report import table
+from flytekitplugins.daskpytorch.report.html import shared
 
 __all__ = ["as_html", "counted", "fields_of", "is_notebook", "rows_of", "show_live"]
 
@@ -83,7 +84,9 @@ def as_html(models: Sequence[Model]) -> str:
     header = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
-    return f"<p>{counted(models)}</p>{table([one_line(name, MAX_CELL) for name in header], cells)}{rest}"
+    # A notebook has a style of its own, and is sent the table again and again.
+    bare = table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
+    return f"<p>{counted(models)}</p>{bare}{rest}"
 
 
 def _cell(value: object) -> str:
