@@ -66,7 +66,6 @@ IMPORTED = (
     "rich_click",
     # What workflows import.
     "botocore.session",
-    "matplotlib.pyplot",
     "obstore",
     "s3fs",
     "sklearn.datasets",
