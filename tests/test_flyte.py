@@ -106,10 +106,10 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
     assert found() == (None, None)
 
 
-def test_ranks_that_are_not_the_tasks_own_get_the_keys_to_flytes_storage() -> None:
+def test_ranks_that_are_not_the_tasks_own_get_the_keys_to_flytes_storage(tmp_path: Path) -> None:
     keys = S3Config(endpoint="http://127.0.0.1:9", access_key_id="id", secret_access_key="secret")
     here = FlyteContextManager.current_context()
-    access = FileAccessProvider("here", "s3://raw/data", data_config=DataConfig(s3=keys))
+    access = FileAccessProvider(str(tmp_path), "s3://raw/data", data_config=DataConfig(s3=keys))
     state = here.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     assert request_for(print, (), {}, Gang()).execution is None
     with FlyteContextManager.with_context(here.with_file_access(access).with_execution_state(state)):
