@@ -147,6 +147,8 @@ EXPLAINED = {
     # torchrun leaves it to gloo, which listens where the host's name resolves to, and to NCCL.
     "GLOO_SOCKET_IFNAME": (None, "lo"),
     "NCCL_SOCKET_IFNAME": (None, "lo"),
+    # Under torchrun nobody asks for what torch remembers of the last 2000 collectives; here a report waits for it.
+    "TORCH_FR_BUFFER_SIZE": (None, "64"),
     # No GPU is hidden from a torchrun's rank; one of ours without a GPU of its own sees none.
     "CUDA_VISIBLE_DEVICES": (None, ""),
     # Without them each of torchrun's ranks trains alone on CPUs, with Lightning's defaults and by Accelerate.
