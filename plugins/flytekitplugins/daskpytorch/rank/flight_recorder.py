@@ -92,7 +92,7 @@ def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
 
 
 def _entries_in(trace: bytes) -> Sequence[Mapping[str, Any]]:
-    entries: Sequence[Mapping[str, Any]] = pickle.loads(trace).get("entries", ())  # noqa: S301 - torch's own, of here
+    entries: Sequence[Mapping[str, Any]] = pickle.loads(trace).get("entries", ())  # noqa: S301 - by our own torch
     return [entry for entry in entries if not entry["is_p2p"]]
 
 
