@@ -118,7 +118,7 @@ def proxy(weed: Weed) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def bucket(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def bucket(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Has driver and ranks speak for somebody, by way of an endpoint; the URI."""
     weed.make_bucket("faults")
 
@@ -128,7 +128,8 @@ def bucket(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         S3FileSystem.clear_instance_cache()  # what it has opened before speaks for somebody else
         return f"s3://faults/{tmp_path.name}"
 
-    return enter
+    yield enter
+    S3FileSystem.clear_instance_cache()
 
 
 def test_token_that_expires_while_shards_are_written_or_committed_and_is_renewed_costs_a_line(

@@ -20,6 +20,7 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.data_persistence import FileAccessProvider
+from s3fs import S3FileSystem
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -123,6 +124,7 @@ def places(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Calla
             return str(tmp_path / "kept")
         for name, value in weed.env().items():
             monkeypatch.setenv(name, value)
+        S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
         weed.make_bucket("shards")
         return f"s3://shards/{tmp_path.name}"
 

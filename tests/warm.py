@@ -136,6 +136,7 @@ class WarmPython:
             "cwd": str(cwd),
             "env": dict(env),
             "session": new_session,
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             "descriptors": [1, 2, *pass_fds],
         }
         mine, keepers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -294,6 +295,7 @@ def _run(order: dict[str, Any], files: Sequence[int]) -> None:
     libc.on_exit(libc._exit, None)  # after Python's end, not after that of all of torch, which takes half a second
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])  # as its starter has it: not as the warm Python's had
     if order["session"]:
         os.setsid()
     _take(files, order["descriptors"])
