@@ -667,10 +667,10 @@ def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFil
         rank.checkpoint(start=saved, provided=provided).load()
 
 
-def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
+def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        link = _Link(ours, 2)
+        link = _Link(ours, 2, tmp_path)
         prompt = Prompt(0, Debugging(), link.send)
         link._follow(current_rank(), Provided(1), prompt)
         assert not link.provided.done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DistributedSampler
@@ -67,10 +68,10 @@ def test_sampler_that_is_used_as_it_should_be_is_not(told: list[Hint]) -> None:
     assert told == []
 
 
-def test_each_kind_is_reported_once_however_often_it_is_seen() -> None:
+def test_each_kind_is_reported_once_however_often_it_is_seen(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        link = _Link(ours, 0)
+        link = _Link(ours, 0, tmp_path)
         for step in range(20):  # a loss stays no number
             link.hint(of_loss(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan})))
             link.hint(of_exchange(0, 2))
