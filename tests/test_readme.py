@@ -46,6 +46,16 @@ def run_warm(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         return run_program(arguments if program == "python" else [SCRIPTS / program, *arguments], cwd=cwd)
 
 
+def run_example(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The block that begins with this file's name, by the command beside that; it goes well."""
+    [example] = [block for block in blocks("python") if block.startswith(f"# {name}: ")]
+    (folder / name).write_text(example)
+    command = example.splitlines()[0].removeprefix(f"# {name}: ")
+    done = run_warm(shlex.split(command), folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def test_the_example_trains(tmp_path: Path) -> None:
     example = blocks("python")[0]
     assert len(example.splitlines()) <= 25
@@ -66,23 +76,13 @@ def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
 
 
 def test_the_profiled_example_leaves_a_trace_of_each_rank(tmp_path: Path) -> None:
-    example = next(block for block in blocks("python") if block.startswith("# profiled.py:"))
-    (tmp_path / "profiled.py").write_text(example)
-    command = re.match(r"# profiled\.py: (.*)", example)
-    assert command
-    done = run_warm(shlex.split(command[1]), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_example("profiled.py", tmp_path)
     traces = [json.loads(file.read_text()) for file in (tmp_path / "traces").iterdir()]
     assert {trace["distributedInfo"]["rank"] for trace in traces} == {0, 1}
 
 
 def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> None:
-    example = next(block for block in blocks("python") if block.startswith("# goodput.py:"))
-    (tmp_path / "goodput.py").write_text(example)
-    command = re.match(r"# goodput\.py: (.*)", example)
-    assert command
-    done = run_warm(shlex.split(command[1]), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example("goodput.py", tmp_path)
     account = r"goodput \d+ %: [\d.]+ s of ([\d.]+) s stepping; starting [\d.]+ s"
     returned = re.search(account, done.stdout)
     told = re.match(rf"train: {account}", done.stderr.splitlines()[-1])
@@ -92,23 +92,13 @@ def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> 
 
 
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
-    example = next(block for block in blocks("python") if block.startswith("# resume.py:"))
-    (tmp_path / "resume.py").write_text(example)
-    command = re.match(r"# resume\.py: (.*)", example)
-    assert command
-    done = run_warm(shlex.split(command[1]), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example("resume.py", tmp_path)
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
 
 
 def test_the_example_of_a_sharded_state_trains_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = next(block for block in blocks("python") if block.startswith("# sharded.py:"))
-    (tmp_path / "sharded.py").write_text(example)
-    command = re.match(r"# sharded\.py: (.*)", example)
-    assert command
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
-    done = run_warm(shlex.split(command[1]), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_example("sharded.py", tmp_path)
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < 1.0
     assert len(list(tmp_path.glob("kept/*/*/gang/step-30/*/.metadata"))) == 1
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flytekitplugins.daskpytorch.driver.brain import GROWS
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.report import Event, Span, Tone
 
@@ -13,8 +14,6 @@ MAX_EVENTS = 2_000
 """That are kept; of more, the middle is forgotten."""
 MAX_SPANS = 400
 WORKERS, RANKS, TRAINING = "waiting for workers", "ranks start", "training"
-GROWN = "more workers have come"
-"""The reason to start again that is none to worry about."""
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Story:
     def restarting(self, reason: str, step: int | None) -> None:
         """An attempt is over, and another follows."""
         start = f"from step {step:,}" if step is not None else "from the beginning, since no checkpoint was saved"
-        grows = reason.startswith(GROWN)
+        grows = reason.startswith(GROWS)
         self.tell(f"starts again {start}: {reason}", "good" if grows else "bad")
         self.restarts = [*self.restarts, (step or 0, reason.partition("\n")[0])][-MAX_SPANS:]
         self.num_attempts += 1

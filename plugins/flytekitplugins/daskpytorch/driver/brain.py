@@ -50,7 +50,7 @@ from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
-__all__ = ["Brain", "GangCancelledError", "Rendezvous"]
+__all__ = ["GROWS", "Brain", "GangCancelledError", "Rendezvous"]
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
@@ -67,6 +67,8 @@ STACKS_WAIT = 1.5
 TICK = 1.0
 """Seconds between looks at what may have changed without an event."""
 SCHEDULER_LOST = "the Dask scheduler was lost"
+GROWS = "more workers have come"
+"""The one reason to start again that is none to worry about."""
 NOTICE_INTERVAL = 10.0
 """Seconds between two words about what is waited for."""
 
@@ -764,7 +766,7 @@ class Brain:
         if request is not None and not attempt.has_own_failure:  # losses are what such requests are made of
             return self._go_on_without(request)
         if self._is_growing and not attempt.has_earnest_failure:
-            return "more workers have come"
+            return GROWS
         failure = self._failure(attempt)
         root_failure = attempt.root_failure()
         if (refusal := self._policy.refusal(failure)) is not None:
