@@ -82,7 +82,7 @@ def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str |
 
 
 def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+    monkeypatch.setattr(settings, "is_installed", lambda _: False)
     with pytest.raises(ValueError, match=r"Gang\(checkpoint_uri='oci://b/kept'\): must be reached by .* Install ocifs"):
         Gang(checkpoint_uri="oci://b/kept")
 

@@ -29,7 +29,7 @@ def test_whatever_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = [
         project["optional-dependencies"][extra]
-        for extra in ("debug", "export", "lightning", "mlflow", "s3", "sweep", "tensorboard", "transformers")
+        for extra in ("debug", "lightning", "mlflow", "pictures", "s3", "sweep", "tensorboard", "transformers", "wandb")
     ]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *extras)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "_typeshed"}

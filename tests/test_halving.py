@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from distributed import Client
 
-from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError, dispatch
+from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep import halving
@@ -305,12 +304,6 @@ def test_optuna_says_nothing_and_keeps_its_settings(caplog: pytest.LogCaptureFix
 
 
 # ---- Without it
-
-
-def test_without_optuna_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r'pip install "flytekitplugins-daskpytorch\[sweep\]"'):
-        dispatch.map(Client.__new__(Client), len, [1], stop_early=LOSS)  # it is not asked for anything
 
 
 def test_optuna_is_imported_only_when_it_is_asked_for() -> None:

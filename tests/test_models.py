@@ -182,12 +182,6 @@ def test_columns_of_one_name_are_told_apart() -> None:
     ]
 
 
-def test_without_pandas_it_is_said_what_to_install(models: ModelFutures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'pip install "flytekitplugins-daskpytorch\[sweep\]"'):
-        models.to_frame()
-
-
 # ---- Notebooks
 
 

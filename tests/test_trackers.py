@@ -19,8 +19,6 @@ from werkzeug.serving import BaseWSGIServer, make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display import mlflow as mlflow_tracker
-from flytekitplugins.daskpytorch.display import tensorboard as event_files
 from flytekitplugins.daskpytorch.display import tracker
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -453,21 +451,6 @@ def test_mlflow_server_that_never_comes_costs_notices(
 
 
 # ---- Settings
-
-
-@pytest.mark.parametrize(
-    ("make", "module", "extra"),
-    [
-        (lambda: TensorBoard(folder="f"), event_files, "tensorboard"),
-        (lambda: MLflow(experiment="e"), mlflow_tracker, "mlflow"),
-    ],
-)
-def test_what_is_not_installed_is_named_when_the_config_is_made(
-    make: Callable[[], Any], module: Any, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=rf'pip install "flytekitplugins-daskpytorch\[{extra}\]"'):
-        make()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch.errors import (
     StoppedEarlyError,
     WorkerLostError,
 )
+from flytekitplugins.daskpytorch.extras import require_flytekit
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process import log, streams
@@ -102,12 +103,16 @@ HOMES = {
     "export_safetensors": f"{__name__}.rank.export",
 }
 """The modules of what is imported when it is first named, with all that it needs."""
+OF_FLYTEKIT = {"flytekitplugins.dask", f"{__name__}.flyte.config"}
+"""Those of them that are nothing without it."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("data", "dispatch", "report", "results"):
         return import_module(f"{__name__}.{name}")
     if name in HOMES:
+        if HOMES[name] in OF_FLYTEKIT:
+            require_flytekit(name)
         return getattr(import_module(HOMES[name]), name)
     if name == "__version__":
         return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")

@@ -160,7 +160,6 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
             an id, `storage` has another call's models, or what `run` says of `gang`.
         GangStartError: The cluster has fewer workers than some experiment takes.
         TypeError: The function or an experiment cannot be pickled, or what `run` says of functions and arguments.
-        ImportError: `stop_early` needs Optuna, which is not installed.
     """
     from flytekitplugins.daskpytorch.sweep import models
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage

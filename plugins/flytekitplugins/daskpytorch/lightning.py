@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.rank import checkpoint_files
 from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
@@ -28,6 +29,7 @@ MINIMUM_VERSION = "2.6"
 """With 2.4 a killed training came to another result than the undisturbed one."""
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
+    require_extra("lightning", "flytekitplugins.daskpytorch.lightning")
     from lightning.pytorch.callbacks import Checkpoint
 
     require("lightning", MINIMUM_VERSION)

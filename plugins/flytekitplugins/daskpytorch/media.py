@@ -6,6 +6,8 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
+from flytekitplugins.daskpytorch.extras import require_extra
+
 __all__ = ["Histogram", "Picture"]
 
 NUM_BINS = 64
@@ -56,8 +58,10 @@ class Picture:
             caption: What to say below it.
 
         Raises:
+            ImportError: The extra `pictures` is not installed; those of the trackers bring it.
             ValueError: The pixels are of another shape.
         """
+        require_extra("pictures", "Picture.of(...)")
         file = io.BytesIO()
         if hasattr(picture, "savefig"):
             picture.savefig(file, format="png")

@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
+
+from flytekitplugins.daskpytorch.extras import is_installed, require_extra
 
 if TYPE_CHECKING:
     import optuna
@@ -216,6 +217,10 @@ class EarlyStopping:
     reduction_factor**2`, ... epochs, with the values that all models had there so far, and goes on if it is among the
     best `1 / reduction_factor` of them; of fewer than twice `reduction_factor`, if it is the best. Nobody waits for
     others, so the first at a rung always goes on.
+
+    Raises:
+        ImportError: The extra `sweep` is not installed.
+        ValueError: A field is not what it must be.
     """
 
     metric: str
@@ -230,6 +235,7 @@ class EarlyStopping:
     """Epochs that every model gets."""
 
     def __post_init__(self) -> None:
+        require_extra("sweep", "EarlyStopping(...)")
         problems = Problems("EarlyStopping", self)
         problems.unless(isinstance(self.metric, str) and bool(self.metric), "metric", "a metric's name")
         problems.unless(is_among(self.mode, MODES), "mode", f"one of {', '.join(MODES)}")
@@ -272,7 +278,12 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Wandb:
-    """One Weights & Biases run for the whole gang, fed by rank 0."""
+    """One Weights & Biases run for the whole gang, fed by rank 0.
+
+    Raises:
+        ImportError: The extra `wandb` is not installed.
+        ValueError: A field is not what it must be.
+    """
 
     project: str
     """The project that the run belongs to."""
@@ -298,6 +309,7 @@ class Wandb:
     """Where offline runs are written; None is `WANDB_DIR`, or the directory that the task was started in."""
 
     def __post_init__(self) -> None:
+        require_extra("wandb", "Wandb(...)")
         problems = Problems("Wandb", self)
         problems.unless(is_text(self.project), "project", "a project's name")
         problems.unless(
@@ -342,7 +354,7 @@ def instead_of(uri: object, allowed: str = A_URI) -> str | None:
     if protocol == "memory" or not rest.strip("/") or protocol not in {*registry, *known_implementations}:
         return f"{allowed}, which every rank can reach" if protocol == "memory" else allowed
     package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
-    if protocol in registry or find_spec(package) is not None:
+    if protocol in registry or is_installed(package):
         return None
     return f"reached by a package that is not installed: {known_implementations[protocol].get('err', package)}"
 

@@ -12,14 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.rank import checkpoint_files
 from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
 
 __all__ = ["GangCallback"]
+
+require_extra("transformers", "flytekitplugins.daskpytorch.transformers")
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402 - or its error
 
 require("transformers", "5.19")  # those before cannot go on from a checkpoint on CPUs with today's torch
 

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,6 +20,7 @@ from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTrans
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
+from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +38,6 @@ OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 MAX_LOADER_WORKERS = 1024
 NUM_DECODERS = 2
 """Threads per process; with two rather than as many as read, a batch takes a tenth less time on two cores."""
-PACKAGES = ("botocore", "obstore", "PIL", "torchvision")
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
 """As s3fs calls them."""
 CLIENT_OPTIONS = ("endpoint_url", "region_name")
@@ -119,9 +118,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             FileNotFoundError: There is no such bucket, or no picture in the folder.
             PermissionError: It may not be listed.
             OSError: The server cannot be reached.
-            ImportError: What it reads by is not installed.
+            ImportError: The extra `s3` is not installed.
         """
-        _require_packages()
+        require_extra("s3", "S3ImageFolder")
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
         checks: dict[str, tuple[object, bool, str]] = {
             "decoder": (decoder, decoder in get_args(image_decoder.Decoder), "'pil' or 'torchvision'"),
@@ -323,15 +322,6 @@ class _Source:
 
     def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
         return _Source, (self._name, self._access)
-
-
-def _require_packages() -> None:
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f'S3ImageFolder needs {", ".join(missing)}: pip install "flytekitplugins-daskpytorch[s3]", here and where '
-            "the ranks run"
-        )
 
 
 def _counters() -> Tensor:

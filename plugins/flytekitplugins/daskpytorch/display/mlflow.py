@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Picture
 from flytekitplugins.daskpytorch.protocol.observer import Training
 from flytekitplugins.daskpytorch.settings import TEXT, Problems, is_text
@@ -53,7 +53,7 @@ class MLflow:
     first reached. Credentials are what MLflow itself takes them from, such as `MLFLOW_TRACKING_TOKEN`.
 
     Raises:
-        ImportError: mlflow is not installed.
+        ImportError: The extra `mlflow` is not installed.
         ValueError: A field is not what it must be.
     """
 
@@ -68,11 +68,7 @@ class MLflow:
     """Added to the run's."""
 
     def __post_init__(self) -> None:
-        if find_spec("mlflow") is None:
-            raise ImportError(
-                "MLflow(...) needs mlflow, which is not installed here: "
-                'pip install "flytekitplugins-daskpytorch[mlflow]"'
-            )
+        require_extra("mlflow", "MLflow(...)")
         problems = Problems("MLflow", self)
         problems.unless(is_text(self.experiment), "experiment", "an experiment's name")
         is_path = isinstance(self.uri, os.PathLike)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
@@ -38,7 +38,7 @@ class TensorBoard:
     checkpoint are those that came last.
 
     Raises:
-        ImportError: tensorboard is not installed.
+        ImportError: The extra `tensorboard` is not installed.
         ValueError: A field is not what it must be.
     """
 
@@ -50,11 +50,7 @@ class TensorBoard:
     runs. A name that is there already is gone on with."""
 
     def __post_init__(self) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError(
-                "TensorBoard(...) needs tensorboard, which is not installed here: "
-                'pip install "flytekitplugins-daskpytorch[tensorboard]"'
-            )
+        require_extra("tensorboard", "TensorBoard(...)")
         problems = Problems("TensorBoard", self)
         is_path = isinstance(self.folder, os.PathLike)
         if (allowed := None if is_path else instead_of(self.folder)) is not None:

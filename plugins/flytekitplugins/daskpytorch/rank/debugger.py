@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
+from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging
 from flytekitplugins.daskpytorch.rank import imports
@@ -182,13 +183,9 @@ def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None
     if (port := order.job.debugging.ports.get(rank)) is None:
         return
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning of Python's own modules, which are frozen
-    try:
-        import debugpy  # noqa: T100
-    except ImportError as error:
-        raise ImportError(
-            f"{PORTS_VARIABLE} asks for rank {rank} to be debugged, which needs debugpy where it runs: "
-            'pip install "flytekitplugins-daskpytorch[debug]"'
-        ) from error
+    require_extra("debug", f"{PORTS_VARIABLE} (rank {rank})")
+    import debugpy  # noqa: T100
+
     debugpy.listen((HOST, port))  # noqa: T100
     host = os.uname().nodename
     send(reports.Waits(f"rank {rank} waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"))

@@ -47,17 +47,10 @@ def export_safetensors(
         The folder.
 
     Raises:
-        ImportError: safetensors is not installed.
         TypeError: Something in the state is no tensor.
         ValueError: The ranks have not the same names, or no folder is named outside a Flyte task.
         OSError: A file cannot be written; on every rank.
     """
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            'export_safetensors needs safetensors: pip install "flytekitplugins-daskpytorch[export]"'
-        ) from error
     _check(state)
     folder = _folder(uri)
     files = _split(state, max_file_size)

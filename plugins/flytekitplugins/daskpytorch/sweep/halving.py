@@ -27,11 +27,7 @@ MAX_NAMES = 20
 
 
 class Halving:
-    """All models of one `dispatch.map`, and how they compare.
-
-    Raises:
-        ImportError: Optuna is not installed.
-    """
+    """All models of one `dispatch.map`, and how they compare."""
 
     def __init__(self, settings: EarlyStopping, num_models: int) -> None:
         self.settings = settings
@@ -191,13 +187,8 @@ class _Judge(Observer):
 
 
 def _new_study(settings: EarlyStopping) -> optuna.Study:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(
-            "dispatch.map(stop_early=...) needs Optuna, which is not installed here: "
-            'pip install "flytekitplugins-daskpytorch[sweep]"'
-        ) from error
+    import optuna
+
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study that is made
     try:

@@ -18,6 +18,7 @@ from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
+from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -179,14 +180,11 @@ class ModelFutures(Futures[ModelFuture]):
         before it has `experiment.` before its name, a metric `metric.`.
 
         Raises:
-            ImportError: pandas is not installed.
+            ImportError: The extra `sweep` is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError(
-                'to_frame() needs pandas, which is not installed here: pip install "flytekitplugins-daskpytorch[sweep]"'
-            ) from error
+        require_extra("sweep", "to_frame()")
+        import pandas as pd
+
         rows = rows_of(self._futures)
         return pd.DataFrame(rows, index=pd.Index(range(len(rows)), name="model")).drop(columns="model", errors="ignore")
 

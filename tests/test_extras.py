@@ -1,0 +1,122 @@
+"""What is installed only where it is asked for: the core does without, and who configures it is told of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+import flytekitplugins.daskpytorch
+from conftest import REPOSITORY
+from flytekitplugins.daskpytorch import EarlyStopping, MLflow, Picture, TensorBoard, Wandb, extras
+from flytekitplugins.daskpytorch.data import S3ImageFolder
+
+EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+BY_COMMAND = {"profile"}
+"""Extras of which a program is run, and nothing imported."""
+OF_THIS_REPOSITORY = {"workflows", "test", "dev", "bench"}
+"""Those that are for its own files."""
+CONFIGURED: dict[str, Callable[[], Any]] = {
+    "lightning": lambda: import_module("flytekitplugins.daskpytorch.lightning"),
+    "mlflow": lambda: MLflow(experiment="e"),
+    "pictures": lambda: Picture.of([[0.0]]),
+    "s3": lambda: S3ImageFolder("s3://bucket/prefix"),
+    "sweep": lambda: EarlyStopping(metric="loss"),
+    "tensorboard": lambda: TensorBoard(folder="f"),
+    "transformers": lambda: import_module("flytekitplugins.daskpytorch.transformers"),
+    "wandb": lambda: Wandb(project="p"),
+}
+"""By what a user asks for an extra, before anything is trained."""
+BLOCKED = """
+import sys
+from importlib.machinery import PathFinder
+
+class Light(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in sys.argv[1:] else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Light
+from flytekitplugins.daskpytorch import *
+from flytekitplugins.daskpytorch import data, dispatch, report, results, testing
+from flytekitplugins.daskpytorch.node import agent, fork_server
+from flytekitplugins.daskpytorch.rank import main
+from flytekitplugins.daskpytorch.sweep import models
+
+from flytekit import task
+
+@task(task_config=SpawnDDP(gang=Gang(debug=True)))
+def train() -> float:
+    current_rank().log({"loss": 0.5})
+    return 0.5
+
+if __name__ == "__main__":
+    print(train())
+"""
+
+
+def flat(extra: str) -> set[str]:
+    """The packages of an extra, with those of the extras that it names."""
+    names = set()
+    for requirement in map(Requirement, EXTRAS[extra]):
+        names |= set().union(*map(flat, requirement.extras)) if requirement.extras else {requirement.name}
+    return names
+
+
+def test_the_core_trains_with_nothing_of_any_extra(tmp_path: Path) -> None:
+    optional = sorted({package for packages in extras.PACKAGES.values() for package in packages})
+    (tmp_path / "script.py").write_text(BLOCKED)
+    command = [sys.executable, "script.py", *optional]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout == "0.5\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "package"), [(extra, package) for extra in CONFIGURED for package in extras.PACKAGES[extra]]
+)
+def test_what_is_not_installed_is_named_when_it_is_configured(
+    extra: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("lightning", "transformers"):
+        monkeypatch.delitem(sys.modules, f"flytekitplugins.daskpytorch.{module}", raising=False)
+    for module in ("pytorch_lightning", "lightning.pytorch"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs .*{package}.*pip install 'flytekitplugins-daskpytorch\[{extra}\]'"):
+        CONFIGURED[extra]()
+
+
+def test_the_folder_of_offline_runs_is_not_what_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert not extras.is_installed("wandb")
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"), [((3, 12), "pip install 'flytekitplugins-daskpytorch'"), ((3, 13), "Flyte 2")]
+)
+def test_without_flytekit_the_task_types_say_so(
+    version: tuple[int, int], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda package: package != "flytekit")
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(ImportError, match=f"DaskDDP needs flytekit.*{advice}"):
+        _ = flytekitplugins.daskpytorch.DaskDDP
+
+
+def test_each_extra_holds_what_is_looked_for() -> None:
+    assert EXTRAS.keys() - BY_COMMAND - OF_THIS_REPOSITORY == extras.PACKAGES.keys()
+    distributions = packages_distributions()
+    for extra, packages in extras.PACKAGES.items():
+        found = {name for package in packages for name in distributions[package]}
+        assert found & flat(extra), extra
+        assert all(flat(extra) & set(distributions[package]) for package in packages), extra
