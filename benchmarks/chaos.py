@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import schedules
+from figures import Figure, Goal, reported
 from launch import machine
 from running import ROOT, Cluster, Program, nothing_left, until, worker_of
 
@@ -323,6 +324,20 @@ def accounts(trainings: list[Training]) -> Iterator[str]:
         yield f"| {label} | {training.wall:.2f} | {whole} | {' | '.join(f'{part:.2f}' for part in parts)} |"
 
 
+def figures(faults: list[Fault], trainings: list[Training]) -> Iterator[Figure]:
+    """What was to be reached, and what was."""
+    right = sum(fault.is_blamed for fault in faults)
+    goals = [Goal(bound=len(faults), of="here")]
+    yield Figure(what=f"random faults blamed rightly, of {len(faults)}", here=[right], unit="", goals=goals)
+    yield Figure(what="random fault to the next step of all ranks", here=[fault.seconds for fault in faults])
+    for label, training in zip(("undisturbed", "with faults"), trainings, strict=True):
+        parts = [training.goodput[name] for name in training.goodput if name != "total"]
+        missing = 100 * abs(sum(parts) / training.wall - 1)
+        goals = [Goal(bound=100 * MAX_UNACCOUNTED, of="here", at_most=True)]
+        what = f"where the time of a training went, {label}: beside the wall time"
+        yield Figure(what=what, here=[missing], unit="%", goals=goals)
+
+
 def run_schedules(seed: int, indices: list[int]) -> NoReturn:
     """Run schedules, and end with the exit code that says whether all ended as they must."""
     print(machine(), f"seed {seed}", sep="\n", flush=True)
@@ -377,6 +392,7 @@ def main() -> None:
         trainings.append(Training(*json.loads(driver.hear("trained", 3600))))
         num_weights, differing = json.loads(driver.hear("compared"))
         print(*summary(faults, trainings, num_weights, differing), "", *accounts(trainings), sep="\n", flush=True)
+        print(*reported(figures(faults, trainings)), sep="\n", flush=True)
     if len(faults) < num_faults:
         print(f"the training was over after {len(faults)} of {num_faults} faults; give more --epochs")
     undisturbed, disturbed = trainings

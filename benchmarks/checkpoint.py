@@ -17,8 +17,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from figures import Figure, Goal, reported
 from launch import machine
 
 Times = dict[str, list[float]]
@@ -135,6 +137,15 @@ def main() -> None:
     for what, text in WHATS.items():
         ratio = statistics.median(times["ours"][what]) / statistics.median(times["dcp"][what])
         print(f"| {text} | {cell(times['ours'][what])} | {cell(times['dcp'][what])} | {ratio:.2f} |")
+    print("", *reported(figures(times, size)), sep="\n")
+
+
+def figures(times: dict[str, Times], size: float) -> Iterator[Figure]:
+    """What was to be reached, and what was."""
+    for what, text in WHATS.items():
+        described = f"{size:g} MB by `save`, two ranks: {text}"
+        theirs, goals = times["dcp"][what], [Goal(bound=1.0, at_most=True)]
+        yield Figure.beside("`async_save`", theirs, share=True, what=described, here=times["ours"][what], goals=goals)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ending import PYFLYTE, TIME_LIMIT, TORCHRUN, Row, measured, spread, started
+from figures import Figure, Goal, reported
 from launch import console_script, machine
 
 
@@ -55,6 +57,16 @@ def main() -> None:
     for row, taken in times.items():
         ratio = statistics.median(mine / theirs for mine, theirs in zip(taken, torchrun, strict=True))
         print(f"| {row.label} | {spread(taken)} | {ratio:.2f} x |")
+    print("", *reported(figures(times)), sep="\n")
+
+
+def figures(times: dict[Row, list[float]]) -> Iterator[Figure]:
+    """What was to be reached, and what was."""
+    (_, theirs), *others = times.items()
+    for row, taken in others:
+        what = f"Enter to the first step of a file just changed, two ranks, {row.label}"
+        goals = [Goal(bound=1.0, at_most=True)]
+        yield Figure.beside("`torchrun`", theirs, share=True, what=what, here=taken, goals=goals)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
+from figures import Figure, Goal, reported
 from launch import JOIN, gpus, machine, verdict
 from running import FOLLOW, Cluster, Gang, nothing_left
 
@@ -274,14 +275,21 @@ def spread(values: list[float], unit: str) -> str:
     return f"{statistics.median(values):.2f}{unit} ({min(values):.2f}–{max(values):.2f})"
 
 
-def goals(plan: Plan, measured: Measured) -> Iterator[str]:
+def figures(plan: Plan, measured: Measured) -> Iterator[Figure]:
     """What was to be reached, and what was."""
-    for n in plan.ranks:
-        together = [scaling for scaling, m in plan.cells if m == n and scaling != "apart"]
-        speed = statistics.median(ratio for scaling in together for ratio in measured.beside(scaling, n))
-        yield f"- as fast as under `torchrun`, ranks: {n}: {verdict(speed >= 1)}, {speed:.3f}×"
+    for scaling, n in plan.cells:
+        here, theirs = (measured.throughput[scaling, n, side] for side in ("gang", "torchrun"))
+        what = f"training by DDP ({plan.backend}), ranks: {n}, {scaling}"
+        goals = [Goal(bound=1.0)] if scaling != "apart" else []
+        yield Figure.beside("`torchrun`", theirs, what=what, here=here, unit="samples/s", goals=goals)
+
+
+def is_equal(measured: Measured) -> str:
+    """Whether all have learnt the same."""
     reached = {found.num_epochs for trainings in measured.to_loss.values() for found in trainings}
-    yield f"- the loss after the same number of epochs everywhere: {verdict(len(reached) == 1 and None not in reached)}"
+    return (
+        f"- the loss after the same number of epochs everywhere: {verdict(len(reached) == 1 and None not in reached)}"
+    )
 
 
 # ---- The command ----------------------------------------------------------------------------------------------------
@@ -340,7 +348,7 @@ def main() -> None:
     with nothing_left("efficiency") as folder:
         measured = measure(plan, folder)
     tables = *throughput_table(plan, measured), "", *loss_table(plan, measured)
-    print(on_what, "", *tables, "", *goals(plan, measured), sep="\n")
+    print(on_what, "", *tables, "", *reported(figures(plan, measured)), is_equal(measured), sep="\n")
 
 
 if __name__ == "__main__":

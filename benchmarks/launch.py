@@ -43,6 +43,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from figures import Figure, Goal, reported
+
 TIME_LIMIT = 180.0
 """Seconds for any one launch, or for a cluster to come up; the process is killed then."""
 PAUSE = 0.5
@@ -350,7 +352,7 @@ ROWS = (
     Row("fresh", "**`dispatch.run`, first gang on a cluster**", lambda at: Driver(script(at, DASK), at, stays=False)),
     Row("pyflyte", "**`pyflyte run`, cold**", lambda at: Command(pyflyte(at), at)),
 )
-TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, _, PYFLYTE_ROW = ROWS
+TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, FRESH_ROW, PYFLYTE_ROW = ROWS
 
 
 def torchrun(folder: Path) -> list[str]:
@@ -427,18 +429,23 @@ def table(times: Times) -> Iterator[str]:
         yield f"| {row.label} | {statistics.median(seconds):.3g} s | {spread} | {speed:.2g}× |"
 
 
-def goals(times: Times) -> Iterator[str]:
+def figures(times: Times) -> Iterator[Figure]:
     """What was to be reached, and what was; nobody can start CUDA in the time that a warm gang has for its launch."""
-    if WARM_ROW in times and os.environ[BACKEND] == "gloo":
-        seconds, factor = statistics.median(times[WARM_ROW]), ratio(times, TORCHRUN_ROW, WARM_ROW)
-        yield f"- warm gang within 0.1 s: {verdict(seconds <= 0.1)}, {seconds:.3f} s"
-        yield f"- 30× as fast as `torchrun`: {verdict(factor >= 30)}, {factor:.0f}×"
+    gang = f"{os.environ[SIZE]} ranks ({os.environ[BACKEND]}), launch to first all-reduce"
+    peer, theirs = "`torchrun`", times[TORCHRUN_ROW]
+    if WARM_ROW in times:
+        goals = [Goal(bound=0.03, of="here", at_most=True), Goal(bound=100)] if os.environ[BACKEND] == "gloo" else []
+        yield Figure.beside(peer, theirs, what=f"{gang}, warm", here=times[WARM_ROW], goals=goals)
     if WARM_ROW in times and RAY_ROW in times:
-        factor = ratio(times, RAY_ROW, WARM_ROW)
-        yield f"- 100× as fast as a warm Ray Train `fit()`: {verdict(factor >= 100)}, {factor:.0f}×"
+        what = f"{gang}, warm, beside Ray Train on a running Ray"
+        yield Figure.beside("Ray Train", times[RAY_ROW], what=what, here=times[WARM_ROW], goals=[Goal(bound=250)])
+    if FRESH_ROW in times:
+        goals = [Goal(bound=1.0, of="here", at_most=True)]
+        yield Figure.beside(peer, theirs, what=f"{gang}, first gang on a cluster", here=times[FRESH_ROW], goals=goals)
     if PYFLYTE_ROW in times:
-        factor = ratio(times, PYFLYTE_ROW, TORCHRUN_ROW)
-        yield f"- cold `pyflyte run` within 1.5× the time of `torchrun`: {verdict(factor <= 1.5)}, {factor:.2f}×"
+        goals = [Goal(bound=0.8, at_most=True)]
+        what = f"{gang}, cold `pyflyte run`"
+        yield Figure.beside(peer, theirs, share=True, what=what, here=times[PYFLYTE_ROW], goals=goals)
 
 
 def verdict(reached: bool) -> str:
@@ -521,7 +528,7 @@ def main() -> None:
     on_what = machine()
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         times = measure(chosen(arguments.skip), 1 if arguments.quick else arguments.rounds, Path(folder))
-    print(on_what, "", *table(times), "", *goals(times), sep="\n")
+    print(on_what, "", *table(times), "", *reported(figures(times)), sep="\n")
 
 
 if __name__ == "__main__":

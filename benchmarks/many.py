@@ -1,13 +1,14 @@
 """How well many models are packed onto one cluster, and what each costs besides its training, beside Ray Tune.
 
     pip install '.[bench]'                              # Ray; without it, --skip ray
-    python benchmarks/many.py                           # three rounds, some nine minutes, a table at the end
+    python benchmarks/many.py                           # three rounds of three mixes, half an hour
     python benchmarks/many.py --quick --skip ray        # one small round: does it still run?
 
-27 experiments of fake work of equal length take one, two or four workers each, on four workers. The best packing of
-them is known: all of size four alone, the others side by side without a gap. Its makespan is the measure. Every round
-runs the same grid by `dispatch.map` and by Ray Tune (a placement group per trial), in turn, on clusters that are up.
-The cost of a model is the time of many that do nothing, divided by their number: starting, meeting, ending.
+27 experiments of fake work of equal length take one, two or four workers each, on four workers, in three mixes. The
+best packing of them is known: all of size four alone, the others side by side without a gap. Its makespan is the
+measure. Every round runs the same grid by `dispatch.map` and by Ray Tune (a placement group per trial), in turn, on
+clusters that are up. The cost of a model is the time of many that do nothing, divided by their number: starting,
+meeting, ending.
 
 Ranks are processes that form a process group; Ray Tune's trials are functions in actors that do not. The ranks of one
 gang share this machine's cores, as their start does, so the fewer the cores, the dearer a large gang.
@@ -20,9 +21,11 @@ import json
 import random
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from figures import Figure, Goal, reported
 from launch import machine
 from running import Cluster, Program, nothing_left
 
@@ -117,7 +120,7 @@ def chosen(folder: Path, contact: str, skipped: list[str]) -> dict[str, Program]
     return programs
 
 
-def measure_packing(programs: dict[str, Program], sizes: list[int], seconds: float, rounds: int) -> list[str]:
+def measure_packing(programs: dict[str, Program], sizes: list[int], seconds: float, rounds: int) -> Iterator[str]:
     """The rows of the table that compares makespans."""
     best = best_makespan(sizes, seconds)
     times: dict[str, list[float]] = {name: [] for name in programs}
@@ -126,21 +129,33 @@ def measure_packing(programs: dict[str, Program], sizes: list[int], seconds: flo
             times[name].append(run(program, grid_of(sizes, seconds))[0])
             print(f"round {number}: {name} {times[name][-1]:.1f} s", file=sys.stderr)
     count = ", ".join(f"{sizes.count(size)} of {size}" for size in SIZES)
-    rows = [f"{len(sizes)} experiments ({count} workers) of {seconds:g} s; the best packing takes {best:g} s"]
+    grid = f"{len(sizes)} models ({count} workers) of {seconds:g} s"
+    yield f"{grid}; the best packing takes {best:g} s"
     for name, taken in times.items():
-        median = statistics.median(taken)
-        rows.append(
-            f"| {name} | {median:.1f} s | {min(taken):.1f}-{max(taken):.1f} s | {median / best:.3f} x the best |"
+        yield (
+            f"| {name} | {statistics.median(taken):.1f} s | {min(taken):.1f}-{max(taken):.1f} s "
+            f"| {statistics.median(taken) / best:.3f} x the best |"
         )
-    return rows
+    yield from reported([packing(grid, best, *times.values())])
 
 
-def measure_cost(program: Program, count: int) -> list[str]:
+def packing(grid: str, best: float, ours: list[float], rays: Sequence[float] = ()) -> Figure:
+    """How much longer than the best packing it takes."""
+    here, theirs = ([taken / best for taken in each] for each in (ours, rays))
+    goals, what = [Goal(bound=1.03, of="here", at_most=True)], f"{grid}: makespan beside the best packing"
+    if not theirs:
+        return Figure(what=what, here=here, unit="×", goals=goals)
+    return Figure.beside("Ray Tune", theirs, share=True, what=what, here=here, unit="×", goals=goals)
+
+
+def measure_cost(program: Program, count: int, rounds: int) -> Iterator[str]:
     """What a model costs besides its training."""
     before = run(program, grid_of([1] * 8, 0.0))[1]
-    seconds, after = run(program, grid_of([1] * count, 0.0))
-    cost, grown = 1000 * seconds / count, (after - before) / 2**20
-    return [f"{count} experiments that do nothing: {cost:.1f} ms each; the driver's memory grew by {grown:.1f} MiB"]
+    taken = [run(program, grid_of([1] * count, 0.0)) for _ in range(rounds)]
+    costs, grown = [1000 * seconds / count for seconds, _ in taken], (taken[-1][1] - before) / 2**20
+    yield f"{count} models that do nothing, {rounds} times: the driver's memory grew by {grown:.1f} MiB"
+    goals = [Goal(bound=10, of="here", at_most=True)]
+    yield from reported([Figure(what=f"a model that does nothing, one of {count}", here=costs, unit="ms", goals=goals)])
 
 
 def main() -> None:
@@ -149,13 +164,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
     parser.add_argument("--work", type=float, default=3.0, help="seconds of fake work per experiment (default: 3)")
     parser.add_argument("--trivial", type=int, default=1000, help="experiments that do nothing (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="decides the sizes (default: 0)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the mixes of sizes (default: 0 1 2)"
+    )
     parser.add_argument("--skip", nargs="*", default=[], choices=["ray"], help="peers to leave out")
     parser.add_argument("--quick", action="store_true", help="one round, little work")
     asked = parser.parse_args()
     if asked.quick:
-        asked.rounds, asked.work, asked.trivial = 1, 1.0, 50
-    sizes = random.Random(asked.seed).choices(SIZES, k=NUM_EXPERIMENTS)
+        asked.rounds, asked.work, asked.trivial, asked.seeds = 1, 1.0, 50, [0]
+    mixes = [random.Random(seed).choices(SIZES, k=NUM_EXPERIMENTS) for seed in asked.seeds]
     with nothing_left("many") as folder:
         cluster = Cluster(folder / "cluster", NUM_WORKERS)
         programs = chosen(folder, cluster.contact, asked.skip)
@@ -163,8 +180,8 @@ def main() -> None:
             program.hear("ready")
             run(program, grid_of([1] * 8, 0.0))
             print(f"{name} is warm", file=sys.stderr)
-        rows = measure_packing(programs, sizes, asked.work, asked.rounds)
-        rows += measure_cost(programs["dispatch.map"], asked.trivial)
+        rows = [row for sizes in mixes for row in measure_packing(programs, sizes, asked.work, asked.rounds)]
+        rows += measure_cost(programs["dispatch.map"], asked.trivial, asked.rounds)
         cluster.close()
     print("\n".join([machine(), *rows]))
 

