@@ -123,12 +123,22 @@ def test_ranks_that_are_not_the_tasks_own_get_the_keys_to_flytes_storage(tmp_pat
 
 
 def test_a_host_that_is_imported_later_does_not_take_the_place_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_current", "_has_last"):
-        monkeypatch.setattr(host, name, getattr(host, name))
+    monkeypatch.setattr(host, "_hosts", [])
+    monkeypatch.setattr(host, "_has_last", False)
     of_driver = host.Execution()
     host.provide(lambda: of_driver, is_last=True)
     host.provide(context.current)
     assert current_execution() is of_driver
+
+
+def test_of_two_hosts_the_one_answers_whose_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_hosts", [])
+    older, newer = host.Execution(), host.Execution()
+    host.provide(lambda: older)
+    host.provide(lambda: newer)
+    assert current_execution() is newer
+    older.task = object()
+    assert current_execution() is older
 
 
 def test_the_host_is_there_as_soon_as_flytekit_is_and_not_before() -> None:

@@ -28,9 +28,9 @@ from flytekitplugins.daskpytorch import (
     dispatch,
     settings,
 )
-from flytekitplugins.daskpytorch.flyte import local_runs
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
+from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
 from processes import until
 

@@ -18,6 +18,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.flyte import live_deck
+from flytekitplugins.daskpytorch.task import live_page
 from test_deck import record, shape, state
 
 Entered = Callable[..., Path]
@@ -26,8 +27,8 @@ Entered = Callable[..., Path]
 @pytest.fixture
 def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ExecutionState.Mode], None]]:
     """Makes this a task in that mode; flytekit's files lie below the test's folder."""
-    monkeypatch.setattr(live_deck, "INTERVAL", 0.01)
-    monkeypatch.setattr(live_deck, "SHARE", 1.0)
+    monkeypatch.setattr(live_page, "INTERVAL", 0.01)
+    monkeypatch.setattr(live_page, "SHARE", 1.0)
     before = FlyteContextManager.size()
 
     def enter(mode: ExecutionState.Mode) -> None:
@@ -87,7 +88,7 @@ def test_nothing_is_published_where_nothing_has_changed(in_task: Entered, monkey
 
 def test_a_page_that_takes_long_is_made_rarely(in_task: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
     in_task(LOCAL)
-    monkeypatch.setattr(live_deck, "SHARE", 0.001)
+    monkeypatch.setattr(live_page, "SHARE", 0.001)
     recorder, num_pages = Recorder("flows.train"), []
     monkeypatch.setattr(live_deck, "_get_deck", lambda *_, **__: time.sleep(0.05) or num_pages.append(1) or "")
     with live_deck.published(recorder, dict):

@@ -19,10 +19,12 @@ from flytekit.types.file import FlyteFile
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, Manifest
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
-from flytekitplugins.daskpytorch.flyte import context, local_runs
-from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, begun, local_run
+from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.flyte.task import identities
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.task import local_runs
+from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begun, local_run
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def literals(**inputs: Any) -> LiteralMap:
 
 @contextlib.contextmanager
 def run_of(function: Callable[..., Any] = train, task: str = "flows.train", **inputs: Any) -> Iterator[LocalRun]:
-    with begun(task, literals(**inputs), function):
+    with begun(task, identities(literals(**inputs)), function):
         run = local_run.get()
         assert run is not None
         yield run
@@ -117,12 +119,12 @@ def test_other_inputs_and_other_code_are_told(
 
 def test_a_file_that_flytekit_copies_anew_is_the_same_input(tmp_path: Path) -> None:
     copies = [tmp_path / name / "data.csv" for name in ("first", "second")]
-    identities = set()
+    found = set()
     for copy in copies:
         copy.parent.mkdir()
         copy.write_text("a")
-        identities.add(local_runs._identity(literals(data=FlyteFile(str(copy))).literals["data"]))
-    assert len(identities) == 1
+        found.add(identities(literals(data=FlyteFile(str(copy))))["data"])
+    assert len(found) == 1
 
 
 def test_nothing_to_go_on_from_is_told(
@@ -286,7 +288,7 @@ def test_a_run_that_is_training_is_never_removed_nor_is_what_no_run_has_left(roo
 
 def test_an_empty_variable_keeps_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", "")
-    with begun("flows.train", literals(), train):
+    with begun("flows.train", {}, train):
         assert local_run.get() is None
     assert not root.exists()
 
@@ -296,7 +298,7 @@ def test_a_folder_that_cannot_be_made_costs_a_line(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "file" / "below"))
-    with begun("flows.train", literals(), train):
+    with begun("flows.train", {}, train):
         assert local_run.get() is None
     assert "checkpoints are not kept beyond this run" in capsys.readouterr().err
 

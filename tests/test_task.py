@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import logging
+import pickle
 import re
 import shutil
 import subprocess
@@ -37,10 +38,10 @@ from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.errors import WorkerLostError
-from flytekitplugins.daskpytorch.flyte import task as flyte_task
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.task import signals
 
 SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(
@@ -299,7 +300,8 @@ def test_a_task_that_another_one_calls_has_its_own_inputs(monkeypatch: pytest.Mo
         pass
 
     seen: list[LiteralMap] = []
-    monkeypatch.setattr(inner, "_train", lambda _, literals: seen.append(literals) or LiteralMap({}))
+    monkeypatch.setattr(inner, "_rank_host", seen.append)
+    monkeypatch.setattr(inner, "_train", lambda *_: LiteralMap({}))
 
     @task(task_config=SpawnDDP())
     def outer(other: str) -> None:
@@ -408,12 +410,12 @@ class _Trained:
     def cancel(self) -> None:
         """Nobody calls it."""
 
-    def run(self) -> list[TaskOutput]:
+    def run(self) -> list[bytes]:
         for observer in self._observers:
             observer.logged(LogRecord(rank=0, step=7, num_steps=8, time=0.0, metrics={"loss": 0.25}))
         if self.ends_by is not None:
             raise self.ends_by
-        return [TaskOutput(literal_map=LiteralMap({}).to_flyte_idl().SerializeToString(), decks=[])]
+        return [pickle.dumps(TaskOutput(literal_map=LiteralMap({}).to_flyte_idl().SerializeToString(), decks=[]))]
 
 
 @pytest.fixture
@@ -488,7 +490,7 @@ def test_a_process_that_ran_a_task_looks_for_no_garbage_at_its_end(
 ) -> None:
     at_exit: list[object] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
-    flyte_task._exit_quickly.cache_clear()
+    signals.exit_quickly.cache_clear()
     for _ in range(2):
         with_deck(steps=8)
     assert at_exit == [gc.freeze]

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from flytekit.configuration import DataConfig
-from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.system import FlyteUploadDataException
 
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
-from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
+from flytekitplugins.daskpytorch.task.results import TaskResults
 from processes import until
 from test_results import files, submit
 
@@ -24,10 +23,8 @@ AWKWARD = {"a [1]*?.json": b"1", "ü/… x": b"2", "rank-0/#x%20y": b"3", "empty
 
 def outputs_at(prefix: str, tmp_path: Path, grace_period: float = 20.0) -> TaskResults:
     """The results of a task whose raw outputs go there."""
-    ctx = FlyteContextManager.current_context()
     access = FileAccessProvider(str(tmp_path / "sandbox"), prefix, DataConfig.auto())
-    with FlyteContextManager.with_context(ctx.with_file_access(access)):
-        return TaskResults(grace_period)
+    return TaskResults(grace_period, access)
 
 
 @pytest.fixture

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.mlflow import MLflow
     from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
-    from flytekitplugins.daskpytorch.flyte.inputs import StrictInputs
     from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape, Training
     from flytekitplugins.daskpytorch.rank.export import export_safetensors
+    from flytekitplugins.daskpytorch.task.inputs import StrictInputs
 
 __all__ = [
     "DaskCluster",
@@ -96,7 +96,7 @@ HOMES = {
     "Scheduler": "flytekitplugins.dask",
     "Shape": f"{__name__}.protocol.observer",
     "SpawnDDP": f"{__name__}.flyte.config",
-    "StrictInputs": f"{__name__}.flyte.inputs",
+    "StrictInputs": f"{__name__}.task.inputs",
     "TensorBoard": f"{__name__}.display.tensorboard",
     "Training": f"{__name__}.protocol.observer",
     "WorkerGroup": "flytekitplugins.dask",

@@ -32,6 +32,7 @@ class GangError(RuntimeError):
         time: float | None = None,
         rank_traceback: str = "",
         log_tail: str = "",
+        is_repeated: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -50,6 +51,8 @@ class GangError(RuntimeError):
         """The traceback of the exception it raised, or an empty string."""
         self.log_tail = log_tail
         """The last lines that it wrote; its whole log stands in the task's own log, marked with its rank."""
+        self.is_repeated = is_repeated
+        """The same error had come at the same step before, so that another attempt of the task would end so, too."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))

@@ -12,6 +12,7 @@ from flytekitplugins.daskpytorch.protocol.failure import RankExit
 __all__ = ["AttemptFailure", "FailurePolicy", "describe", "error_of", "find_root_failure", "from_user"]
 
 OURS = "flytekitplugins/daskpytorch/"
+REPEATED = "the same error came at the same step twice"
 """In the paths of frames that say nothing about the user's code."""
 
 
@@ -104,6 +105,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         time=root_failure.failure.time if root_failure.failure else root_failure.time,
         rank_traceback=rank_traceback,
         log_tail=root_failure.log_tail,
+        is_repeated=refusal == REPEATED,
     )
     original = root_failure.failure.rebuilt() if root_failure.failure else None
     if original is None:
@@ -178,7 +180,7 @@ class FailurePolicy:
         if failure.is_final:
             return "its debugger was told to quit" if failure.is_quit else "it is certain to come again"
         if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
-            return "the same error came at the same step twice"
+            return REPEATED
         if failure.is_exception and not failure.gets_further:
             return "no checkpoint had been saved since the start, and the same steps would lead to the same error"
         if len(alike) >= self.limit:

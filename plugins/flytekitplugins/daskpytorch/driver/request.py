@@ -77,7 +77,7 @@ def request_for(
     )
 
 
-def check_function(function: Callable[..., Any]) -> None:
+def check_function(function: Callable[..., Any], *, may_be_async: bool = False) -> None:
     """See to it that calling this trains: a rank would make an object, and return it, and nobody would notice.
 
     Raises:
@@ -89,7 +89,7 @@ def check_function(function: Callable[..., Any]) -> None:
     if isinstance(function, type):
         raise TypeError(f"{name} is a class, which a call makes an object of: give a function that trains")
     called = function if inspect.isroutine(function) or isinstance(function, partial) else type(function).__call__
-    if inspect.iscoroutinefunction(called):
+    if inspect.iscoroutinefunction(called) and not may_be_async:
         raise TypeError(f"{name} is a coroutine function: give a function that runs it, by asyncio.run({name}(...))")
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise TypeError(f"{name} is a generator function, which does nothing until somebody asks for its values")

@@ -8,9 +8,9 @@ from typing import Any
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.models.security import Secret
 
-from flytekitplugins.daskpytorch.flyte.local_runs import LocalRun, local_run
 from flytekitplugins.daskpytorch.flyte.storage import FlyteStorage
 from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 __all__ = ["FlyteExecution", "current", "known_to_threads", "rank_environment"]
 

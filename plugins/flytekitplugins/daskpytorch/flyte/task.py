@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import functools
-import gc
-import os
-import pickle
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.metadata import distributions
@@ -27,59 +20,37 @@ from flytekit.deck.deck import DECK_FILE_NAME, DeckField
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
-from flytekit.models.literals import LiteralMap
+from flytekit.models.literals import Literal, LiteralMap
+from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
-from flytekitplugins.daskpytorch.driver.request import check_function, storage_of
-from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.flyte import context, local_runs
-from flytekitplugins.daskpytorch.flyte.inputs import refuse_unknown
-from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.driver.request import check_function
+from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.host import preempt_all
-from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, is_local
+from flytekitplugins.daskpytorch.task import in_ranks, local_runs
+from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c, with_advice
+from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+from flytekitplugins.daskpytorch.task.signals import exit_quickly, heeding_sigterm
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
-    from flytekitplugins.daskpytorch.display.machine import MachineLog
-    from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
-    from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
-    from flytekitplugins.daskpytorch.flyte.rank import TaskOutput
-    from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
-    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
-    from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+    from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 
 __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
-CLUSTER_SETTINGS = {
-    # Dask tasks may start processes of their own, such as the workers of a DataLoader.
-    "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
-    # Workers import torch for their ranks while the driver still waits for all of them.
-    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload",
-    # Dask looks at its event loops 50 times a second: two hundredths of a core per process, which the ranks want.
-    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
-}
-GANG_SETTINGS = CLUSTER_SETTINGS | {
-    # Nor is a worker whose only task is an agent worth a profile, taken 100 times a second.
-    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    # Its ranks' memory is not the worker's own; two processes would look at that 10 times a second.
-    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
-    # An agent whose worker dies must not be tried on another worker.
-    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
-}
-"""Task environment that reaches all pods of the cluster; what the user sets wins."""
+# Workers import torch for their ranks while the driver still waits for all of them.
+PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}
+CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
+GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
-INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError, FlyteUploadDataException)
-
-NO_PROCESS_GROUP = ("Default process group has not been initialized", "environment variable RANK expected")
-"""What torch says to that."""
+INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
 """The task that Flyte executes here, and its inputs as Flyte has them."""
-_ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
@@ -102,12 +73,12 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
-        _exit_quickly()
-        ctrl_c = CtrlC()
-        tokens = _dispatched.set((self, input_literal_map)), _ctrl_c.set(ctrl_c)
+        exit_quickly()
+        pressed = CtrlC()
+        tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed)
         try:
-            heeded = contextlib.nullcontext() if self._is_debugging else ctrl_c.heeded()
-            with _heeding_sigterm(), heeded, self._begun(ctx, input_literal_map):
+            heeded = contextlib.nullcontext() if self._is_debugging else pressed.heeded()
+            with heeding_sigterm(), heeded, self._begun(ctx, input_literal_map):
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, INFRASTRUCTURE_ERRORS):
@@ -116,7 +87,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
             raise _timed(error) from error.value
         finally:
             _dispatched.reset(tokens[0])
-            _ctrl_c.reset(tokens[1])
+            ctrl_c.reset(tokens[1])
 
     @property
     def _is_debugging(self) -> bool:
@@ -124,7 +95,9 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return False
 
     def _begun(self, ctx: FlyteContext, inputs: LiteralMap) -> AbstractContextManager[None]:
-        return local_runs.begun(self.name, inputs, self.task_function) if _is_local(ctx) else contextlib.nullcontext()
+        if not _is_local(ctx):
+            return contextlib.nullcontext()
+        return local_runs.begun(self.name, identities(inputs), self.task_function)
 
     def _write_local_deck(self, inputs: dict[str, Any]) -> None:
         """Write the Deck of a task that has failed, which flytekit does on a backend alone."""
@@ -153,7 +126,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         return dataclasses.replace(settings, env={**self._cluster_settings, **(settings.env or {})})
 
 
-class _InRanks(_Resumable):
+class _InRanks(in_ranks.InRanks, _Resumable):
     """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
 
     def __init__(self, task_config: DaskDDP | SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
@@ -172,11 +145,11 @@ class _InRanks(_Resumable):
             return self._train_here(kwargs)
         task, literals = _dispatched.get() or (None, None)
         if task is self:
-            return self._train(kwargs, literals)
+            return self._train(kwargs, self._rank_host(literals))
         ctx = FlyteContextManager.current_context()
         literals = TypeEngine.dict_to_literal_map(ctx, kwargs, self.python_interface.inputs)
-        with _heeding_sigterm(), _retried_by_the_mapped():
-            made = self._train(kwargs, literals)
+        with heeding_sigterm(), _retried_by_the_mapped():
+            made = self._train(kwargs, self._rank_host(literals))
         by_name = TypeEngine.literal_map_to_kwargs(ctx, made, self.python_interface.outputs)
         values = [by_name[name] for name in self.python_interface.outputs]
         if len(values) > 1 or self.python_interface.output_tuple_name:
@@ -184,99 +157,37 @@ class _InRanks(_Resumable):
         return next(iter(values), None)
 
     @property
-    def _is_debugging(self) -> bool:
-        return is_debugging(self.task_config.gang)
-
-    @property
     def task_function(self) -> Callable[..., Any]:
         """The function itself; where it fails for want of a process group, its error says how to have one."""
-        return _with_advice(self._task_function)
+        return with_advice(self._task_function)
 
-    def _train_here(self, kwargs: dict[str, Any]) -> Any:
-        """Call the function as the only rank, which is this process; what it returns is Flyte's to convert."""
-        refuse_unknown(kwargs)
-        from flytekitplugins.daskpytorch.display import machine
-        from flytekitplugins.daskpytorch.display.deck import Recorder
-        from flytekitplugins.daskpytorch.driver.in_process import InProcess
-        from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
+    def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
+        from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
 
-        gang, recorder = self.task_config.gang, Recorder(self.name, kwargs)
-        display = machine.progress(self.name, is_plain=True)
-        results = TaskResults(gang.grace_period)
-        how, observers = "failed", self._observers(kwargs)
-        try:
-            with self._deck(recorder, display, observers, results), results.received() as received:
-                rank = InProcess(
-                    self.name,
-                    gang,
-                    [display, recorder, *observers],
-                    received,
-                    training=self._training(kwargs),
-                    storage=storage_of(context.current(), "gang", gang),
-                    ask_for_folder=lambda: results.wanted_folder(received),
-                )
-                with rank.joined():
-                    returned = self._task_function(**kwargs)
-            how = "done"
-        finally:
-            if how != "done":
-                self._write_local_deck(kwargs)
-            display.conclude(how, self._places(observers, results))
-        return returned
+        return lambda folder: FlyteRank.of_current_task(self.name, self.python_interface, literals, folder)
 
-    def _train(self, kwargs: dict[str, Any], literals: LiteralMap) -> LiteralMap:
-        """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs."""
-        refuse_unknown(kwargs)
-        with contextlib.ExitStack() as stack:
-            self._get_ready(stack)
-            # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
-            from flytekitplugins.daskpytorch.display import machine
-            from flytekitplugins.daskpytorch.display.deck import Recorder
-            from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-            from flytekitplugins.daskpytorch.flyte.task_results import TaskResults
+    def _output_storage(self) -> Any:
+        return FlyteContextManager.current_context().file_access
 
-            display, recorder = machine.progress(self.name), Recorder(self.name, kwargs)
-            results = TaskResults(self.task_config.gang.grace_period)
-            request = self._request(kwargs, literals, results.folder)
-            how, ctrl_c = "failed", _ctrl_c.get(CtrlC())
-            try:
-                with (
-                    self._deck(recorder, display, request.observers, results),
-                    results.received() as received,
-                    self._launcher() as launcher,
-                ):
-                    supervisor = Supervisor(request, launcher, [display, recorder], received)
-                    with ctrl_c.ends(supervisor.cancel, supervisor.interrupt):
-                        outputs = supervisor.run()
-                delivered, how = self._deliver(kwargs, outputs[0]), "done"
-            except BaseException as error:
-                how = "interrupted" if ctrl_c.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
-                self._write_local_deck(kwargs)
-                raise
-            finally:
-                run = local_runs.local_run.get()
-                advice = run.advice() if run is not None and how != "done" else None
-                display.conclude(how, self._places(request.observers, results), advice)
-            return delivered
+    def _as_output(self, folder: str) -> FlyteDirectory:
+        return FlyteDirectory(folder, remote_directory=False)
 
-    @contextlib.contextmanager
-    def _deck(
-        self,
-        recorder: Recorder,
-        display: ProgressDisplay | MachineLog,
-        observers: Sequence[Observer],
-        results: TaskResults,
-    ) -> Iterator[None]:
-        """Show the training's Deck all along, and leave it, however it ends."""
-        if not self.enable_deck:
-            yield
-            return
+    def _environment_of_ranks(self) -> Mapping[str, str]:
+        # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
+        return {**context.rank_environment(), **self.environment}
+
+    def _published(
+        self, recorder: Recorder, places: Callable[[], Mapping[str, str]]
+    ) -> AbstractContextManager[Path | None]:
         from flytekitplugins.daskpytorch.flyte import live_deck
 
-        with live_deck.published(recorder, lambda: self._left_by(observers, results)) as file:
-            if file is not None:
-                display.say(f"its Deck, to be opened and reloaded: {file}")
-            yield
+        return live_deck.published(recorder, places)
+
+    def _page_file(self) -> str | None:
+        return _deck_file()
+
+    def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
+        self._write_local_deck(inputs)
 
     def _write_decks(self, *args: Any) -> None:
         super()._write_decks(*args)
@@ -285,73 +196,12 @@ class _InRanks(_Resumable):
 
             live_deck.move_to_live_file(Path(file))
 
-    def _places(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
-        """What a run leaves, and where; its Deck first."""
-        file = _deck_file() if self.enable_deck else None
-        return ({"Deck": file} if file is not None else {}) | self._left_by(observers, results)
-
-    def _left_by(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
-        """What a run leaves beside its Deck."""
-        run = local_runs.local_run.get()
-        places = {
-            "results": results.folder if results.has_files else None,
-            "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
-        }
-        left = {what: where for what, where in places.items() if where is not None}
-        for observer in observers:
-            with contextlib.suppress(Exception):  # whatever a user's own raises
-                left |= observer.places()
-        return left
-
-    def _get_ready(self, stack: contextlib.ExitStack) -> None:
-        raise NotImplementedError
-
-    def _launcher(self) -> AbstractContextManager[AgentLauncher]:
-        raise NotImplementedError
-
-    def _num_ranks_per_worker(self) -> int:
-        raise NotImplementedError
-
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
         """Add what the console's link to Weights & Biases is made from."""
         config = dict(super().get_config(settings) or {})
         if self.task_config.wandb is not None:
             config |= wandb_run.console_link(self.task_config.wandb)
         return config
-
-    def _request(self, inputs: dict[str, Any], literals: LiteralMap, results: str) -> Request:
-        from flytekitplugins.daskpytorch.driver.request import Request
-        from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
-        from flytekitplugins.daskpytorch.protocol import code
-
-        config = self.task_config
-        rank = FlyteRank.of_current_task(self.name, self.python_interface, literals, results)
-        return Request(
-            name=self.name,
-            call=code.pack_call(self._task_function, (), {}),
-            ranks_per_worker=self._num_ranks_per_worker(),
-            settings=config.gang,
-            host=pickle.dumps(rank),
-            # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
-            environment=context.rank_environment() | self.environment,
-            observers=self._observers(inputs),
-            training=self._training(inputs),
-            storage=storage_of(context.current(), "gang", config.gang),
-        )
-
-    def _training(self, inputs: dict[str, Any]) -> Training:
-        from flytekitplugins.daskpytorch.display import training
-
-        return training.of_task(self.name, context.current().name, inputs)
-
-    def _observers(self, inputs: dict[str, Any]) -> list[Observer]:
-        """The user's, and Weights & Biases."""
-        config = self.task_config
-        observers = [make() for make in config.gang.observers]
-        if config.wandb is not None:
-            run = wandb_run.settings(config.wandb, task=self.name, execution=context.current().name)
-            observers.append(wandb_run.WandbObserver(run, inputs))
-        return observers
 
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
         ctx = FlyteContextManager.current_context()
@@ -365,58 +215,20 @@ class _InRanks(_Resumable):
         return literals
 
 
-class DaskDDPTask(_InRanks, _OnDask):
+class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
     """Runs the function in every rank of a gang on the workers of a Dask cluster."""
 
     def __init__(self, task_config: DaskDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
 
-    def _get_ready(self, stack: contextlib.ExitStack) -> None:
-        if is_local():
-            if self.task_config.gang.backend == "nccl":
-                _require_gpu()
-            stack.callback(fork_client.shutdown)
-            fork_client.connect().close()  # its imports take seconds, and run beside ours
 
-    @contextlib.contextmanager
-    def _launcher(self) -> Iterator[AgentLauncher]:
-        from flytekitplugins.daskpytorch.dask import cluster
-        from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-
-        config: DaskDDP = self.task_config
-        with cluster.opened(
-            num_workers=config.num_workers,
-            min_workers=config.gang.min_workers,
-            start_timeout=config.gang.start_timeout,
-        ) as client:
-            yield DaskAgents(client, config.num_workers)
-
-    def _num_ranks_per_worker(self) -> int:
-        return int(self.task_config.ranks_per_worker)
-
-
-class SpawnDDPTask(_InRanks):
+class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
     """Runs the function in every rank of a gang on the task's own node."""
 
     def __init__(self, task_config: SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
         if kwargs.get("shared_memory") is None and not _mounts_shared_memory(kwargs.get("pod_template")):
             kwargs["shared_memory"] = True  # else a container has 64 MB, and DataLoader workers die of bus errors
         super().__init__(task_config, task_function, **kwargs)
-
-    def _get_ready(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(fork_client.shutdown)
-        fork_client.connect(self.task_config.start_method).close()  # its imports take seconds, and run beside ours
-
-    @contextlib.contextmanager
-    def _launcher(self) -> Iterator[AgentLauncher]:
-        from flytekitplugins.daskpytorch.node.own_node import OwnNode
-
-        yield OwnNode(self.task_config.start_method)
-
-    def _num_ranks_per_worker(self) -> int:
-        from flytekitplugins.daskpytorch.node.own_node import num_ranks_here
-
-        return num_ranks_here(self.task_config.nproc, self.task_config.gang.backend)
 
 
 class DaskClusterTask(_Resumable, _OnDask):
@@ -447,31 +259,20 @@ class DaskClusterTask(_Resumable, _OnDask):
             say(f"{self.name.rpartition('.')[2]}: Deck: {file}")
 
 
-def _with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def advised(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            if any(text in str(error) for text in NO_PROCESS_GROUP):
-                error.add_note(
-                    "task_function(...) calls the function itself, with no gang around it. Call the task for that, in "
-                    f"a test or a debugger with {DEBUG_VARIABLE}=1: then it runs here, as the only rank of a gang. In "
-                    "pytest the fixture one_rank of flytekitplugins.daskpytorch.testing sets that."
-                )
-            raise
-
-    return advised
-
-
 def _is_local(ctx: FlyteContext) -> bool:
     return ctx.execution_state is not None and bool(ctx.execution_state.is_local_execution())
 
 
-@functools.cache
-def _exit_quickly() -> None:
-    """Have this process end without a last search for garbage, which takes two seconds where torch is imported."""
-    atexit.register(gc.freeze)
+def identities(inputs: LiteralMap) -> dict[str, bytes]:
+    """What tells each input from another."""
+    return {name: _identity(literal) for name, literal in inputs.literals.items()}
+
+
+def _identity(literal: Literal) -> bytes:
+    blob = literal.scalar.blob if literal.scalar is not None else None
+    if blob is None:
+        return bytes(literal.to_flyte_idl().SerializeToString(deterministic=True))
+    return local_runs.identity_of_file(str(blob.uri))
 
 
 def _deck_file() -> str | None:
@@ -513,33 +314,3 @@ def _retried_by_the_mapped() -> Iterator[None]:
         if state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION:
             raise
         raise FlyteRecoverableException(str(error), timestamp=getattr(error, "time", None)) from error
-
-
-@contextlib.contextmanager
-def _heeding_sigterm() -> Iterator[None]:
-    """While a task runs here, have SIGTERM end its gangs after a checkpoint, and the task with a system error."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's to handle
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _end_task)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _end_task(*_: object) -> None:
-    reason = "the task was told to end (SIGTERM)"
-    if not preempt_all(reason):
-        raise PreemptedError(f"{reason}, while no gang was running", cause=reason)
-
-
-def _require_gpu() -> None:
-    import torch
-
-    if torch.cuda.device_count() == 0:
-        raise ValueError(
-            "Gang(backend='nccl') needs GPUs, and torch finds none on this machine "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Use backend='auto' to train on the "
-            "CPU with gloo."
-        )

@@ -4,10 +4,12 @@ Neither the scheduler nor a Dask worker ever unpickles a user's module by name; 
 one. What travels is an archive of the project's sources and a pickled call, which only the ranks open.
 """
 
+import asyncio
 import contextlib
 import fnmatch
 import functools
 import hashlib
+import inspect
 import io
 import os
 import site
@@ -25,7 +27,7 @@ from typing import Any, Self
 from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
-__all__ = ["Call", "Code", "Sources", "name_of", "pack_call", "pack_code", "place_code", "unpack_call"]
+__all__ = ["Call", "Code", "Sources", "completed", "name_of", "pack_call", "pack_code", "place_code", "unpack_call"]
 
 MAX_RESOURCE_BYTES = 1 << 20
 """Files of a package that are not code travel up to this size, and those beside a script; data belongs in storage."""
@@ -95,6 +97,11 @@ class _ByName:
         for name in self.qualname.split("."):
             found = getattr(found, name)
         return getattr(found, "_task_function", found)  # type: ignore[no-any-return]
+
+
+def completed(returned: Any) -> Any:
+    """What a call has returned; of a coroutine function, once it has run to its end."""
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------

@@ -88,17 +88,24 @@ class RankHost(Protocol):
 
 def current_execution() -> Execution:
     """What is being executed here. Costs nothing where no host was imported, and imports none."""
-    return _current()
+    executions = [current() for current in _hosts]
+    return next((each for each in executions if each.task is not None), executions[0] if executions else Execution())
 
 
 def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
-    """Have a host answer from now on, called when it is imported; `is_last`: and none that is imported later."""
-    global _current, _has_last
+    """Have a host answer from now on, called when it is imported; `is_last`: and no other.
+
+    Of several hosts the one answers whose task runs here, and where none does the newest.
+    """
+    global _has_last
+    if is_last:
+        _hosts.clear()
     if is_last or not _has_last:
-        _current, _has_last = current, is_last
+        _hosts.insert(0, current)
+        _has_last = is_last
 
 
-_current: Callable[[], Execution] = Execution
+_hosts: list[Callable[[], Execution]] = []
 _has_last = False
 
 

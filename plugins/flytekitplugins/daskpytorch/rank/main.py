@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
-from flytekitplugins.daskpytorch.protocol.code import Call, unpack_call
+from flytekitplugins.daskpytorch.protocol.code import Call, completed, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.observer import Observers
@@ -86,7 +86,7 @@ def main(channel: Connection) -> int:
             if order.job.hints:
                 hints.watch_samplers(link.hint)
             with usage.watched(ledger):
-                returned = call.function(*call.args, **_keywords(order, call, host))
+                returned = completed(call.function(*call.args, **_keywords(order, call, host)))
             link.send(reports.Spent(ledger.close(), is_last=True))
             if order.job.hints:
                 link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
@@ -459,7 +459,7 @@ def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: _Link
     """What the driver needs of the return value: in a task what it makes of rank 0's, else every rank's value."""
     if host is None:
         return link.send_returned(returned)
-    return host.outputs(returned) if order.place.rank == 0 else None
+    return link.send_returned(host.outputs(returned)) if order.place.rank == 0 else None
 
 
 def _is_of_storage(error: BaseException) -> bool:

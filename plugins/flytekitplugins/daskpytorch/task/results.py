@@ -6,30 +6,42 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-
-from flytekit.core.context_manager import FlyteContextManager
-from flytekit.types.directory import FlyteDirectory
+from typing import Protocol
 
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
-__all__ = ["TaskResults"]
+__all__ = ["OutputStorage", "TaskResults"]
 
 FAILED_LIMIT = 60.0
 """Seconds for the results of a gang that failed to reach storage, so that its error need not wait for ever."""
 
 
+class OutputStorage(host.Storage, Protocol):
+    """Where a host keeps the files that are outputs, as flytekit's `FileAccessProvider` has it."""
+
+    def get_random_remote_directory(self) -> str:
+        """The URI of a folder that nobody else has."""
+
+    def is_remote(self, path: str) -> bool:
+        """Whether it lies elsewhere."""
+
+    def put_data(self, local_path: str, remote_path: str, is_multipart: bool = False) -> object:
+        """Upload a file, or if `is_multipart` a folder."""
+
+
 class TaskResults:
     """Where the results of one task go: a folder of its raw outputs, on this machine or remote."""
 
-    def __init__(self, grace_period: float) -> None:
+    def __init__(self, grace_period: float, files: OutputStorage) -> None:
         self._preempted_limit = Deadlines(grace_period).results
-        self._files = FlyteContextManager.current_context().file_access
+        self._files = files
         self.folder: str = self._files.get_random_remote_directory()
         """Holds everything when the task ends. Not made where nobody submits, unless a rank has asked for it."""
         self._is_remote = self._files.is_remote(self.folder)
@@ -42,7 +54,7 @@ class TaskResults:
 
         Raises:
             OSError: The disk took not all of it. An error of the gang's own goes before this and the next.
-            FlyteUploadDataException: The storage did not take it.
+            Exception: The storage did not take it; which one says its host.
         """
         with self._local_folder() as folder:
             writer = _Writer(folder, self.folder)
@@ -58,15 +70,15 @@ class TaskResults:
             if not self.has_files and writer.received.folder_is_wanted:
                 self._make_empty_folder()
 
-    def wanted_folder(self, received: ReceivedResults) -> FlyteDirectory:
+    def wanted_folder(self, received: ReceivedResults) -> str:
         """The folder, which is then made in any case; for a rank in this process."""
         received.folder_is_wanted = True
-        return FlyteDirectory(self.folder, remote_directory=False)
+        return self.folder
 
     def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
         if self._is_remote:
             return scratch_folder("daskpytorch-results-")
-        return contextlib.nullcontext(Path(self._files.strip_file_header(self.folder)))
+        return contextlib.nullcontext(Path(self.folder.removeprefix("file://")))
 
     def _deliver(self, writer: _Writer) -> None:
         """Bring the files to the folder, if there are any."""
@@ -95,7 +107,7 @@ class TaskResults:
         if self._is_remote:  # an object store has no folders; this marker stands for an empty one
             self._files.get_filesystem_for_path(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
-            Path(self._files.strip_file_header(self.folder)).mkdir(parents=True, exist_ok=True)
+            Path(self.folder.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
 
 
 class _Writer:

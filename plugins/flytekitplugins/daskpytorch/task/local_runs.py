@@ -16,19 +16,18 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
 import fsspec
-from flytekit.models.literals import Literal, LiteralMap
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
-__all__ = ["LocalRun", "begun", "local_run"]
+__all__ = ["LocalRun", "begun", "identity_of_file", "local_run"]
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 """Names another folder for all runs; empty: nothing is kept."""
@@ -46,12 +45,14 @@ MAX_BYTES = 10 << 30
 class LocalRun:
     """One run of a task on this machine. Its folder is made with the first checkpoint."""
 
-    def __init__(self, root: Path, task: str, inputs: dict[str, str], source: str) -> None:
+    def __init__(
+        self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
+    ) -> None:
         self.task = task
         self.inputs = inputs
         self.source = source
         self.folder = root / task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        self.previous = _previous(root / task)
+        self.previous = previous or _previous(root / task)
         self._record: IO[str] | None = None
 
     def paths(self, key: str) -> StoragePaths:
@@ -127,13 +128,21 @@ class _Files:
 
 
 @contextlib.contextmanager
-def begun(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> Iterator[None]:
+def begun(
+    task: str, inputs: Mapping[str, bytes], function: Callable[..., Any], attempt_before: Path | None = None
+) -> Iterator[None]:
     """Have what the gangs of this task save kept; says so where it goes on from an earlier run.
+
+    Args:
+        task: Its name.
+        inputs: What tells each of its inputs from another.
+        function: What the task calls.
+        attempt_before: The folder of the same run's attempt before, where this is another one.
 
     Raises:
         ValueError: The variable that asks to go on names no run's folder.
     """
-    run = _begin(task, inputs, function)
+    run = _begin(task, inputs, function, attempt_before)
     token = local_run.set(run)
     try:
         yield
@@ -167,7 +176,9 @@ def _folders_named_by(run: Path, root: Path) -> set[Path]:
     return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}
 
 
-def _begin(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> LocalRun | None:
+def _begin(
+    task: str, inputs: Mapping[str, bytes], function: Callable[..., Any], attempt_before: Path | None
+) -> LocalRun | None:
     if (root := _root()) is None:
         return None
     try:
@@ -175,9 +186,12 @@ def _begin(task: str, inputs: LiteralMap, function: Callable[..., Any]) -> Local
     except OSError as error:
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
-    digests = {name: _digest(_identity(literal)) for name, literal in inputs.literals.items()}
-    run = LocalRun(root, task, digests, _digest(_source(function)))
-    if run.previous is not None:
+    digests = {name: _digest(identity) for name, identity in inputs.items()}
+    attempt_before = attempt_before if attempt_before is not None and (attempt_before / RECORD).exists() else None
+    run = LocalRun(root, task, digests, _digest(_source(function)), attempt_before)
+    if attempt_before is not None:
+        _say(task, "going on from the attempt before")
+    elif run.previous is not None:
         differing = f"; what differs from then: {', '.join(found)}" if (found := run.differences()) else ""
         _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {run.previous}{differing}")
     elif _asked():
@@ -235,12 +249,9 @@ def _goes_on(run: Path) -> bool:
     return False
 
 
-def _identity(literal: Literal) -> bytes:
-    """What tells an input from another; of a file its name and size, since flytekit may copy it anew for each run."""
-    blob = literal.scalar.blob if literal.scalar is not None else None
-    if blob is None:
-        return bytes(literal.to_flyte_idl().SerializeToString(deterministic=True))
-    file = Path(str(blob.uri).removeprefix("file://"))
+def identity_of_file(uri: str) -> bytes:
+    """What tells a file from another: its name and size, since hosts may copy it anew for each run."""
+    file = Path(uri.removeprefix("file://"))
     return f"{file.name} {file.stat().st_size if file.is_file() else 0}".encode()
 
 

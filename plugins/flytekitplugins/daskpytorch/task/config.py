@@ -1,0 +1,134 @@
+"""What a user may ask of a task, and whether it makes sense, whoever its host is. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, ClassVar, Literal
+
+from flytekitplugins.daskpytorch import settings
+from flytekitplugins.daskpytorch.settings import Gang, Problems, Wandb
+
+__all__ = ["Cluster", "GangOnDask", "GangOnOwnNode", "OnDask"]
+
+START_METHODS = ("forkserver", "spawn")
+
+
+class OnDask:
+    """The cluster that a task asks for; a host's own class adds its records for `scheduler` and `workers`."""
+
+    KINDS: ClassVar[Mapping[str, type]]
+    """What the host has for these two."""
+
+    scheduler: Any
+    workers: Any
+
+    @property
+    def num_workers(self) -> int:
+        """The number of Dask workers asked for."""
+        return int(self.workers.number_of_workers or 1)
+
+    def check_pods(self, problems: Problems) -> None:
+        """Add what is wrong with them."""
+        count = self.workers.number_of_workers
+        problems.unless(settings.is_count(count), "workers.number_of_workers", settings.COUNT)
+        for name in ("scheduler", "workers"):
+            pods = getattr(self, name)
+            is_named = pods.image is None or settings.is_text(pods.image)
+            problems.unless(is_named, f"{name}.image", f"None or {settings.TEXT}")
+            self._check_resources(problems, name, pods)
+
+    def _check_resources(self, problems: Problems, name: str, pods: Any) -> None:
+        raise NotImplementedError
+
+    def _num_gpus(self) -> int:
+        """Those of each worker."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangOnDask(OnDask):
+    """The function runs in every rank of a gang on an ephemeral Dask cluster."""
+
+    gang: Gang = field(default_factory=Gang)
+    """How the ranks are formed on the workers."""
+    wandb: Wandb | None = None
+    """Record the run in Weights & Biases; None does not."""
+
+    def __post_init__(self) -> None:
+        problems = _checked_kinds(self, self.KINDS)
+        self.check_pods(problems)
+        workers, least = self.workers.number_of_workers, self.gang.min_workers
+        problems.unless(
+            least is None or not settings.is_count(workers) or least <= (workers or 0),
+            "gang.min_workers",
+            f"at most workers.number_of_workers, which is {workers}",
+        )
+        problems.raise_any()
+
+    @property
+    def ranks_per_worker(self) -> int:
+        """Ranks on each worker: as the gang says, else one per GPU in the worker's limits (or requests), else 1."""
+        if self.gang.ranks_per_worker != "auto":
+            return int(self.gang.ranks_per_worker)
+        return self._num_gpus() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangOnOwnNode:
+    """The function runs in every rank of a gang on the task's own node; no Dask."""
+
+    nproc: int | Literal["auto"] = "auto"
+    """Ranks; `auto` is one per visible GPU, and one on a node without GPUs."""
+    gang: Gang = field(default_factory=Gang)
+    """How the ranks are formed; what is said there of workers has no meaning here."""
+    wandb: Wandb | None = None
+    """Record the run in Weights & Biases; None does not."""
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
+    """How a rank's process starts, as in `torch.multiprocessing`: forked in milliseconds from a process that has
+    imported torch and never touched CUDA, or a fresh interpreter, in seconds."""
+
+    def __post_init__(self) -> None:
+        problems = _checked_kinds(self, {})
+        problems.unless(
+            settings.is_among(self.nproc, ("auto",)) or settings.is_count(self.nproc),
+            "nproc",
+            f"'auto' or {settings.COUNT}",
+        )
+        problems.unless(
+            settings.is_among(self.start_method, START_METHODS), "start_method", f"one of {', '.join(START_METHODS)}"
+        )
+        problems.unless(
+            self.gang.ranks_per_worker == "auto", "gang.ranks_per_worker", "left alone; nproc is the number of ranks"
+        )
+        problems.unless(self.gang.min_workers in (None, 1), "gang.min_workers", "left alone; there is one node")
+        problems.raise_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(OnDask):
+    """The function runs once, with `current_client()` at its service."""
+
+    start_timeout: float = 600.0
+    """Seconds within which the scheduler answers and all the workers come."""
+
+    def __post_init__(self) -> None:
+        problems = _checked_kinds(self, self.KINDS)
+        self.check_pods(problems)
+        problems.unless(settings.is_seconds(self.start_timeout), "start_timeout", settings.SECONDS)
+        problems.raise_any()
+
+
+def _checked_kinds(config: Any, of_host: Mapping[str, type]) -> Problems:
+    """A list of problems to add to, once each field holds a value of its kind.
+
+    Raises:
+        ValueError: Some do not.
+    """
+    problems = Problems(type(config).__name__, config)
+    kinds: Mapping[str, Any] = {**of_host, "gang": Gang, "wandb": (Wandb, NoneType)}
+    for name in [entry.name for entry in fields(config) if entry.name in kinds]:
+        value, kind = getattr(config, name), kinds[name]
+        names = "None or a Wandb" if name == "wandb" else f"a {kind.__name__}"
+        problems.unless(isinstance(value, kind), name, names)
+    problems.raise_any()
+    return problems

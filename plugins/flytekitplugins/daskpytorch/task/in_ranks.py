@@ -1,0 +1,358 @@
+"""A task whose function runs in every rank of a gang: what its type does, whoever its host is. Runs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.driver.request import storage_of
+from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
+from flytekitplugins.daskpytorch.protocol.host import RankHost, current_execution
+from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, is_debugging, is_local
+from flytekitplugins.daskpytorch.task import local_runs
+from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.display.deck import Recorder
+    from flytekitplugins.daskpytorch.display.machine import MachineLog
+    from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+    from flytekitplugins.daskpytorch.driver.request import Request
+    from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
+    from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+    from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
+    from flytekitplugins.daskpytorch.task.results import OutputStorage, TaskResults
+
+__all__ = [
+    "CLUSTER_SETTINGS",
+    "GANG_SETTINGS",
+    "INFRASTRUCTURE_ERRORS",
+    "InRanks",
+    "OnDaskWorkers",
+    "OnOwnNode",
+    "ctrl_c",
+    "with_advice",
+]
+
+CLUSTER_SETTINGS = {
+    # Dask tasks may start processes of their own, such as the workers of a DataLoader.
+    "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    # Dask looks at its event loops 50 times a second: two hundredths of a core per process, which the ranks want.
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
+}
+GANG_SETTINGS = CLUSTER_SETTINGS | {
+    # Nor is a worker whose only task is an agent worth a profile, taken 100 times a second.
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    # Its ranks' memory is not the worker's own; two processes would look at that 10 times a second.
+    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
+    # An agent whose worker dies must not be tried on another worker.
+    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+}
+"""Task environment that reaches all pods of the cluster; what the user sets wins."""
+
+INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
+
+NO_PROCESS_GROUP = ("Default process group has not been initialized", "environment variable RANK expected")
+"""What torch says to that."""
+
+ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
+"""What becomes of it in the task that runs here."""
+
+
+class InRanks:
+    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output.
+
+    A host's own type is this, one of the two below, and its host's task.
+    """
+
+    name: str
+
+    if TYPE_CHECKING:  # what the host's own type has, as an attribute or as a property
+
+        @property
+        def task_config(self) -> Any:
+            """What the user has asked for."""
+
+        @property
+        def _task_function(self) -> Callable[..., Any]:
+            """The user's."""
+
+        @property
+        def enable_deck(self) -> bool:
+            """Whether the training has a page."""
+
+    # ---- What a host adds --------------------------------------------------------------------------------------------
+
+    def _output_storage(self) -> OutputStorage:
+        """Where files go that are outputs."""
+        raise NotImplementedError
+
+    def _as_output(self, folder: str) -> object:
+        """A folder there, as a task may return it."""
+        raise NotImplementedError
+
+    def _environment_of_ranks(self) -> Mapping[str, str]:
+        """The host's variables for the ranks, and the task's own."""
+        raise NotImplementedError
+
+    def _published(
+        self, recorder: Recorder, places: Callable[[], Mapping[str, str]]
+    ) -> AbstractContextManager[Path | None]:
+        """Publish the training's page all along, and leave it, however the training ends; yields a local file."""
+        raise NotImplementedError
+
+    def _page_file(self) -> str | None:
+        """The page's file on this machine."""
+        raise NotImplementedError
+
+    def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
+        """Rank 0's output, as the host wants it."""
+        raise NotImplementedError
+
+    def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
+        """Write what the host writes only of tasks that have not failed."""
+
+    # ---- What one of the two below adds ------------------------------------------------------------------------------
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        raise NotImplementedError
+
+    def _launcher(self) -> AbstractContextManager[AgentLauncher]:
+        raise NotImplementedError
+
+    def _num_ranks_per_worker(self) -> int:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_debugging(self) -> bool:
+        """The function runs in this process, where Ctrl-C means to it what it means to any program."""
+        return is_debugging(self.task_config.gang)
+
+    def _train_here(self, inputs: dict[str, Any]) -> Any:
+        """Call the function as the only rank, which is this process; what it returns is the host's to convert."""
+        refuse_unknown(inputs)
+        from flytekitplugins.daskpytorch.display import machine
+        from flytekitplugins.daskpytorch.display.deck import Recorder
+        from flytekitplugins.daskpytorch.driver.in_process import InProcess
+        from flytekitplugins.daskpytorch.protocol import code
+        from flytekitplugins.daskpytorch.task.results import TaskResults
+
+        gang, recorder = self.task_config.gang, Recorder(self.name, inputs)
+        display = machine.progress(self.name, is_plain=True)
+        results = TaskResults(gang.grace_period, self._output_storage())
+        how, observers = "failed", self._observers(inputs)
+        try:
+            with self._deck(recorder, display, observers, results), results.received() as received:
+                rank = InProcess(
+                    self.name,
+                    gang,
+                    [display, recorder, *observers],
+                    received,
+                    training=self._training(inputs),
+                    storage=storage_of(current_execution(), "gang", gang),
+                    ask_for_folder=lambda: self._as_output(results.wanted_folder(received)),
+                )
+                with rank.joined():
+                    returned = code.completed(self._task_function(**inputs))
+            how = "done"
+        finally:
+            if how != "done":
+                self._write_page_of_failed(inputs)
+            display.conclude(how, self._places(observers, results))
+        return returned
+
+    def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
+        """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs.
+
+        Args:
+            inputs: The task's own.
+            rank_host: What the ranks have of the host, given the folder of what they submit.
+        """
+        refuse_unknown(inputs)
+        with contextlib.ExitStack() as stack:
+            self._get_ready(stack)
+            # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
+            from flytekitplugins.daskpytorch.display import machine
+            from flytekitplugins.daskpytorch.display.deck import Recorder
+            from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+            from flytekitplugins.daskpytorch.task.results import TaskResults
+
+            display, recorder = machine.progress(self.name), Recorder(self.name, inputs)
+            results = TaskResults(self.task_config.gang.grace_period, self._output_storage())
+            request = self._request(inputs, rank_host(results.folder))
+            how, pressed = "failed", ctrl_c.get(CtrlC())
+            try:
+                with (
+                    self._deck(recorder, display, request.observers, results),
+                    results.received() as received,
+                    self._launcher() as launcher,
+                ):
+                    supervisor = Supervisor(request, launcher, [display, recorder], received)
+                    with pressed.ends(supervisor.cancel, supervisor.interrupt):
+                        outputs = supervisor.run()
+                    with received.open_returned(0, outputs[0]) as file:
+                        output = pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
+                delivered, how = self._deliver(inputs, output), "done"
+            except BaseException as error:
+                how = "interrupted" if pressed.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
+                self._write_page_of_failed(inputs)
+                raise
+            finally:
+                run = local_runs.local_run.get()
+                advice = run.advice() if run is not None and how != "done" else None
+                display.conclude(how, self._places(request.observers, results), advice)
+            return delivered
+
+    @contextlib.contextmanager
+    def _deck(
+        self,
+        recorder: Recorder,
+        display: ProgressDisplay | MachineLog,
+        observers: Sequence[Observer],
+        results: TaskResults,
+    ) -> Iterator[None]:
+        """Show the training's Deck all along, and leave it, however it ends."""
+        if not self.enable_deck:
+            yield
+            return
+        with self._published(recorder, lambda: self._left_by(observers, results)) as file:
+            if file is not None:
+                display.say(f"its Deck, to be opened and reloaded: {file}")
+            yield
+
+    def _places(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
+        """What a run leaves, and where; its Deck first."""
+        file = self._page_file() if self.enable_deck else None
+        return ({"Deck": file} if file is not None else {}) | self._left_by(observers, results)
+
+    def _left_by(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
+        """What a run leaves beside its Deck."""
+        run = local_runs.local_run.get()
+        places = {
+            "results": results.folder if results.has_files else None,
+            "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
+        }
+        left = {what: where for what, where in places.items() if where is not None}
+        for observer in observers:
+            with contextlib.suppress(Exception):  # whatever a user's own raises
+                left |= observer.places()
+        return left
+
+    def _request(self, inputs: dict[str, Any], host: RankHost) -> Request:
+        from flytekitplugins.daskpytorch.driver.request import Request
+        from flytekitplugins.daskpytorch.protocol import code
+
+        config = self.task_config
+        return Request(
+            name=self.name,
+            call=code.pack_call(self._task_function, (), {}),
+            ranks_per_worker=self._num_ranks_per_worker(),
+            settings=config.gang,
+            host=pickle.dumps(host),
+            environment=self._environment_of_ranks(),
+            observers=self._observers(inputs),
+            training=self._training(inputs),
+            storage=storage_of(current_execution(), "gang", config.gang),
+        )
+
+    def _training(self, inputs: dict[str, Any]) -> Training:
+        from flytekitplugins.daskpytorch.display import training
+
+        return training.of_task(self.name, current_execution().name, inputs)
+
+    def _observers(self, inputs: dict[str, Any]) -> list[Observer]:
+        """The user's, and Weights & Biases."""
+        config = self.task_config
+        observers = [make() for make in config.gang.observers]
+        if config.wandb is not None:
+            run = wandb_run.settings(config.wandb, task=self.name, execution=current_execution().name)
+            observers.append(wandb_run.WandbObserver(run, inputs))
+        return observers
+
+
+class OnDaskWorkers(InRanks):
+    """On the workers of a Dask cluster; `task_config` is a `GangOnDask`."""
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        if is_local():
+            if self.task_config.gang.backend == "nccl":
+                _require_gpu()
+            stack.callback(fork_client.shutdown)
+            fork_client.connect().close()  # its imports take seconds, and run beside ours
+
+    @contextlib.contextmanager
+    def _launcher(self) -> Iterator[AgentLauncher]:
+        from flytekitplugins.daskpytorch.dask import cluster
+        from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+
+        config: GangOnDask = self.task_config
+        with cluster.opened(
+            num_workers=config.num_workers,
+            min_workers=config.gang.min_workers,
+            start_timeout=config.gang.start_timeout,
+        ) as client:
+            yield DaskAgents(client, config.num_workers)
+
+    def _num_ranks_per_worker(self) -> int:
+        return int(self.task_config.ranks_per_worker)
+
+
+class OnOwnNode(InRanks):
+    """On the task's own node; `task_config` is a `GangOnOwnNode`."""
+
+    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(fork_client.shutdown)
+        fork_client.connect(self.task_config.start_method).close()  # its imports take seconds, and run beside ours
+
+    @contextlib.contextmanager
+    def _launcher(self) -> Iterator[AgentLauncher]:
+        from flytekitplugins.daskpytorch.node.own_node import OwnNode
+
+        yield OwnNode(self.task_config.start_method)
+
+    def _num_ranks_per_worker(self) -> int:
+        from flytekitplugins.daskpytorch.node.own_node import num_ranks_here
+
+        config: GangOnOwnNode = self.task_config
+        return num_ranks_here(config.nproc, config.gang.backend)
+
+
+def with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; where it fails for want of a process group, its error says how to have one."""
+
+    @functools.wraps(function)
+    def advised(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if any(text in str(error) for text in NO_PROCESS_GROUP):
+                error.add_note(
+                    "task_function(...) calls the function itself, with no gang around it. Call the task for that, in "
+                    f"a test or a debugger with {DEBUG_VARIABLE}=1: then it runs here, as the only rank of a gang. In "
+                    "pytest the fixture one_rank of flytekitplugins.daskpytorch.testing sets that."
+                )
+            raise
+
+    return advised
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise ValueError(
+            "Gang(backend='nccl') needs GPUs, and torch finds none on this machine "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Use backend='auto' to train on the "
+            "CPU with gloo."
+        )

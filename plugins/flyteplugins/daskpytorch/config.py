@@ -1,0 +1,64 @@
+"""What a user may ask of a task of Flyte 2. Read where environments are defined; imports no torch.
+
+Importing it registers the task types with Flyte.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte import Resources
+from flyte.extend import TaskPluginRegistry
+from flyteplugins.dask import Scheduler, WorkerGroup
+
+from flytekitplugins.daskpytorch.settings import Problems
+from flytekitplugins.daskpytorch.task import config
+from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask
+
+__all__ = ["DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnDask(config.OnDask):
+    """The cluster that a task asks for."""
+
+    KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
+
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    """The scheduler pod's image and resources."""
+    workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
+    """The worker pods' number, image and resources."""
+
+    def _check_resources(self, problems: Problems, name: str, pods: Any) -> None:
+        is_one = pods.resources is None or isinstance(pods.resources, Resources)
+        problems.unless(is_one, f"{name}.resources", "None or a flyte.Resources")
+
+    def _num_gpus(self) -> int:
+        device = self.workers.resources.get_device() if self.workers.resources is not None else None
+        return device.quantity if device is not None and device.device_class == "GPU" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskDDP(_OnDask, config.GangOnDask):
+    """`TaskEnvironment(plugin_config=DaskDDP(...))`: its functions run in every rank of a gang on a Dask cluster.
+
+    Rank 0's return value is the task's output.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpawnDDP(config.GangOnOwnNode):
+    """`TaskEnvironment(plugin_config=SpawnDDP(...))`: its functions run in every rank of a gang on the task's own node.
+
+    No Dask. Rank 0's return value is the task's output. For Flyte it is an ordinary Python task: GPUs, and the shared
+    memory that DataLoader workers need, are asked for in the environment's `resources`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaskCluster(_OnDask, config.Cluster):
+    """`TaskEnvironment(plugin_config=DaskCluster(...))`: its functions run once, with `current_client()` at hand."""
+
+
+TaskPluginRegistry.register(DaskDDP, DaskDDPTask)
+TaskPluginRegistry.register(SpawnDDP, SpawnDDPTask)
+TaskPluginRegistry.register(DaskCluster, DaskClusterTask)

@@ -1,0 +1,173 @@
+"""Flyte 2's context, as the rest of the plugin asks for it, and its storage. Runs in the driver."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flyte
+from flyte._initialize import _get_init_config
+from flyte._secret import secrets_from_request
+from flyte.models import RawDataPath, TaskContext
+from flyte.storage import Storage, get_underlying_filesystem, is_remote
+from fsspec.core import url_to_fs
+
+from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
+
+__all__ = ["Files", "Flyte2Execution", "current", "known_to_threads", "name_of_secret", "rank_environment", "storage"]
+
+BESIDE = ".daskpytorch"
+"""For Flyte an attempt's checkpoint is one object, which the user may write; ours lie beside it: its name, and this."""
+SECRETS_FOLDER = Path("/etc/flyte/secrets")
+"""Where Flyte mounts those that are files."""
+INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Flyte's storage, as gangs and results use it."""
+
+    prefix: RawDataPath
+
+    def get_data(self, remote_path: str, local_path: str) -> object:
+        """Download a file."""
+        return self.get_filesystem_for_path(remote_path).get_file(remote_path, local_path)
+
+    def put_data(self, local_path: str, remote_path: str, is_multipart: bool = False) -> object:
+        """Upload a file, or a folder."""
+        files = self.get_filesystem_for_path(remote_path)
+        if is_multipart:
+            for path in sorted(Path(local_path).rglob("*")):
+                if path.is_file():
+                    files.put_file(str(path), f"{remote_path}/{path.relative_to(local_path).as_posix()}")
+            return None
+        if not is_remote(remote_path):
+            Path(remote_path.removeprefix("file://")).parent.mkdir(parents=True, exist_ok=True)
+        return files.put_file(local_path, remote_path)
+
+    def get_filesystem_for_path(self, path: str) -> Any:
+        """Opened with what Flyte knows of how to get there."""
+        return get_underlying_filesystem(path=path)
+
+    def get_random_remote_directory(self) -> str:
+        """Among the outputs of the task."""
+        return str(self.prefix.get_random_remote_path())
+
+    def is_remote(self, path: str) -> bool:
+        """Whether it lies elsewhere."""
+        return bool(is_remote(path))
+
+
+class Flyte2Execution(host.Execution):
+    """What a task's context says of the execution."""
+
+    def __init__(self, ctx: TaskContext, run: LocalRun | None) -> None:
+        self._ctx = ctx
+        self._run = run
+        if ctx:
+            self.name = "local" if ctx.mode == "local" else f"{ctx.action.run_name}-{ctx.action.name}"
+            self.task = ctx.report  # one for each attempt; its context is replaced now and again
+
+    def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
+        """Beside the one object that Flyte keeps for an attempt; of a local run, in a folder here."""
+        if self._run is not None:
+            return self._run.paths(key)
+        paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
+        if paths is None or not paths.checkpoint_path:
+            return None
+        previous = (paths.prev_checkpoint_path or "").strip().rstrip("/")
+        return host.StoragePaths(
+            file_access=Files(self._ctx.raw_data_path),
+            previous=f"{previous}{BESIDE}/{key}" if previous else None,
+            own=f"{paths.checkpoint_path.strip().rstrip('/')}{BESIDE}/{key}",
+        )
+
+    def filesystem(self, uri: str) -> Any:
+        """As Flyte's own data."""
+        return get_underlying_filesystem(path=uri)
+
+    def new_folder(self) -> str | None:
+        """As Flyte names what a task uploads."""
+        return Files(self._ctx.raw_data_path).get_random_remote_directory() if self.task is not None else None
+
+    def in_ranks(self) -> host.Execution | None:
+        """The way to Flyte's data, with the keys that this task has of it."""
+        return FlyteStorage(storage()) if self.task is not None else None
+
+    def secret(self, name: Any) -> str:
+        """As Flyte has put it into the environment, or mounted it."""
+        variable = name_of_secret(name)
+        if variable in os.environ:
+            return os.environ[variable]
+        with contextlib.suppress(OSError):
+            return (SECRETS_FOLDER / str(name.key)).read_text().strip()
+        raise ValueError(
+            f"there is no secret {name.key}: neither is the variable {variable} set nor is there a file of this name "
+            f"in {SECRETS_FOLDER}. Is it among the environment's secrets?"
+        )
+
+
+@dataclass(frozen=True)
+class FlyteStorage(host.Execution):
+    """What the ranks of `dispatch.run` know of the execution: how the driver's task reaches Flyte's data."""
+
+    storage: Storage | None
+    """With the keys of a server other than the cloud's own; roles and the like are the worker's."""
+
+    def filesystem(self, uri: str) -> Any:
+        """As Flyte opens it there."""
+        return url_to_fs(uri, **(self.storage.get_fsspec_kwargs() if self.storage is not None else {}))[0]
+
+
+@contextlib.contextmanager
+def known_to_threads() -> Iterator[None]:
+    """Have threads that the task's function starts find the task, too: Flyte's context is not theirs."""
+    known = (flyte.ctx(), local_run.get())
+    _contexts.append(known)
+    try:
+        yield
+    finally:
+        _contexts.remove(known)
+
+
+def rank_environment(secrets: Any) -> dict[str, str]:
+    """Flyte's own variables for the ranks of the current task, and its secrets."""
+    action, inherited = flyte.ctx().action, {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
+    for secret in secrets_from_request(secrets) if secrets else ():
+        if secret.as_env_var in os.environ:
+            inherited[secret.as_env_var] = os.environ[secret.as_env_var]
+    names = {
+        "RUN_NAME": action.run_name,
+        "ACTION_NAME": action.name,
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": action.project,
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": action.domain,
+        "_U_ORG_NAME": action.org,
+    }
+    return inherited | {name: str(value) for name, value in names.items() if value}
+
+
+def name_of_secret(secret: Any) -> str:
+    """The variable that holds it, as Flyte calls it where its `Secret` does not say."""
+    named = f"{secret.group}_{secret.key}" if secret.group else secret.key
+    return getattr(secret, "as_env_var", None) or named.replace("-", "_").upper()
+
+
+def storage() -> Storage | None:
+    """What Flyte was told of its storage; None: all that the cloud's own clients find."""
+    config = _get_init_config()
+    return config.storage if config is not None else None
+
+
+def current() -> Flyte2Execution:
+    """What the task that is being executed here knows of itself."""
+    here = flyte.ctx()
+    return Flyte2Execution(*_contexts[-1]) if _contexts and not here else Flyte2Execution(here, local_run.get())
+
+
+_contexts: list[tuple[TaskContext, LocalRun | None]] = []
+"""Those of the tasks that run here and have threads, the newest last."""
+
+host.provide(current)

@@ -1,0 +1,263 @@
+"""The task types of Flyte 2: what `TaskEnvironment(plugin_config=DaskDDP(...))` makes. Runs in the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flyte
+import flyte.report
+from flyte._internal.runtime.io import report_path
+from flyte._utils.asyncify import run_sync_in_thread
+from flyte.errors import NonRecoverableError, RuntimeSystemError
+from flyte.extend import AsyncFunctionTaskTemplate
+from flyteplugins.dask.task import DaskTask
+
+from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.driver.request import check_function
+from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol.host import preempt_all
+from flytekitplugins.daskpytorch.task import in_ranks, live_page, local_runs
+from flytekitplugins.daskpytorch.task.config import Cluster
+from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
+from flytekitplugins.daskpytorch.task.signals import SIGTERM, exit_quickly
+from flyteplugins.daskpytorch import context
+from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
+from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
+
+__all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
+
+PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
+
+_attempts: dict[tuple[str | None, str], Path] = {}
+"""Where the newest checkpoints are of what was tried here before, by run and action."""
+
+
+@dataclass(kw_only=True)
+class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
+    """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
+
+    debuggable: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_function(self.func, may_be_async=True)
+        if self.reusable is not None:
+            kind = type(self.plugin_config).__name__
+            raise ValueError(f"{self.name}: {kind} has a cluster or ranks of its own, and cannot be reusable")
+
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task; what the infrastructure did becomes a system error."""
+        exit_quickly()
+        inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
+        try:
+            with self._begun(inputs), context.known_to_threads():
+                return await _heeding_sigterm(self._run(inputs))
+        except in_ranks.INFRASTRUCTURE_ERRORS as error:
+            raise RuntimeSystemError(type(error).__name__, str(error)) from error
+        except Exception as error:
+            gang_error = error if isinstance(error, GangError) else error.__cause__
+            if isinstance(gang_error, GangError) and gang_error.is_repeated:
+                raise NonRecoverableError(str(error), code=type(error).__name__) from error
+            raise
+
+    async def _run(self, inputs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _begun(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Have the checkpoints of a local run kept; its attempts go on from each other."""
+        ctx = flyte.ctx()
+        if ctx.mode != "local":
+            yield
+            return
+        attempt = (ctx.action.run_name, ctx.action.name)
+        identities = {name: _identity(value) for name, value in inputs.items()}
+        with local_runs.begun(self.name, identities, self.func, _attempts.pop(attempt, None)):
+            run = local_runs.local_run.get()
+            try:
+                yield
+            except BaseException:
+                if run is not None and (kept := run.folder if run.newest_step() is not None else run.previous):
+                    _attempts[attempt] = kept
+                raise
+
+
+@dataclass(kw_only=True)
+class _OnDask(DaskTask):  # type: ignore[misc]
+    """What the types for Dask share: Flyte's `dask` task type with our settings of Dask in the cluster's pods."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.env_vars: Any = {**self._cluster_settings(), **(self.env_vars or {})}
+
+    def _cluster_settings(self) -> Mapping[str, str]:
+        return in_ranks.GANG_SETTINGS | PRELOAD
+
+    async def pre(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nothing: the ranks get the user's code from us, and scheduler and workers need none."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class _InRanks(in_ranks.InRanks, _Resumable):
+    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        secret = self.plugin_config.wandb.secret if self.plugin_config.wandb else None
+        if secret is not None:
+            self.secrets: Any = _with_secret(self.secrets, secret)
+
+    @property
+    def task_config(self) -> Any:
+        """As the engine calls it."""
+        return self.plugin_config
+
+    @property
+    def _task_function(self) -> Callable[..., Any]:
+        return self.func  # type: ignore[no-any-return]
+
+    @property
+    def enable_deck(self) -> bool:
+        """As the engine calls it."""
+        return bool(self.report)
+
+    async def _run(self, inputs: dict[str, Any]) -> Any:
+        """Train, in a thread, so that Flyte's event loop goes on."""
+        fork_client.import_ahead(IMPORTED_AHEAD)
+        if self._is_debugging:
+            return await run_sync_in_thread(self._train_here, inputs)
+        return await run_sync_in_thread(self._train, inputs, self._rank_host(inputs))
+
+    def _rank_host(self, inputs: dict[str, Any]) -> Callable[[str], Flyte2Rank]:
+        return lambda folder: Flyte2Rank.of_current_task(self.name, inputs, list(self.interface.outputs), folder)
+
+    def _output_storage(self) -> context.Files:
+        return context.Files(flyte.ctx().raw_data_path)
+
+    def _as_output(self, folder: str) -> Any:
+        from flyte.io import Dir
+
+        return Dir(path=folder)
+
+    def _environment_of_ranks(self) -> Mapping[str, str]:
+        return {**context.rank_environment(self.secrets), **(self.env_vars or {})}
+
+    @contextlib.contextmanager
+    def _published(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[Path | None]:
+        tab = flyte.report.get_tab(live_page.TITLE)
+
+        def publish() -> None:
+            tab.replace(recorder.html(places()))
+            flyte.report.flush()
+
+        publisher, file = live_page.Publisher(recorder, publish), self._page_file()
+        publisher.start(at_once=file is not None)
+        try:
+            yield Path(file) if file is not None else None
+        except BaseException as error:
+            recorder.conclude(error)
+            raise
+        finally:
+            publisher.end()
+            tab.replace(live_page.page_of(recorder, places))
+            with contextlib.suppress(Exception):  # of a task that has ended Flyte tries once more
+                flyte.report.flush()
+
+    def _page_file(self) -> str | None:
+        return report_path(flyte.ctx().output_path) if flyte.ctx().mode == "local" else None
+
+    def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> Any:
+        for name, content in output.tabs.items():
+            flyte.report.get_tab(name).content.extend(content)
+        return output.value
+
+
+@dataclass(kw_only=True)
+class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
+    """Runs the function in every rank of a gang on the workers of a Dask cluster."""
+
+    task_type: str = "dask"
+
+
+@dataclass(kw_only=True)
+class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
+    """Runs the function in every rank of a gang on the task's own node."""
+
+
+@dataclass(kw_only=True)
+class DaskClusterTask(_Resumable, _OnDask):
+    """Runs the task's function once, with a client of a ready Dask cluster."""
+
+    task_type: str = "dask"
+
+    def _cluster_settings(self) -> Mapping[str, str]:
+        return in_ranks.CLUSTER_SETTINGS | PRELOAD
+
+    async def _run(self, inputs: dict[str, Any]) -> Any:
+        """Open the cluster, in a thread, and call the function."""
+        from flytekitplugins.daskpytorch.dask import cluster
+
+        refuse_unknown(inputs)
+        fork_client.import_ahead(IMPORTED_AHEAD)
+        config: Cluster = self.plugin_config
+        opened = cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True)
+
+        def call() -> Any:
+            with opened:
+                return self.func(**inputs)
+
+        if not inspect.iscoroutinefunction(self.func):
+            return await run_sync_in_thread(call)
+        await run_sync_in_thread(opened.__enter__)
+        try:
+            return await self.func(**inputs)
+        finally:
+            await run_sync_in_thread(opened.__exit__, None, None, None)
+
+
+async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
+    """While a task runs here, have SIGTERM end its gangs after a checkpoint, and the task with a system error."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's to handle
+        return await running
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
+
+    def end() -> None:
+        if not preempt_all(SIGTERM):
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            raise
+        raise PreemptedError(f"{SIGTERM}, while no gang was running", cause=SIGTERM) from None
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _identity(value: Any) -> bytes:
+    if isinstance(path := getattr(value, "path", None), str):
+        return local_runs.identity_of_file(path)
+    with contextlib.suppress(Exception):  # whatever a user's own object may raise
+        return pickle.dumps(value)
+    return b""
+
+
+def _with_secret(secrets: Any, secret: Any) -> list[Any]:
+    present = [] if secrets is None else list(secrets) if isinstance(secrets, list) else [secrets]
+    asked = {(getattr(each, "group", None), getattr(each, "key", each)) for each in present}
+    if (secret.group, secret.key) in asked:
+        return present
+    return [*present, flyte.Secret(key=secret.key, group=secret.group)]
