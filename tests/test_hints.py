@@ -73,9 +73,10 @@ def test_each_kind_is_reported_once_however_often_it_is_seen(tmp_path: Path) -> 
     with ours, theirs:
         link = _Link(ours, 0, tmp_path)
         for step in range(20):  # a loss stays no number
-            link.hint(of_loss(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan})))
+            link.records.add(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
             link.hint(of_exchange(0, 2))
             link.hint(None)
+            link.send_records()
         said = []
         while theirs.poll():
             said += [report.kind for report in unpack(theirs.recv_bytes()) if isinstance(report, Hint)]

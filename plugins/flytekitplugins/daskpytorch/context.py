@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BITS = sys.float_info.max_exp
 """Of a whole number that a float may hold."""
+PLAIN = frozenset((int, float, bool, str))
+"""What every process can read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,8 @@ class LogRecord:
 
     def sent(self) -> LogRecord:
         """What a driver that knows none of the user's classes can read: of rank 0 what is drawn, too."""
+        if PLAIN.issuperset(map(type, self.metrics.values())):
+            return self
         bare = self.bare()
         return replace(bare, metrics={**bare.metrics, **self.drawings}) if self.rank == 0 else bare
 
@@ -312,7 +316,9 @@ class RankContext:
         """Report metrics, without waiting for anyone.
 
         Rank 0's values feed Weights & Biases, the live progress and the Deck; every rank's tell the driver how far it
-        has come. The names `epoch`, `loss` and `samples_per_second` have their own places in the progress display.
+        has come. They go there within 0.2 s: a rank that is killed or crashes may take the last ones with it, one that
+        ends in any other way does not. The names `epoch`, `loss` and `samples_per_second` have their own places in the
+        progress display.
 
         Args:
             metrics: Names and values. Numbers and one-element tensors (read with `.item()`, which waits for the
@@ -423,6 +429,8 @@ def _plain(value: Any) -> Any:
 
     Whole numbers that no float can hold become infinite: nobody could draw or even print them.
     """
+    if type(value) in PLAIN and (type(value) is not int or value.bit_length() <= MAX_BITS):
+        return value
     num_elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
     if num_elements == 1 and hasattr(value, "item"):
         return value.item()
@@ -446,6 +454,8 @@ def _as_float(value: float) -> float:
 
 
 def _whole(name: str, value: Any) -> int:
+    if type(value) is int and value.bit_length() < 64:
+        return value
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

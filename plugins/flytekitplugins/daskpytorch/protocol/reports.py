@@ -227,7 +227,8 @@ def gather(channel: Connection) -> list[bytes]:
 
 
 def unpack(reports: bytes) -> Iterator[Report]:
-    """The reports that were gathered; their pickles lie one after the other."""
+    """The reports that were gathered; their pickles lie one after the other, and records together are one."""
     stream = io.BytesIO(reports)
     while stream.tell() < len(reports):
-        yield pickle.load(stream)  # noqa: S301 - from our own rank, by its agent's connection
+        report = pickle.load(stream)  # noqa: S301 - from our own rank, by its agent's connection
+        yield from report if isinstance(report, list) else [report]

@@ -47,6 +47,7 @@ from flytekitplugins.daskpytorch.rank import (
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
+from flytekitplugins.daskpytorch.rank.records import Records
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 
@@ -60,7 +61,7 @@ __all__ = ["main"]
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
-    link = _Link(channel, order.job.attempt, Path(order.scratch))
+    link = _Link(channel, order.job.attempt, Path(order.scratch), hints=order.job.hints)
     observers = Observers()
     progress, ledger = Progress(), Ledger()
     has_returned = False
@@ -136,7 +137,7 @@ def _unpack(order: RankOrder, observers: Observers) -> Call:
 class _Link:
     """The rank's end of its channel: reports go out, orders come in."""
 
-    def __init__(self, channel: Connection, attempt: int, scratch: Path) -> None:
+    def __init__(self, channel: Connection, attempt: int, scratch: Path, *, hints: bool = True) -> None:
         self._channel = channel
         self._scratch = scratch
         self._attempt = attempt
@@ -155,12 +156,26 @@ class _Link:
         self._num_accounts = 0
         self._has_delivered = False
         self._hinted: set[str] = set()
+        self.records = Records(self.send_records, hints=hints)
+        """What is logged goes here."""
 
     def send(self, report: reports.ShortReport) -> None:
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
         data = pickle.dumps(report)  # nothing of the user's is in it but plain values and bytes
         self._has_delivered |= isinstance(report, reports.Returned)
         with self._lock, contextlib.suppress(OSError):
+            self._send_in_turn(data)
+
+    def send_records(self) -> None:
+        """Report what has been logged."""
+        with self._lock, contextlib.suppress(OSError):
+            self._send_in_turn(b"")
+
+    def _send_in_turn(self, data: bytes) -> None:
+        """Send all records that were there before, and then these bytes."""
+        if records := self.records.take():
+            self._channel.send_bytes(pickle.dumps(records))
+        if data:
             self._channel.send_bytes(data)
 
     def send_collectives(self) -> None:
@@ -176,7 +191,7 @@ class _Link:
         self.send(reports.Noted(text))
 
     def hint(self, hint: reports.Hint | None) -> None:
-        """Report what looks forgotten; each kind once, since a loss that is NaN is so at every step from there on."""
+        """Report what looks forgotten, each kind once."""
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
             self.send(hint)
@@ -216,7 +231,7 @@ class _Link:
     def _send_piece(self, piece: result_frames.Piece) -> None:
         data = pickle.dumps(piece)
         with self._lock:
-            self._channel.send_bytes(data)
+            self._send_in_turn(data)
 
     def ask_for_folder(self, host: RankHost) -> object:
         """Have the task's driver make sure that its results' folder is there when it ends; the folder."""
@@ -238,6 +253,7 @@ class _Link:
         if self.sharded is not None:
             self.sharded.close()
         rank.checkpoint.flush(0.6 * order.grace)
+        self.send_records()
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)
         os._exit(STOPPED)
 
@@ -384,10 +400,8 @@ def _context(
 ) -> RankContext:
     def sink(record: LogRecord) -> None:
         ledger.mark()
-        if order.job.hints:
-            link.hint(hints.of_loss(record))
         observers.tell("logged", record)
-        link.send(record.sent())
+        link.records.add(record)
 
     place = order.place
     if (sharding := order.job.sharding) is not None:

@@ -9,7 +9,8 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -24,8 +25,9 @@ MAX_SAMPLES = 500
 """Of all ranks together, which the driver reads in a second."""
 
 
-class _Page(NamedTuple):
-    """All that a ledger says; one is never changed, so that another thread reads it as it was at some moment."""
+@dataclass(slots=True)
+class _Page:
+    """All that a ledger says; of one only `marked_at` changes, so that another thread reads what was at some moment."""
 
     part: str
     """What the time since then goes into; `open`: that is decided by what comes."""
@@ -33,13 +35,20 @@ class _Page(NamedTuple):
     seconds: dict[str, float]
     has_begun: bool
     """A batch has come, or a step is over: from here on what is open is part of a step."""
+    marked_at: float | None = None
+    """Another step was over, while the part was open; all that was open until then is a step's."""
 
     def until(self, now: float) -> dict[str, float]:
-        return {**self.seconds, self.part: self.seconds[self.part] + now - self.since}
+        seconds, since = dict(self.seconds), self.since
+        if (marked_at := self.marked_at) is not None:
+            seconds["stepping"] += seconds["open"] + marked_at - since
+            seconds["open"], since = 0.0, marked_at
+        seconds[self.part] += max(0.0, now - since)  # a mark may have come after `now` was read
+        return seconds
 
 
 class Ledger:
-    """What the time of the thread that makes it goes into. An entry costs two or three microseconds.
+    """What the time of the thread that makes it goes into. An entry costs a microsecond or two.
 
     Starting lasts until the first batch comes from a loader, or without any until the first step is over. Of parts
     within parts the outer one counts: waiting for an evaluation's batches is evaluation.
@@ -65,10 +74,14 @@ class Ledger:
     def mark(self) -> None:
         """A step is over: an optimizer has made it, or it was logged."""
         page = self._page
-        if page.part == "open" and threading.get_ident() == self._owner:
-            now = self._clock()
+        if page.part != "open" or threading.get_ident() != self._owner:
+            return
+        now = self._clock()
+        if page.has_begun:
+            page.marked_at = now  # as little as can be, since it is done at each step
+        else:
             seconds = page.until(now)
-            seconds["stepping" if page.has_begun else "starting"] += seconds["open"]
+            seconds["starting"] += seconds["open"]
             seconds["open"] = 0.0
             self._page = _Page("open", now, seconds, has_begun=True)
 
@@ -94,8 +107,7 @@ class Ledger:
 
     def close(self) -> dict[str, float]:
         """The same when the work is done: of a function that made steps, the last one was over before."""
-        page = self._page
-        seconds = page.until(self._clock())
+        seconds = self._page.until(self._clock())
         if self.num_steps or seconds["stepping"]:
             seconds["waiting"] += seconds.pop("open")
         else:  # all of it was one step, as far as can be seen

@@ -1,0 +1,101 @@
+"""What a rank logs, on its way to its agent: several records in a message, none lost, none out of order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.protocol import reports
+from flytekitplugins.daskpytorch.protocol.reports import Hint, Moved, Report, unpack
+from flytekitplugins.daskpytorch.rank import records as records_module
+from flytekitplugins.daskpytorch.rank.main import _Link
+
+
+@pytest.fixture
+def agent() -> Iterator[tuple[_Link, Connection]]:
+    """A rank's link, and its agent's end of it."""
+    ranks, agents = Pipe()
+    with ranks, agents:
+        yield _Link(ranks, 0, Path("/nowhere")), agents
+
+
+def record(step: int, **metrics: float) -> LogRecord:
+    return LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics)
+
+
+def arrived(agents: Connection, patience: float = 0.0) -> list[list[Report]]:
+    """The messages, each of one or more reports; the first one is waited for."""
+    messages = []
+    while agents.poll(0.0 if messages else patience):
+        messages.append(list(unpack(agents.recv_bytes())))
+    return messages
+
+
+def test_records_that_come_soon_go_together(agent: tuple[_Link, Connection]) -> None:
+    link, agents = agent
+    for step in range(5):
+        link.records.add(record(step))
+    link.send_records()
+    assert arrived(agents) == [[record(0)], [record(step) for step in range(1, 5)]]
+    link.send_records()
+    assert arrived(agents) == []
+
+
+def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[_Link, Connection]) -> None:
+    link, agents = agent
+    link.records.add(record(0))
+    link.records.add(record(1))
+    link.send(Moved(1))
+    link.records.add(record(2))
+    link.submit("", "loss.json", b"{}")
+    said = [report for message in arrived(agents) for report in message]
+    assert said[:4] == [record(0), record(1), Moved(1), record(2)]
+    assert len(said) > 4
+
+
+def test_records_go_though_nothing_follows_them(agent: tuple[_Link, Connection]) -> None:
+    link, agents = agent
+    link.records.add(record(0))
+    link.records.add(record(1))
+    assert arrived(agents) == [[record(0)]]
+    assert arrived(agents, patience=60.0) == [[record(1)]]
+
+
+def test_a_rank_that_logs_faster_sends_by_itself(
+    agent: tuple[_Link, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(records_module, "INTERVAL", math.inf)
+    link, agents = agent
+    link.records._keep_sending = lambda: None  # type: ignore[method-assign]
+    for step in range(8):
+        link.records.add(record(step))
+    assert [len(message) for message in arrived(agents)] == [1, 3, 3]
+
+
+def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[_Link, Connection]) -> None:
+    link, agents = agent
+    for step in range(4):
+        link.records.add(record(step, loss=math.nan if step else 0.5))
+    link.send_records()
+    _, [*logged, hint] = arrived(agents)
+    assert [report.step for report in logged if isinstance(report, LogRecord)] == [1, 2, 3]
+    assert isinstance(hint, Hint)
+    assert "step 1" in hint.text
+    link.records.add(record(4, loss=math.nan))
+    link.send_records()
+    assert not any(isinstance(report, Hint) for message in arrived(agents) for report in message)
+
+
+def test_the_last_records_come_before_the_end_of_their_rank(agent: tuple[_Link, Connection]) -> None:
+    link, agents = agent
+    for step in range(3):
+        link.records.add(record(step))
+    link.send(reports.Returned())
+    assert [type(report) for message in arrived(agents) for report in message][-2:] == [LogRecord, reports.Returned]
