@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.protocol import host
 
 
@@ -47,12 +47,11 @@ def main(how: str, folder: str, until: str) -> None:
     if how == "task":
         results = [spawned(folder=folder, stops=stops)]  # type: ignore[name-defined]
     else:
-        processes = how == "processes"
-        with (
-            LocalCluster(n_workers=2, threads_per_worker=1, processes=processes, dashboard_address=None) as cluster,
-            Client(cluster) as client,
-        ):
-            results = dispatch.run(client, train, folder, stops=stops).result()
+        options = {"processes": how == "processes", "threads_per_worker": 1, "dashboard_address": None}
+        num_workers = 2 if stops else 1
+        gang = Gang(ranks_per_worker=2 // num_workers)
+        with LocalCluster(n_workers=num_workers, **options) as cluster, Client(cluster) as client:
+            results = dispatch.run(client, train, folder, stops=stops, gang=gang).result()
     Path(folder, "results").write_text(f"{results}")
 
 

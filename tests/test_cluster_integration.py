@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from distributed.security import Security
 from flytekitplugins.daskpytorch import current_rank, dispatch
 from flytekitplugins.daskpytorch.dask import cluster as clusters
 from flytekitplugins.daskpytorch.errors import GangStartError
-from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, until
+from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program, until
 
 TASK = """
 import torch
@@ -75,14 +73,8 @@ def test_a_task_takes_its_tls_settings_from_its_environment(
 ) -> None:
     assert encrypted.address.startswith("tls://")
     (tmp_path / "adding.py").write_text(TASK)
-    done = subprocess.run(
-        [str(SCRIPTS / "pyflyte"), "run", "adding.py", "add"],
-        cwd=tmp_path,
-        env={**os.environ, **tls, "DASK_SCHEDULER_ADDRESS": encrypted.address},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**tls, "DASK_SCHEDULER_ADDRESS": encrypted.address}
+    done = run_program([SCRIPTS / "pyflyte", "run", "adding.py", "add"], cwd=tmp_path, env=env)
     assert done.stdout.strip().endswith("3"), done.stdout + done.stderr
 
 

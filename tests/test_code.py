@@ -21,6 +21,7 @@ import pytest
 from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
+from processes import run_program
 
 PROJECT = {
     "ship_entry.py": """
@@ -318,7 +319,7 @@ def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) ->
         print(code.unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+    done = run_program([tmp_path / "script.py"], cwd=tmp_path)
     assert done.stdout == "3\n", done.stderr
 
 

@@ -377,11 +377,10 @@ def test_55_calls_find_their_checkpoints_in_another_process(
         until(lambda: len(list(stored.glob(f"*/{MANIFEST}"))) == 3 or process.poll() is not None, "checkpoints")
         (execution.traces / "fail").touch()
 
-    anew = {"starts_anew": True}  # or both would have one order of a set
     with nothing_left_behind():
-        first = execution.attempt(0, "orchestrate_twice", meddle=fail_once_stored, env={"PYTHONHASHSEED": "1"}, **anew)
-        previous = first.checkpoint
-        second = execution.attempt(1, "orchestrate_twice", previous=previous, env={"PYTHONHASHSEED": "2"}, **anew)
+        first = execution.attempt(0, "orchestrate_twice", meddle=fail_once_stored)
+        # Anew, or both would have one order of a set.
+        second = execution.attempt(1, "orchestrate_twice", previous=first.checkpoint, starts_anew=True)
     assert first.error.kind == RECOVERABLE, first.output
     one, other = execution.lines("words")
     assert one != other

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +14,7 @@ import pytest
 
 from conftest import REPOSITORY
 from fault_proxy import RESET, Answer, Fault, FaultProxy
-from processes import nothing_left_behind
+from processes import nothing_left_behind, run_program
 from seaweed import NO_RIGHTS, Weed
 from tasks.registry import Registry
 
@@ -83,15 +80,9 @@ def weed_options(weed: Weed, **others: Any) -> dict[str, Any]:
 
 def run(what: str, place: Place, states: Path, *rest: str) -> Any:
     script = REPOSITORY / "tests" / "registry_victims.py"
-    command = [sys.executable, str(script), what, place.uri, json.dumps(place.options), str(states), *rest]
+    command = [script, what, place.uri, json.dumps(place.options), states, *rest]
     with nothing_left_behind():
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_program(command, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)})
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 

@@ -91,10 +91,7 @@ class Home:
 
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
         with nothing_left_behind() as mark:
-            environment = {**self.environment, MARK: mark}
-            return subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
-            )
+            return run_program(command, cwd=self.folder, env={**self.environment, MARK: mark})
 
     def retrain(self, name: str, day: str) -> Run:
         """By pyflyte run, on the names of the day."""
@@ -185,9 +182,9 @@ def test_three_days_and_a_roll_back(story: Story, tmp_path: Path) -> None:
         found = evaluate(CharLSTM.from_state_dict(state), windows(held_out)).loss
         assert card["comparison"][loss] == pytest.approx(found, rel=1e-5)
 
-    done = story.home.call(sys.executable, "-m", "tasks.registry", "roll-back", "--reason", "too many names with q")
+    done = story.home.call("-m", "tasks.registry", "roll-back", "--reason", "too many names with q")
     assert done.returncode == 0, done.stderr
-    told = story.home.call(sys.executable, "-m", "tasks.registry", "history").stdout.splitlines()
+    told = story.home.call("-m", "tasks.registry", "history").stdout.splitlines()
     one, other = story.versions[0], story.versions[2]
     reason = third.output("outcome").removeprefix("promoted: ").removesuffix(" (promotion 2)")
     assert [line.split(maxsplit=2)[2] for line in told] == [

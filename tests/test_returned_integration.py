@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE
-from processes import nothing_left_behind
+from processes import nothing_left_behind, run_program
 
 SIZE = 100
 """MiB that each rank returns."""
@@ -67,7 +65,7 @@ if __name__ == "__main__":
 def test_the_driver_holds_little_more_than_the_results_and_a_rank_no_copy(tmp_path: Path) -> None:
     (tmp_path / "memory.py").write_text(MEMORY)
     with nothing_left_behind():
-        ran = subprocess.run([sys.executable, "memory.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        ran = run_program(["memory.py"], cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     values, growth = json.loads(ran.stdout)
     assert values == [0.0, 1.0]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ import fault_proxy as faults
 from fault_proxy import FaultProxy
 from flytekitplugins.daskpytorch import data
 from jpegs import ODD, UNDECODABLE, encoded, photo
-from processes import nothing_left_behind
+from processes import nothing_left_behind, run_program
 from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
 
 BUCKET = "pictures"
@@ -470,14 +467,7 @@ if __name__ == "__main__":
 def test_workers_of_every_start_method_read_whether_or_not_their_parent_has(weed: Weed, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(START_METHODS)
     with nothing_left_behind():
-        done = subprocess.run(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env=os.environ | weed.env(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_program(["script.py"], cwd=tmp_path, env=weed.env())
     assert done.returncode == 0, done.stderr
     digests = [hashlib.sha256(shown(FEW[key]).tobytes()).hexdigest() for key in sorted(FEW)]
     readers = ["fork", "parent", "fork", "forkserver", "spawn"]

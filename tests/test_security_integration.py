@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from processes import SCRIPTS, nothing_left_behind
+from processes import SCRIPTS, nothing_left_behind, run_program
 
 SOURCES = [path for folder in ("plugins", "tasks", "workflows") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 SECRETS = {
@@ -143,24 +142,20 @@ def test_hyper_parameters_that_only_sound_like_secrets_are_shown() -> None:
 
 
 @pytest.mark.parametrize("fail", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_leaves_no_secret_in_its_log_deck_or_weights_and_biases(fail: bool, tmp_path: Path) -> None:
+def test_a_run_leaves_no_secret_in_its_log_deck_or_weights_and_biases(
+    fail: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "training.py").write_text(TASK)
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "WANDB_"))}
-    command = [str(SCRIPTS / "pyflyte"), "run", "training.py", "train"]
+    for name in [name for name in os.environ if name.startswith(("AWS_", "WANDB_"))]:
+        monkeypatch.delenv(name)
+    command = [SCRIPTS / "pyflyte", "run", "training.py", "train"]
     command += [
         "--access",
         '{"bucket": "visible", "secret": "sentinel-of-the-input"}',
         "--fail" if fail else "--no-fail",
     ]
-    with nothing_left_behind() as mark:
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**plain, **SECRETS, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "DASKPYTORCH_TEST_MARK": mark},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    with nothing_left_behind():
+        done = run_program(command, cwd=tmp_path, env={**SECRETS, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
     said = done.stdout + done.stderr
     assert ("no such bucket" in said) == fail, said
     left = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

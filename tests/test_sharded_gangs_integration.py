@@ -131,14 +131,20 @@ def places(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Calla
     return place
 
 
-@pytest.mark.parametrize("kind", ["folder", "S3"])
-def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_alone(
-    kind: str, places: Callable[[str], str]
-) -> None:
-    [alone, _], notes = run(NUM_STEPS)
-    assert alone["first"] == 0
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What the main rank of an undisturbed training returns."""
+    [returned, _], notes = run(NUM_STEPS)
+    assert returned["first"] == 0
     assert notes.resumed_steps == []
     assert notes.kept_steps[-1] == NUM_STEPS
+    return returned
+
+
+@pytest.mark.parametrize("kind", ["folder", "S3"])
+def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_alone(
+    kind: str, places: Callable[[str], str], alone: dict[str, Any]
+) -> None:
     [killed, _], notes = run(NUM_STEPS, 7, 0.05, checkpoint_uri=places(kind), max_restarts=30)
     assert_same(killed["end"], alone["end"])
     assert len(notes.resumed_steps) >= 2, notes.texts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from distributed import Client
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver.files import Files
-from processes import Cluster, end, until
+from processes import Cluster, end, run_program, until
+from warm import warm_python
 
 VICTIM = REPOSITORY / "tests" / "sweep_victim.py"
 
@@ -30,11 +30,11 @@ def allow(folder: Path, limit: int) -> None:
 def test_a_sweep_that_is_killed_goes_on_and_trains_no_model_twice_to_its_end(
     cluster: Cluster, tmp_path: Path, num_models: int, limits: list[int]
 ) -> None:
-    command = [sys.executable, str(VICTIM), cluster.address, str(tmp_path), str(num_models)]
+    command = [VICTIM, cluster.address, str(tmp_path), str(num_models)]
     kept = tmp_path / "kept" / "grid"
     allow(tmp_path, 0)
     for limit in limits:
-        driver = subprocess.Popen(command)
+        driver = warm_python().start(command, cwd=tmp_path, env=os.environ)
         try:
             allow(tmp_path, limit)
             ended = [kept / f"{index}/outcome.pkl" for index in range(limit)]
@@ -45,7 +45,7 @@ def test_a_sweep_that_is_killed_goes_on_and_trains_no_model_twice_to_its_end(
             end(driver)
 
     allow(tmp_path, num_models)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results, steps = json.loads(done.stdout)
     assert results == [index * index for index in range(num_models)]

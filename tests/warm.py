@@ -22,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -129,7 +130,7 @@ class WarmPython:
         pass_fds: Sequence[int] = (),
         new_session: bool = False,
     ) -> Program:
-        """Start a file of Python's, or `-c` and a text, with arguments; it has nothing to read."""
+        """Start a file of Python's, `-c` and a text or `-m` and a module, with arguments; it has nothing to read."""
         outputs = [each if isinstance(each, int) else each.fileno() for each in (stdout, stderr)]
         order = {
             "command": [str(part) for part in command],
@@ -358,6 +359,13 @@ def _execute(command: Sequence[str]) -> None:
     main = vars(sys.modules["__main__"])
     main.clear()
     main.update(__name__="__main__", __builtins__=builtins, __spec__=None, __doc__=None)
+    if command[0] == "-m":
+        sys.path.insert(0, str(Path.cwd()))
+        sys.orig_argv[1:] = command
+        sys.argv[:] = ["-m", *command[2:]]
+        importlib.invalidate_caches()
+        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]  # as Python itself does
+        return
     if command[0] == "-c":
         sys.path.insert(0, "")
         sys.orig_argv[1:] = command

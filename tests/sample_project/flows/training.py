@@ -194,7 +194,7 @@ def orchestrate(factor: int) -> list[float]:
 @task(task_config=DaskCluster())
 def orchestrate_twice(folder: str) -> list[int]:
     """Train by calls whose arguments are pickled otherwise in each process; the first attempt fails in the second."""
-    words, weights = {"some", "words", "in", "a", "set"}, torch.ones(3)
+    words, weights = set("of which each process has its own order"), torch.ones(3)
     _leave(folder, "words", ",".join(words))  # in the order of this process
     first = dispatch.run(current_client(), _resumed, folder, "first", words, weights, gang=Gang(max_restarts=0))
     second = dispatch.run(current_client(), _resumed, folder, "second", words, weights, gang=Gang(max_restarts=0))
