@@ -255,6 +255,19 @@ def test_sources_are_unpacked_once(project: Path, tmp_path: Path) -> None:
     assert (first / "mark").exists()
 
 
+def test_sources_are_unpacked_by_a_python_that_knows_no_filters(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract_all = tarfile.TarFile.extractall
+
+    def as_in_python_3_11_2(self: tarfile.TarFile, path: Path, members: object = None) -> None:
+        extract_all(self, path, filter="fully_trusted")
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", as_in_python_3_11_2)
+    monkeypatch.delattr(tarfile, "data_filter")
+    test_sources_are_unpacked_once(project, tmp_path)
+
+
 def test_shipped_function_runs_where_only_the_unpacked_sources_are(project: Path, tmp_path: Path) -> None:
     call = tmp_path / "call"
     call.write_bytes(code_module.pack_call(training().train, (21,), {"scale": 10}))

@@ -346,7 +346,9 @@ def _unpacked(code: Code, folder: Path) -> Path:
     if not target.exists():
         target.mkdir()
         with tarfile.open(fileobj=io.BytesIO(code.archive), mode="r:") as archive:
-            archive.extractall(target, filter="data")
+            # Python 3.11 before 3.11.4, as Debian 12 has it, knows no filters; set here, they are for those that do
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(target)  # noqa: S202 - our own archive
     return target
 
 
