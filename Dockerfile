@@ -1,6 +1,6 @@
 # One image for all three roles: the task (job-runner), the Dask scheduler and the Dask workers.
 # torch brings its own CUDA, so that GPU nodes work; on CPU nodes it trains with gloo. Build it for a version, and
-# register the workflows with the same (see README.md, "Run it on Flyte"):
+# register the workflows with the same (see docs/guides/run_on_flyte.md):
 #
 #   docker build -t registry.example/daskpytorch:v1 .
 

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes come first, so that two workers end together: the others are short."""
-    items.sort(key=lambda item: not item.path.stem.endswith(("_integration", "_readme")))
+    items.sort(key=lambda item: not item.path.stem.endswith("_integration"))
 
 
 def pytest_configure() -> None:

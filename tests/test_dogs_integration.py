@@ -23,6 +23,7 @@ from torchvision.datasets import ImageFolder
 
 from browser import Shown, open_deck
 from conftest import REPOSITORY
+from pages import command
 from processes import MARK, SCRIPTS, nothing_left_behind, run_program, until
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
@@ -171,8 +172,8 @@ def is_drawn(chart: Shown, color: tuple[int, int, int]) -> bool:
     return bool((np.abs(chart.pixels.astype(int) - color).max(axis=2) < 30).sum() > 50)
 
 
-def test_the_readmes_commands() -> None:
-    assert "pyflyte run workflows/dogs.py dogs\n" in (REPOSITORY / "README.md").read_text()
+def test_the_guides_command() -> None:
+    assert command("pyflyte run workflows/dogs.py dogs")
 
 
 def test_a_bucket_needs_nothing_but_its_address(weed: Weed, home: Path) -> None:

@@ -28,8 +28,8 @@ from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from pages import block
 from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
-from test_readme import blocks
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -411,13 +411,12 @@ def test_shards_go_on_through_the_deaths_of_driver_and_ranks_and_lie_where_they_
     assert not list(execution.stored(0).glob("*.pt"))
 
 
-def test_the_readmes_best_checkpoint_is_that_of_the_undisturbed_run_though_its_task_is_killed(
+def test_the_guides_best_checkpoint_is_that_of_the_undisturbed_run_though_its_task_is_killed(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    [example] = [block for block in blocks("python") if block.startswith("# best.py:")]
     project = tmp_path / "project"
     project.mkdir()
-    (project / "best.py").write_text(example)
+    (project / "best.py").write_text(block("# best.py:"))
     manifest = tmp_path / "killed" / "checkpoint" / "daskpytorch" / "gang" / MANIFEST
 
     def attempt(name: str, epochs: int, **how: Any) -> Attempt:

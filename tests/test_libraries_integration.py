@@ -39,8 +39,8 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol import host
+from pages import PAGES, block
 from processes import Cluster, dask_cluster, nothing_left_behind
-from test_readme import README, blocks
 
 PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning"}
 """What an example needs that is not called like it; those of torch need nothing."""
@@ -251,11 +251,11 @@ def test_a_training_that_is_told_to_end_keeps_its_state_and_returns(
     assert ends == {str(stopped.kept[-1])}
 
 
-# ---- The README
+# ---- The guide
 
 
-def test_the_readmes_table_says_what_is_tested_here() -> None:
-    table = re.findall(r"^\| ranks per worker, of two.*?(?=\n\n)", README, re.MULTILINE | re.DOTALL)[0].splitlines()
+def test_the_guides_table_says_what_is_tested_here() -> None:
+    table = PAGES["docs/guides/libraries.md"].split("\n| ranks per worker, of two")[1].split("\n\n")[0].splitlines()
     launchers = [re.findall("`(.*?)`", cell)[0] for cell in table[0].split("|")[2:-1]]
     tested = {launcher: ", ".join(str(ranks) for name, ranks in LAUNCHES if name == launcher) for launcher in launchers}
     assert launchers == list(dict.fromkeys(launcher for launcher, _ in LAUNCHES))
@@ -265,11 +265,11 @@ def test_the_readmes_table_says_what_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("library", library_trainings.TRAININGS)
-def test_the_readmes_example_trains(
+def test_the_guides_example_trains(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(library)
-    [example] = [block for block in blocks("python") if f"daskpytorch.{library} import" in block]
+    example = block(f"daskpytorch.{library} import")
     assert sum(bool(line.strip()) for line in example.splitlines()) <= 15
     (tmp_path / f"with_{library}.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)

@@ -21,6 +21,7 @@ from distributed import Client
 from browser import Shown, open_deck
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import Gang, dispatch
+from pages import command
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program
 from tasks import sweeps
 from tasks.char_lstm import CharLSTM, Hyperparameters, bigram_loss, evaluate, windows
@@ -54,7 +55,7 @@ class Run:
 
 
 def run(folder: Path, command: str) -> Run:
-    """Run a command of the README or the like, from the root of the repository."""
+    """Run a command of the guides or the like, from the root of the repository."""
     program, *arguments = shlex.split(command)
     (folder / "tmp").mkdir()
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "TMPDIR": str(folder / "tmp")}
@@ -63,11 +64,8 @@ def run(folder: Path, command: str) -> Run:
     return Run(done=done, folder=folder)
 
 
-def readme_command(workflow: str) -> str:
-    (command,) = re.findall(
-        rf"^pyflyte run workflows/{workflow}\.py {workflow} .*", (REPOSITORY / "README.md").read_text(), re.MULTILINE
-    )
-    return str(command)
+def guides_command(workflow: str) -> str:
+    return command(rf"pyflyte run workflows/{workflow}\.py {workflow} .*")
 
 
 def held_out_windows() -> torch.Tensor:
@@ -89,14 +87,14 @@ def check_chart(shown: Shown) -> None:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The README's sweep: two batch sizes, two epochs."""
-    return run(tmp_path_factory.mktemp("sweep"), readme_command("pet_names_sweep"))
+    """The guide's sweep: two batch sizes, two epochs."""
+    return run(tmp_path_factory.mktemp("sweep"), guides_command("pet_names_sweep"))
 
 
 @pytest.fixture(scope="module")
 def scaling(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The README's: one rank and two, two batch sizes, one epoch."""
-    return run(tmp_path_factory.mktemp("scaling"), readme_command("pet_names_scaling"))
+    """The guide's: one rank and two, two batch sizes, one epoch."""
+    return run(tmp_path_factory.mktemp("scaling"), guides_command("pet_names_scaling"))
 
 
 def test_a_sweep_leaves_its_table_and_the_best_model(sweep: Run) -> None:

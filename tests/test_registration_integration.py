@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 import specs
 from conftest import REPOSITORY
+from pages import command
 from processes import SCRIPTS
 
 
@@ -29,11 +29,10 @@ def test_every_workflow_is_pinned() -> None:
 
 
 @pytest.mark.slow  # packaging does the same, but for the command's own options
-def test_the_readmes_command_registers_everything(tmp_path: Path) -> None:
-    [line] = re.findall(r"^pyflyte register .* workflows$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
-    command = [str(SCRIPTS / "pyflyte"), *shlex.split(line)[1:], "--dry-run"]
+def test_the_guides_command_registers_everything(tmp_path: Path) -> None:
+    line = [str(SCRIPTS / "pyflyte"), *shlex.split(command("pyflyte register .* workflows"))[1:], "--dry-run"]
     done = subprocess.run(
-        command,
+        line,
         cwd=REPOSITORY,
         env=specs.environment(tmp_path),
         capture_output=True,

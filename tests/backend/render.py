@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,7 @@ sys.path.insert(0, str(TESTS))
 
 import specs
 from backend import failures
+from pages import blocks
 
 REPOSITORY = TESTS.parent
 GOLDEN = FOLDER / "golden"
@@ -50,8 +50,8 @@ def sources() -> Iterator[Path]:
 
 
 def digests() -> dict[str, str]:
-    """Of the sources as they stand, and of the README's tasks."""
-    read = {path.name: path.read_bytes() for path in sources()} | {"README.md": readmes_tasks().encode()}
+    """Of the sources as they stand, and of the guide's tasks."""
+    read = {path.name: path.read_bytes() for path in sources()} | {"README.md": guides_tasks().encode()}
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(read.items())}
 
 
@@ -60,10 +60,9 @@ def golden(name: str) -> Any:
     return yaml.load((GOLDEN / f"{name}.yaml").read_bytes(), yaml.CSafeLoader)  # ten times as fast
 
 
-def readmes_tasks() -> str:
+def guides_tasks() -> str:
     """The blocks of "Run it on Flyte"."""
-    section = (REPOSITORY / "README.md").read_text().split("\n## Run it on Flyte\n")[1].split("\n## ")[0]
-    return "\n".join(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+    return "\n".join(blocks("python", "docs/guides/run_on_flyte.md"))
 
 
 def lay_out(folder: Path) -> None:
@@ -81,10 +80,10 @@ def lay_out(folder: Path) -> None:
 
 
 def lay_out_examples(package: Path) -> None:
-    """A package of the README's tasks and ours."""
+    """A package of the guide's tasks and ours."""
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "readme.py").write_text(readmes_tasks())
+    (package / "readme.py").write_text(guides_tasks())
     shutil.copy(FOLDER / "examples.py", package / "more.py")
 
 
@@ -96,7 +95,7 @@ def serialise(package: str, cwd: Path, folder: Path, environment: Mapping[str, s
 
 
 def documents(source: Path) -> dict[str, ErrorDocument]:
-    """The error documents of the README's task, by what has happened."""
+    """The error documents of the guide's task, by what has happened."""
     sys.path.insert(0, str(source))
     task = import_module("examples.readme").train
     return {name: failures.document(task, raised, source / "left" / name) for name, raised in failures.failures()}

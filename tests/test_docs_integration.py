@@ -1,4 +1,4 @@
-"""The README's blocks run, and its file tree is the tree."""
+"""The blocks of the README and of the pages in docs/ run, and the tree of files is the tree."""
 
 from __future__ import annotations
 
@@ -13,23 +13,18 @@ from ast import literal_eval
 from collections import OrderedDict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.tools.translator import get_serializable
+from flytekit.types.directory import FlyteDirectory
 
-from conftest import REPOSITORY
 from jpegs import photos
+from pages import PAGES, REPOSITORY, block, blocks
 from processes import SCRIPTS, nothing_left_behind, run_program
 from seaweed import Weed
-
-README = (REPOSITORY / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -48,7 +43,7 @@ def run_warm(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def run_example(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The block that begins with this file's name, by the command beside that; it goes well."""
-    [example] = [block for block in blocks("python") if block.startswith(f"# {name}: ")]
+    example = block(f"# {name}: ")
     (folder / name).write_text(example)
     command = example.splitlines()[0].removeprefix(f"# {name}: ")
     done = run_warm(shlex.split(command), folder)
@@ -57,7 +52,7 @@ def run_example(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
-    example = blocks("python")[0]
+    example = block("# train.py: ")
     assert len(example.splitlines()) <= 25
     (tmp_path / "train.py").write_text(example)
     command = re.match(r"# train\.py: (.*)", example)
@@ -69,8 +64,8 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
 
 def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(blocks("python")[0])
-    (tmp_path / "test_train.py").write_text(next(block for block in blocks("python") if "one_rank" in block))
+    (tmp_path / "train.py").write_text(block("# train.py: "))
+    (tmp_path / "test_train.py").write_text(block("one_rank"))
     done = run_warm(["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:kmock"], tmp_path)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
@@ -105,7 +100,7 @@ def test_the_example_of_a_sharded_state_trains_and_keeps_it(tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> None:
-    (tmp_path / "resume.py").write_text(next(block for block in blocks("python") if block.startswith("# resume.py:")))
+    (tmp_path / "resume.py").write_text(block("# resume.py:"))
     model = torch.nn.Linear(4, 1)
     model.load_state_dict({"weight": torch.zeros(1, 4), "bias": torch.full((1,), 3.0)})  # what it is to learn
     weights = {f"module.{name}": value for name, value in model.state_dict().items()}
@@ -117,7 +112,7 @@ def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> N
 
 
 def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if block.startswith("# loader.py: python loader.py\n"))
+    script = block("# loader.py: python loader.py\n")
     (tmp_path / "loader.py").write_text(script)
     done = run_warm(["python", "loader.py"], tmp_path)
     [loss] = re.findall(r"^loss (\d\.\d{4}) after 8 epochs of 500 items$", done.stdout, re.MULTILINE)
@@ -125,21 +120,25 @@ def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "trained {epochs} epochs" in block)
+    script = block("trained {epochs} epochs")
     (tmp_path / "script.py").write_text(script)
     done = run_warm(["python", "script.py"], tmp_path)
     assert "'rank 0 of " in done.stdout, done.stdout + done.stderr
 
 
 def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "dispatch.map" in block)
+    script = block("trained with {experiment}")
     (tmp_path / "script.py").write_text(script)
     done = run_warm(["python", "script.py"], tmp_path)
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
 
 
+def test_the_task_that_sweeps_runs(tmp_path: Path) -> None:
+    assert run_example("sweep.py", tmp_path).stdout.strip().endswith("{'lr': 0.3}")
+
+
 def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "stop_early=" in block)
+    script = block("stop_early=")
     (tmp_path / "script.py").write_text(script)
     done = run_warm(["python", "script.py"], tmp_path)
     found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
@@ -152,7 +151,7 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "optuna.create_study" in block)
+    script = block("optuna.create_study")
     (tmp_path / "script.py").write_text(script)
     done = run_warm(["python", "script.py"], tmp_path)
     rows = re.findall(r"^(\d) +(finished|stopped early) +[\d.e+-]+ +[\d.e+-]+$", done.stdout, re.MULTILINE)
@@ -162,7 +161,7 @@ def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if 'storage="sweeps"' in block)
+    script = block('storage="sweeps"')
     (tmp_path / "script.py").write_text(script)
     first, second = (run_warm(["python", "script.py"], tmp_path) for _ in range(2))
     assert first.stdout == second.stdout, first.stderr + second.stderr
@@ -171,7 +170,7 @@ def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "RankObserver" in block)
+    script = block("RankObserver")
     (tmp_path / "script.py").write_text(script)
     done = run_warm(["python", "script.py"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -180,7 +179,7 @@ def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
 
 
 def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [example] = [block for block in blocks("python") if block.startswith("# deck.py:")]
+    example = block("# deck.py:")
     decks: dict[str, str] = {}
     monkeypatch.setattr("flytekit.Deck", decks.__setitem__)
     (tmp_path / "deck_of_its_own.py").write_text(example)
@@ -190,7 +189,7 @@ def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: p
 
 
 def test_the_script_with_trackers_runs(tmp_path: Path) -> None:
-    (tmp_path / "tracked.py").write_text(next(block for block in blocks("python") if block.startswith("# tracked.py")))
+    (tmp_path / "tracked.py").write_text(block("# tracked.py"))
     done = run_warm(["python", "tracked.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("runs/train-1-*/events.out.*"))) == 1, done.stderr
@@ -203,14 +202,14 @@ def test_the_script_with_trackers_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
-    script = next(block for block in blocks("python") if "process_results" in block)
+    script = block("process_results")
     (tmp_path / "script.py").write_text(script)
     done = run_warm(["python", "script.py"], tmp_path)
     assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
 
 
 def test_the_script_that_trains_on_what_dask_holds_runs(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(next(block for block in blocks("python") if "DaskPartitions" in block))
+    (tmp_path / "script.py").write_text(block("DaskPartitions"))
     done = run_warm(["python", "script.py"], tmp_path)
     shares = re.findall(r"(\d+) names in partitions (\[.*?\])", done.stdout)
     assert sum(int(num_names) for num_names, _ in shares) == 3 * 75, done.stdout + done.stderr
@@ -221,13 +220,13 @@ def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeyp
     weed.put_all("readme", photos(20, 2, prefix="dogs"))
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "pictures.py").write_text(next(block for block in blocks("python") if "S3ImageFolder" in block))
+    (tmp_path / "pictures.py").write_text(block("S3ImageFolder"))
     done = run_warm(["python", "pictures.py", "s3://readme/dogs"], tmp_path)
     assert "16 pictures, 4 held out, 2 classes" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_task_that_sends_files_returns_them(tmp_path: Path) -> None:
-    example = next(block for block in blocks("python") if "handler.directory()" in block)
+    example = block("handler.directory()")
     (tmp_path / "record.py").write_text(example)
     command = re.match(r"# record\.py: (.*)", example)
     assert command
@@ -239,7 +238,7 @@ def test_the_task_that_sends_files_returns_them(tmp_path: Path) -> None:
 
 
 def test_the_configuration_is_what_it_says_to_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "on_gpus.py").write_text(next(block for block in blocks("python") if "min_workers=3" in block))
+    (tmp_path / "on_gpus.py").write_text(block("min_workers=3"))
     monkeypatch.syspath_prepend(tmp_path)
     on_gpus = import_module("on_gpus")
     assert on_gpus.config.ranks_per_worker == 4
@@ -253,7 +252,7 @@ def test_the_configuration_is_what_it_says_to_the_backend(tmp_path: Path, monkey
 
 
 def test_the_task_on_one_node_runs(tmp_path: Path) -> None:
-    (tmp_path / "node.py").write_text(next(block for block in blocks("python") if "SpawnDDP()" in block))
+    (tmp_path / "node.py").write_text(block("SpawnDDP()"))
     done = run_warm(["pyflyte", "run", "node.py", "train", "--epochs", "1"], tmp_path)
     assert re.search(r"rank 0 of \d+", done.stdout), done.stdout + done.stderr
 
@@ -261,8 +260,8 @@ def test_the_task_on_one_node_runs(tmp_path: Path) -> None:
 def test_the_commands_run() -> None:
     local = [
         line
-        for block in blocks("bash")
-        for line in block.splitlines()
+        for each in blocks("bash")
+        for line in each.splitlines()
         if line.startswith("pyflyte run workflows/pet_names.py pet_names ")
     ]
     assert local
@@ -273,24 +272,62 @@ def test_the_commands_run() -> None:
 
 
 def test_the_retraining_is_in_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = next(block for block in blocks("bash") if "pyflyte run workflows/retrain.py retrain " in block)
+    commands = block("pyflyte run workflows/retrain.py retrain ", "bash")
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = run(["bash", "-c", block], REPOSITORY)
+    done = run(["bash", "-c", commands], REPOSITORY)
     history = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"1 \S+ \S+: there was no champion", history), done.stdout + done.stderr
     assert "there is nothing to go back to" in done.stderr  # from the first champion
 
 
 def test_the_two_commands_install_and_start_what_they_say() -> None:
-    main, tests = (block.strip().split(" && ") for block in blocks("bash")[:2])
+    main, tests = (each.strip().split(" && ") for each in blocks("bash", "README.md")[:2])
     assert main[1] == ".venv/bin/pip install '.[workflows]'"
     assert main[2].startswith(".venv/bin/pyflyte run workflows/pet_names.py")
     assert tests[1:] == [".venv/bin/pip install -e '.[dev]'", ".venv/bin/pytest -n 2"]
     assert "pip install --quiet --editable '.[dev]'" in (REPOSITORY / ".ci" / "run").read_text()
 
 
+def test_every_block_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
+    marks = [
+        mark.partition("{library}")[0] for mark in re.findall(r"""(?:block|run_example)\(f?["'](.*?)["'][,)]""", tests)
+    ]
+    wholly = re.findall(r"""blocks\("python", "(.*?)"\)""", tests)
+    run_elsewhere = blocks("python", *wholly)
+    assert wholly
+    assert [
+        each
+        for each in blocks("python")
+        if each not in run_elsewhere and not any(mark.replace("\\n", "\n") in each for mark in marks)
+    ] == []
+
+
+def test_hyper_parameters_of_ones_own_are_strict() -> None:
+    names: dict[str, Any] = {}
+    exec(block("(StrictInputs)"), names)
+    assert names["Hyperparameters"].from_json('{"epochs": 4}').epochs == 4
+    with pytest.raises(ValueError, match="epoch"):
+        names["Hyperparameters"].from_json('{"epoch": 4}')
+
+
+def test_the_task_that_exports_weights_can_be_defined() -> None:
+    names: dict[str, Any] = {}
+    exec(block("export_safetensors("), names)
+    assert names["finished"].__annotations__["return"] == "FlyteDirectory"
+    assert names["FlyteDirectory"] is FlyteDirectory
+
+
+def test_the_readme_is_short_and_leads_somewhere() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 250
+    for page in ("README.md", "benchmarks/README.md"):
+        links = re.findall(r"\]\((?!https?:)([^)#]*)", (REPOSITORY / page).read_text())
+        assert links
+        assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
+
+
 def test_the_file_tree_is_complete() -> None:
-    tree = blocks("text")[-1]
+    tree = block("plugins/flytekitplugins/daskpytorch/", "text")
     plugin = REPOSITORY / "plugins/flytekitplugins/daskpytorch"
     there = {
         path.name for folder in ("tasks", "workflows", "benchmarks") for path in (REPOSITORY / folder).glob("*.py")
