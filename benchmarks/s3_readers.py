@@ -168,6 +168,7 @@ WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
     "connector": connector,
     "local": local,
     "pil": lambda source: ours(source, "pil"),
+    "tensor": lambda source: ours(source, "tensor"),
     "torchvision": lambda source: ours(source, "torchvision"),
 }
 

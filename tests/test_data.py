@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import data
+from flytekitplugins.daskpytorch.data import image_folder
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
@@ -104,3 +105,9 @@ def test_no_credentials_are_named(index: Path, monkeypatch: pytest.MonkeyPatch) 
         folder[0]
     with pytest.raises(PermissionError, match=r"s3://b/p/ may not be read: Unable to locate credentials.*anon=True"):
         data.S3ImageFolder("b", "p", endpoint_url="http://127.0.0.1:1")
+
+
+def test_a_decoder_that_is_not_installed_is_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_folder, "is_installed", lambda package: package != "torchcodec")
+    with pytest.raises(ImportError, match=r"decoder='torchcodec': it is not installed.*decoder='tensor'"):
+        data.S3ImageFolder("b", "p", index=index, decoder="torchcodec", **NOWHERE)

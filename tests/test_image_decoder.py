@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import io
 import struct
 import subprocess
 import sys
+import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+import jpegs
+from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.image_decoder import (
     MAX_PIXELS,
     BrokenImageError,
@@ -60,9 +65,10 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_both_decoders_give_the_same_picture(kind: str) -> None:
+@pytest.mark.parametrize("decoder", ["torchcodec", "torchvision"])
+def test_all_decoders_give_the_same_picture(kind: str, decoder: Decoder) -> None:
     by_pil = decode(FILES[kind], "pil")
-    tensor = decode(FILES[kind], "torchvision")
+    tensor = decode(FILES[kind], decoder)
     assert isinstance(by_pil, Image.Image)
     assert by_pil.mode == "RGB"
     assert by_pil.size == ((HEIGHT, WIDTH) if kind == "rotated" else (WIDTH, HEIGHT))
@@ -84,7 +90,7 @@ def test_pictures_without_a_fixed_range_are_errors() -> None:
         decode(file(PICTURE.convert("F"), "tiff"), "pil")
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", "torchcodec", "torchvision"])
 @pytest.mark.parametrize(
     "body, message",
     [
@@ -133,7 +139,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", "torchcodec", "torchvision"])
 @pytest.mark.parametrize("kind", LARGE)
 def test_too_large_pictures_are_errors_of_their_own(kind: str, decoder: Decoder) -> None:
     said = r"it has 13,000 x 13,000 = 169,000,000 pixels, max_pixels=89,478,485 are allowed\. .*raise max_pixels"
@@ -141,7 +147,7 @@ def test_too_large_pictures_are_errors_of_their_own(kind: str, decoder: Decoder)
         decode(LARGE[kind], decoder)
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", "torchcodec", "torchvision"])
 def test_the_limit_can_be_set(decoder: Decoder) -> None:
     assert decode(FILES["jpeg"], decoder, WIDTH * HEIGHT) is not None
     with pytest.raises(ImageTooLargeError, match=r"70 x 50 = 3,500 pixels, max_pixels=3,499 are allowed"):
@@ -163,11 +169,11 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 bodies = [Path(path).read_bytes() for path in sys.argv[1:]]
-for decoder in ("torchvision", "pil"):
+for decoder in ("torchcodec", "torchvision", "pil"):
     prepare(decoder)
 before = peak()
 for body in bodies:
-    for decoder in ("torchvision", "pil"):
+    for decoder in ("torchcodec", "torchvision", "pil"):
         try:
             decode(body, decoder)
         except ImageTooLargeError:
@@ -182,3 +188,47 @@ def test_a_too_large_picture_takes_no_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PEAK, *(str(tmp_path / kind) for kind in LARGE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 30  # MiB; one of them decoded takes more than 500
+
+
+# ---- Who decodes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_resolved() -> Iterator[None]:
+    image_decoder._resolved.cache_clear()
+    yield
+    image_decoder._resolved.cache_clear()
+
+
+class _Broken(importlib.abc.MetaPathFinder):
+    """An installation of torchcodec whose libraries are for another torch."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "torchcodec":
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("no torchcodec"), RuntimeError("undefined symbol: _ZN2at4")])
+def test_torchvision_decodes_where_torchcodec_cannot(error, nothing_resolved, monkeypatch, caplog) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Broken(error), *sys.meta_path])
+    assert image_decoder._resolved("tensor") == "torchvision"
+    said = "torchcodec cannot be imported, so torchvision decodes the pictures: undefined symbol"
+    assert [said in record.getMessage() for record in caplog.records] == [True] * isinstance(error, RuntimeError)
+
+
+def test_a_tensor_is_torchcodecs_and_nothing_warns(nothing_resolved) -> None:
+    assert image_decoder._resolved("tensor") == "torchcodec"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(FILES["jpeg"], "tensor").shape == (3, HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize("odd", jpegs.ODD.values(), ids=list(jpegs.ODD))
+def test_odd_pictures_are_the_same_to_all(odd: jpegs.Odd) -> None:
+    wanted = torch.from_numpy(np.array(decode(odd.body, "pil"))).permute(2, 0, 1)
+    assert torch.equal(decode(odd.body, "tensor"), wanted)

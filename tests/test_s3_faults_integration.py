@@ -96,7 +96,7 @@ def test_pictures_and_labels_are_those_of_the_bucket(folder: Make) -> None:
         assert dataset.classes[label] == key.split("/")[1]
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", "tensor"])
 def test_odd_pictures_show_what_they_should(folder: Make, decoder: str) -> None:
     dataset = folder("odd", decoder=decoder)
     assert dataset.all_files == sorted(f"odd/thing/{key}" for key in ODD)
@@ -107,7 +107,7 @@ def test_odd_pictures_show_what_they_should(folder: Make, decoder: str) -> None:
         assert np.abs(pixels.astype(int) - expected).mean() < LOSS, key
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", "tensor"])
 @pytest.mark.parametrize("name", UNDECODABLE)
 def test_what_is_no_picture_is_named_and_asked_for_once(
     folder: Make, proxy: FaultProxy, name: str, decoder: str
@@ -120,7 +120,7 @@ def test_what_is_no_picture_is_named_and_asked_for_once(
     assert proxy.num_requests(name) == 1
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", "tensor"])
 def test_a_picture_that_is_too_large_is_named_or_skipped(folder: Make, decoder: str) -> None:
     key = min(FEW)
     width, height = Image.open(io.BytesIO(FEW[key])).size

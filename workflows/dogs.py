@@ -270,7 +270,7 @@ def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
             transform=transfer.transform(hp),
             anon=place.anon,
             endpoint_url=place.endpoint_url or None,
-            decoder="torchvision",
+            decoder="tensor",
             on_error=hp.on_error,
             index=Path(folder, INDEX),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import logging
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_PIXELS", "BrokenImageError", "Decoder", "ImageTooLargeError", "decode", "prepare"]
 
-Decoder = Literal["pil", "torchvision"]
+Decoder = Literal["pil", "tensor", "torchcodec", "torchvision"]
 END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
-"""In which torchvision's decoder gives the same picture as PIL; both use libjpeg-turbo."""
+"""In which torch's decoders give the same picture as PIL; all use libjpeg-turbo."""
 MAX_PIXELS = 2**30 // 12
 """What PIL opens without a warning, 89 million: a quarter of a gigabyte, and decoding takes several times as much."""
 
@@ -34,9 +36,33 @@ def prepare(decoder: Decoder) -> None:
     import PIL.Image
 
     PIL.Image.init()
-    if decoder == "torchvision":
-        import torchvision.io
-        import torchvision.transforms.functional  # noqa: F401
+    if decoder != "pil":
+        import torchvision.transforms.functional
+
+        if _resolved(decoder) == "torchcodec":
+            import torchcodec.decoders  # noqa: F401
+        else:
+            import torchvision.io  # noqa: F401
+
+
+@functools.cache
+def _resolved(decoder: Decoder) -> Decoder:
+    """Who decodes: of a `tensor` torchcodec, or torchvision where that is not installed, or is for another torch."""
+    if decoder != "tensor":
+        return decoder
+    try:
+        import torchcodec.decoders  # noqa: F401
+    except ModuleNotFoundError:
+        return "torchvision"
+    except (ImportError, OSError, RuntimeError) as error:  # its libraries are loaded with it
+        logging.getLogger(__name__).warning(
+            "torchcodec cannot be imported, so torchvision decodes the pictures: %s. Perhaps it is for another torch "
+            "than %s; its README has a table of what goes together",
+            str(error).splitlines()[0],
+            torch.__version__,
+        )
+        return "torchvision"
+    return "torchcodec"
 
 
 def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image | Tensor:
@@ -44,8 +70,9 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image
 
     Args:
         body: A whole file.
-        decoder: What comes out: `pil`, or `torchvision`'s tensor, (3, height, width), uint8. JPEGs with three
-            components or one are decoded by torchvision for the latter, all others by PIL, whose picture they then are.
+        decoder: What comes out: of `pil` its picture, of all else a tensor, (3, height, width), uint8. For that JPEGs
+            with three components or one are decoded by torchcodec or torchvision, all others by PIL, whose picture
+            they then are.
         max_pixels: How large it may be.
 
     Raises:
@@ -59,9 +86,9 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image
     try:
         picture = Image.open(io.BytesIO(body))  # reads the header alone
         _check_size(picture, max_pixels)
-        # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; PIL does not.
-        if decoder == "torchvision" and picture.format == "JPEG" and picture.mode in JPEG_MODES and _is_whole(body):
-            return _by_torchvision(body)
+        # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; the others do not.
+        if decoder != "pil" and picture.format == "JPEG" and picture.mode in JPEG_MODES and _is_whole(body):
+            return _as_jpeg(body, decoder)
         upright = _as_rgb(ImageOps.exif_transpose(picture))
     except ImageTooLargeError:
         raise
@@ -95,10 +122,21 @@ def _is_whole(body: bytes) -> bool:
     return body.rstrip(b"\0").endswith(END_OF_JPEG)
 
 
-def _by_torchvision(body: bytes) -> Tensor:
+def _as_jpeg(body: bytes, decoder: Decoder) -> Tensor:
+    data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    return _by_torchcodec(data) if _resolved(decoder) == "torchcodec" else _by_torchvision(data)
+
+
+def _by_torchcodec(data: Tensor) -> Tensor:
+    from torchcodec.decoders import decode_jpeg
+
+    picture: Tensor = decode_jpeg(data, mode="RGB")  # upright by itself
+    return picture
+
+
+def _by_torchvision(data: Tensor) -> Tensor:
     from torchvision.io import ImageReadMode, decode_jpeg
 
-    data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     picture: Tensor = decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     return picture
 

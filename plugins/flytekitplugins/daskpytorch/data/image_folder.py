@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTrans
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
-from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.extras import is_installed, require_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -95,9 +95,10 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             region: None: as the environment or the profile says, else us-east-1.
             addressing_style: Whether the bucket stands in the URL's `path` or is a `virtual` host; auto: in the path
                 where the server is not AWS's.
-            decoder: What transforms are given: `pil`, a `PIL.Image.Image` in RGB; `torchvision`, a tensor (3, height,
-                width), uint8, which torchvision's decoder and transforms make faster. Both are upright, as the EXIF
-                data say, and have the same pixels.
+            decoder: What transforms are given: `pil`, a `PIL.Image.Image` in RGB; `tensor`, one of (3, height, width),
+                uint8, which is faster to decode and to transform. Both are upright, as the EXIF data say, and have the
+                same pixels. A tensor is decoded by torchcodec where that is installed, else by torchvision, whose
+                decoders are deprecated; `torchcodec` and `torchvision` are one of them alone.
             nested: Whether pictures may lie deeper than `prefix/class/picture`; else those are an error, since folders
                 such as `train` and `val` would be taken for classes.
             on_error: What becomes of a picture that cannot be decoded, has vanished, or arrives damaged time after
@@ -121,9 +122,18 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             ImportError: The extra `s3` is not installed.
         """
         require_extra("s3", "S3ImageFolder")
+        if decoder == "torchcodec" and not is_installed("torchcodec"):
+            raise ImportError(
+                "decoder='torchcodec': it is not installed for this Python: pip install torchcodec, here and where the "
+                "ranks run; or let decoder='tensor' do without"
+            )
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
         checks: dict[str, tuple[object, bool, str]] = {
-            "decoder": (decoder, decoder in get_args(image_decoder.Decoder), "'pil' or 'torchvision'"),
+            "decoder": (
+                decoder,
+                decoder in get_args(image_decoder.Decoder),
+                "'pil', 'tensor', 'torchcodec' or 'torchvision'",
+            ),
             "on_error": (
                 on_error,
                 on_error in ("raise", "skip") or callable(on_error),
