@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -11,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -36,10 +38,12 @@ from flytekitplugins.daskpytorch.protocol.orders import (
     Locate,
     NotProvided,
     Provided,
+    Settled,
     ShowStacks,
 )
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
+from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from processes import ends, fork_server, is_alive, ranks_of, refuse, until
 
 Wanted = TypeVar("Wanted")
@@ -176,6 +180,23 @@ def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeyp
     driver.send(messages.Fetch(missing))
     told = driver.hear(messages.NotSent)
     assert "cannot reach the driver" in told.reason
+
+
+def test_what_reads_shards_is_imported_ahead_once_there_are_some(tmp_path: Path) -> None:
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"")
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    asked: list[list[str]] = []
+    made._server.import_ahead = asked.append  # type: ignore[method-assign, assignment]
+    made._modules = modules_for("s3://bucket/folder")
+    ours, theirs = Pipe()
+    made._driver = ours  # type: ignore[assignment]
+    with contextlib.closing(made), ours, theirs:
+        for number, told in enumerate([Locate(), Settled(0, 10, committed=True), Settled(1, 20, committed=True)]):
+            theirs.send(messages.Tell(told))
+            made._follow()
+            assert len(asked) == min(number, 1)
+    assert "s3fs" in asked[0]
+    assert modules_for("/a/folder") == [name for name in asked[0] if name != "s3fs"]
 
 
 def test_only_checkpoints_older_than_the_one_sent_are_dropped(tmp_path: Path) -> None:

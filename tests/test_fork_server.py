@@ -427,7 +427,11 @@ IMPORTING = """
 def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), str(tmp_path)]
-    with control, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as server, contextlib.ExitStack() as at_last:
+    with (
+        control,
+        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=tmp_path) as server,
+        contextlib.ExitStack() as at_last,
+    ):
         at_last.callback(server.kill)  # else one that imports for ever would be waited for
         theirs.close()
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -446,6 +450,11 @@ def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_serve
             until((tmp_path / "second began").exists, "the next piece")
             (tmp_path / "second").touch()
             assert Rank.running(client, 3, source).line() == "True True"
+            (tmp_path / "wanted_later.py").write_text("import pathlib; pathlib.Path('imported').touch()")
+            client.import_ahead(["no_such_module", "wanted_later"])
+            until((tmp_path / "imported").exists, "what was asked for")
+            source = "import sys, time; print('wanted_later' in sys.modules); time.sleep(600)"
+            assert Rank.running(client, 4, source).line() == "True"
         control.close()
         assert server.wait() == 0
 

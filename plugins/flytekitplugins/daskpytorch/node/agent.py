@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 __all__ = ["dial", "run"]
@@ -154,6 +155,8 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._start_method = start_method
+        self._modules: list[str] = []
+        """What the ranks of the next attempt will need besides, if there is one: asked for in time, and once."""
         self._archive = b""
         """The sources' copies, for when the user's own files cannot be used any more."""
         self._server = fork_client.connect(start_method)
@@ -214,6 +217,8 @@ class _Agent:
                 self._stop(message)
             case messages.Tell(order):
                 self._tell_all(order)
+                if isinstance(order, orders.Settled):
+                    self._prepare_to_load()
             case messages.Dump(ranks):
                 self._dump(ranks)
             case messages.Fetch(file):
@@ -232,6 +237,8 @@ class _Agent:
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
         if not self._ranks:
             self._change_server()
+        if order.job.sharding is not None and order.job.attempt == 0:
+            self._modules = modules_for(order.job.sharding.base)
         for place in order.places:
             rank = self._ranks.get(place.local_rank) or self._fork(place.local_rank)
             rank.place = place
@@ -251,6 +258,12 @@ class _Agent:
             attempt = order.job.attempt
             missing = functools.partial(orders.NotProvided, attempt)
             self._in_background(self._bring, order.job.checkpoint, orders.Provided(attempt), missing)
+
+    def _prepare_to_load(self) -> None:
+        """There are shards, which a rank takes a second less to read if it is forked with what reads them."""
+        modules, self._modules = self._modules, []
+        if modules:
+            self._server.import_ahead(modules)
 
     def _change_server(self) -> None:
         """Start the next attempt from the fork server as it is now: it may have imported more than at first."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import spawn
 from multiprocessing.connection import wait
@@ -37,6 +37,10 @@ class ForkServerClient:
     def spawn(self, key: int, channel: int, output: int) -> None:
         """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
         socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
+
+    def import_ahead(self, modules: Sequence[str]) -> None:
+        """Have the server import these, in its own time, for the ranks that it forks from then on."""
+        self._socket.send(json.dumps({"op": "import", "modules": modules}).encode())
 
     def kill(self, key: int, signum: int) -> None:
         """Signal a rank and everything it started, if it still runs."""

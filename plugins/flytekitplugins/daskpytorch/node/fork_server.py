@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import os
 import selectors
@@ -223,6 +224,9 @@ class _Server:
                 os.close(descriptor)
             if self._import_at is not None:
                 self._import_at = max(self._import_at, time.monotonic() + QUIET)
+        elif request["op"] == "import":
+            self._pieces = itertools.chain(self._pieces, _import_in_pieces(request["modules"]))
+            self._import_at = self._import_at or time.monotonic() + QUIET
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # it has ended
         elif request["op"] == "signal":
@@ -342,16 +346,20 @@ def _import_for_training() -> Iterator[float]:
 
     Not wandb: it makes a folder for media when it is imported, which the first rank to end would remove for all others.
     """
-    for name in TRAINING_IMPORTS:
+    yield from _import_in_pieces(TRAINING_IMPORTS)
+    for _ in hugepages.collapse_memory():
+        yield 0.0
+
+
+def _import_in_pieces(modules: Sequence[str]) -> Iterator[float]:
+    for name in modules:
         gc.disable()  # a third less time; no rank is forked meanwhile
-        with contextlib.suppress(Exception), _no_exit_functions():  # the first optimizer says so, where it matters
+        with contextlib.suppress(Exception), _no_exit_functions():  # the rank that needs it says so, where it matters
             import_module(name)
         gc.enable()
         yield 0.0
     gc.collect()
     _settle()
-    for _ in hugepages.collapse_memory():
-        yield 0.0
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ __all__ = [
     "WrittenShards",
     "folder_name",
     "layout_of",
+    "modules_for",
 ]
 
 LAYOUT = "layout.json"
@@ -110,6 +111,15 @@ class Sharding:
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
     """A checkpoint's folder, below where all of the gang's are: of one save of one attempt of one gang alone."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
+
+
+def modules_for(base: str) -> list[str]:
+    """What a rank imports to read shards from below this path or URL."""
+    from fsspec.registry import known_implementations
+
+    protocol, is_url, _ = base.partition("://")
+    known = known_implementations.get(protocol, {}).get("class", "") if is_url else ""
+    return ["flytekitplugins.daskpytorch.rank.shard_reader", *filter(None, [known.rpartition(".")[0]])]
 
 
 def layout_of(written: Sequence[WrittenShards]) -> bytes:

@@ -86,6 +86,8 @@ def main(channel: Connection) -> int:
             profiler = _profiler(order, link)
             if order.job.hints:
                 hints.watch_samplers(link.hint)
+            if link.sharded is not None:
+                link.sharded.reach_ahead()
             with usage.watched(ledger):
                 returned = completed(call.function(*call.args, **_keywords(order, call, host)))
             link.send(reports.Spent(ledger.close(), is_last=True))
