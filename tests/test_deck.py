@@ -429,6 +429,26 @@ def test_the_gangs_story_is_told() -> None:
     assert figures(page)["restarts"] == "2"
 
 
+def test_restarts_are_marked_where_they_went_on_by_step_and_by_epoch() -> None:
+    recorder = Recorder()
+    recorder.placed(shape(2))
+    for step in range(50):
+        recorder.logged(record(step, loss=1.0, epoch=step // 10))
+        if step % 10 == 9:
+            recorder.logged(record(step, val_loss=2.0, epoch=step // 10))
+    recorder.restarting("rank 1 was killed", 25)
+    recorder.restarting("rank 0 was killed", None)
+    marks = {data["x_label"]: [mark["x"] for mark in data["marks"]] for data in chart_data(body(recorder))}
+    assert marks == {}  # all will be logged again
+    for step in range(50):
+        recorder.logged(record(step, loss=1.0, epoch=step // 10))
+    recorder.restarting("rank 1 was killed", 32)
+    for step in range(33, 60):
+        recorder.logged(record(step, loss=1.0, epoch=step // 10))
+    marks = {data["x_label"]: [mark["x"] for mark in data["marks"]] for data in chart_data(body(recorder))}
+    assert marks == {"step": [25, 0, 32], "epoch": [2, 0, 3]}
+
+
 def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
     recorder = Recorder()
     recorder.noted("train: rank 1 raised\nTraceback (most recent call last):\nValueError")

@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch.display import tracker
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
@@ -167,6 +168,37 @@ def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_pa
     gang = {"gang/world_size": 2, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": 0}
     assert given == {"lr": 0.25, "data": "s3://names", **gang}
     assert session(folder, "end").status == 1  # success
+
+
+def usage(rank: int, **more: Any) -> RankUsage:
+    about = {"time": 1.0, "num_steps": 1, "seconds": {}, "cpu": 0.5, "memory": 1 << 29, "gpu_memory": None}
+    return RankUsage(rank=rank, **{**about, "gpu_utilization": None, **more})
+
+
+def told_of_its_machine(make: Make) -> None:
+    """A gang that says what it uses and where its time went."""
+    observer = begun(make)
+    observer.used(usage(0, cpu=9.0))  # belongs to no step
+    losses(observer, range(1, 4), 1.0)
+    for rank in (0, 1, 100):
+        observer.used(usage(rank, gpu_utilization=0.25))
+    observer.accounted(Goodput(total=10.0, stepping=4.0))
+    observer.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
+    observer.ended(None)
+
+
+def test_event_files_say_what_ranks_use_and_where_the_time_went(tmp_path: Path) -> None:
+    told_of_its_machine(board(tmp_path))
+    folder = tmp_path / "train-f3a-n0"
+    for rank in (0, 1):
+        assert scalars(folder, f"usage/rank {rank}/cpu_cores") == [(3, 0.5)]
+        assert scalars(folder, f"usage/rank {rank}/memory_gib") == [(3, 0.5)]
+        assert scalars(folder, f"usage/rank {rank}/gpu_percent") == [(3, 25.0)]
+    assert not any("rank 100" in tag or "gpu_memory" in tag for tag in events(folder).Tags()["scalars"])
+    assert scalars(folder, "goodput/share") == [(3, pytest.approx(0.8))]
+    assert scalars(folder, "goodput/stepping") == [(3, 8.0)]
+    assert scalars(folder, "goodput/lost") == [(3, 2.0)]
+    assert scalars(folder) == [(1, 1.0), (2, 1.0), (3, 1.0)]
 
 
 def test_event_files_show_what_was_taken_back_by_a_restart_no_more(tmp_path: Path) -> None:
@@ -322,6 +354,15 @@ def test_mlflow_run_has_numbers_texts_notes_parameters_and_the_end(flow: Flow) -
         "mlflow.note.content": "train: rank 1 is slow",
         "daskpytorch.execution": "https://flyte.example/f3a",
     }
+
+
+def test_mlflow_run_says_what_ranks_use_and_where_the_time_went(flow: Flow) -> None:
+    told_of_its_machine(flow())
+    [run] = flow.runs
+    metrics = run.data.metrics
+    assert metrics["usage/rank 1/cpu_cores"] == 0.5
+    assert "usage/rank 100/cpu_cores" not in metrics
+    assert metrics["goodput/stepping"] == 8.0
 
 
 def test_mlflow_run_has_pictures(flow: Flow) -> None:

@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.display import wandb_run
 from flytekitplugins.daskpytorch.display.training import inputs_of, run_config
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
@@ -376,6 +377,17 @@ def test_run_of_a_training_that_was_stopped_early_says_why(tmp_path: Path) -> No
     run = run_in(tmp_path)
     assert run["exit_code"] == 0
     assert run["summary"]["stopped_early"] == "others were better"
+
+
+def test_run_says_in_its_summary_where_the_time_went(tmp_path: Path) -> None:
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.logged(record(0, loss=3.0))
+    tracker.accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
+    tracker.close(0)
+    run = run_in(tmp_path)
+    goodput = run["summary"]["goodput"]
+    assert [goodput[name] for name in ("share", "total", "stepping", "lost")] == [0.8, 10.0, 8.0, 2.0]
+    assert run["history"][0]["loss"] == 3.0
 
 
 def test_histograms_of_gradients_go_with_the_next_record(tmp_path: Path) -> None:

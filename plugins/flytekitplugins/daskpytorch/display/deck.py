@@ -164,6 +164,7 @@ class Recorder(Observer):
             spans=story.spans,
             events=list(story.events),
             restarts=list(story.restarts),
+            restart_epochs=self._restart_epochs(),
             shape=story.shape,
             record=self._record,
             epoch=self._metrics.epoch,
@@ -178,6 +179,10 @@ class Recorder(Observer):
             inputs=self._inputs,
             checkpoints=list(self._checkpoints),
         )
+
+    def _restart_epochs(self) -> list[float]:
+        epochs = (self._metrics.epoch_at(step) for step, _ in self._story.restarts)
+        return [epoch for epoch in epochs if epoch is not None]
 
     def _state(self) -> State:
         if self._story.is_training:

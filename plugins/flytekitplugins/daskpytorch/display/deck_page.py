@@ -56,6 +56,8 @@ class Training:
     events: Sequence[report.Event]
     restarts: Sequence[tuple[int, str]]
     """From which step, and why."""
+    restart_epochs: Sequence[float]
+    """In which epochs that was, as far as it is known."""
     shape: Shape | None
     record: LogRecord | None
     """Rank 0's newest."""
@@ -159,7 +161,10 @@ def _learning(training: Training) -> Iterable[str]:
         return
     charts.sort(key=_is_level)
     num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in training.charts)
-    marks = [(float(step), "started again") for step, _ in training.restarts]
+    steps = [float(step) for step, _ in training.restarts]
+    marks = {
+        label: [(x, "started again") for x in at] for label, at in (("step", steps), ("epoch", training.restart_epochs))
+    }
     budget = max(50, MAX_PAGE_POINTS // num_lines)
     drawn = [piece for chart in charts for piece in _draw(chart, marks, budget)]
     pieces = [report.grid(*drawn[:NUM_OPEN])]
@@ -175,13 +180,11 @@ def _is_level(chart: Chart) -> bool:
     return all(len({y for _, y in points}) < 2 < len(points) for points in chart.by_step.values())
 
 
-def _draw(chart: Chart, marks: Sequence[tuple[float, str]], budget: int) -> Iterable[str]:
+def _draw(chart: Chart, marks: Mapping[str, Sequence[tuple[float, str]]], budget: int) -> Iterable[str]:
     for label, curves in (("step", chart.by_step), ("epoch", chart.by_epoch)):
         if curves:
             shown = {name: mode for name, mode in chart.best.items() if name in curves}
-            yield report.line_chart(
-                chart.title, curves, label, best=shown, marks=marks if label == "step" else (), max_points=budget
-            )
+            yield report.line_chart(chart.title, curves, label, best=shown, marks=marks[label], max_points=budget)
 
 
 def _speed(training: Training) -> Iterable[str]:

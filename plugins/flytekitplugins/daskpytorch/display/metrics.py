@@ -60,11 +60,15 @@ class Metrics:
     """The same by epoch."""
     _means: dict[str, Curve] = field(default_factory=dict)
     """By epoch, the means of what other records say in it."""
+    _epoch_at: Curve = field(default_factory=Curve)
+    """Which it was, by step."""
     _running: dict[str, tuple[int, float, float, int]] = field(default_factory=dict)
     """Of the epoch that is not over: how many values, their sum, the epoch, and the newest step."""
 
     def take(self, step: int, numbers: Mapping[str, float]) -> None:
         """Keep what can be drawn of what was logged at a step."""
+        if (epoch := numbers.get("epoch")) is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
+            self._epoch_at.add((step, float(step), epoch))
         self.epoch = numbers.get("epoch", self.epoch)
         sums_up = any(map(is_held_out, numbers))
         for name, value in numbers.items():
@@ -81,12 +85,17 @@ class Metrics:
         self._running.clear()
         self.newest.clear()
         self.epoch = None
+        self._epoch_at.cut(step if step is not None else -(1 << 63))
         for curves in (self._steps, self._sums, self._epochs, self._means):
             for name, curve in list(curves.items()):
                 if step is not None:
                     curve.cut(step)
                 if step is None or not curve.points:
                     del curves[name]
+
+    def epoch_at(self, step: int) -> float | None:
+        """Which epoch this step belongs to, where one was logged by then."""
+        return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
 
     def charts(self) -> Iterable[Chart]:
         """What belongs together, losses first and those of data that nothing was learnt from before others."""

@@ -11,13 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import gang_config
+from flytekitplugins.daskpytorch.display.usage import GIB
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 
@@ -35,6 +38,8 @@ CLOSE_TIMEOUT = 60.0
 """Seconds at the end for all that waits."""
 PREEMPTED_TIMEOUT = 3.0
 """The same where the task is told to end."""
+MAX_RANKS = 8
+"""Whose use of their machines is recorded: of larger gangs that of the first ranks."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
 """Seconds before an attempt to reach a server again."""
 
@@ -83,6 +88,8 @@ class Tracker(Observer):
         self._training: Training | None = None
         self._open: Callable[[], None] | None = None
         self._resumed_at: int | None = None
+        self._newest: LogRecord | None = None
+        self._goodput: Goodput | None = None
         self._num_dropped = 0
         self._num_done = 0
         self._is_unanswered = False
@@ -112,12 +119,28 @@ class Tracker(Observer):
 
     def restarting(self, reason: str, step: int | None) -> None:
         """Go back."""
+        self._newest = None
         self._waiting.put(partial(self._run.rewind, step))
 
     def logged(self, record: LogRecord) -> None:
         """Queue a record of rank 0."""
         if record.rank == 0:
+            self._newest = record
             self._offer(partial(self._run.log, record))
+
+    def used(self, usage: RankUsage) -> None:
+        """Queue what a rank uses, as metrics of the newest step."""
+        if usage.rank < MAX_RANKS:
+            self._add({f"usage/rank {usage.rank}/{name}": value for name, value in _amounts(usage).items()})
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Keep it for the end."""
+        self._goodput = goodput
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        """Queue metrics of our own, if there is a step that they can belong to."""
+        if (newest := self._newest) is not None:
+            self._offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 
     def noted(self, text: str) -> None:
         """Queue it."""
@@ -127,6 +150,9 @@ class Tracker(Observer):
         """Close the run, and wait until all has got through, or nothing does any more."""
         if self._open is None or not self._thread.is_alive():
             return
+        if self._goodput is not None:
+            account = {"share": self._goodput.share, **self._goodput.as_dict()}
+            self._add({f"goodput/{name}": value for name, value in account.items()})
         self._waiting.put(self._run.flush)
         self._waiting.put(partial(self._end, error))
         self._wait(PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT)
@@ -199,6 +225,15 @@ class Tracker(Observer):
     def _end(self, error: Exception | None) -> None:
         self._is_over = True
         self._run.close(*_state(error))
+
+
+def _amounts(usage: RankUsage) -> dict[str, float]:
+    amounts = {"cpu_cores": usage.cpu, "memory_gib": usage.memory / GIB}
+    if usage.gpu_memory is not None:
+        amounts["gpu_memory_gib"] = usage.gpu_memory / GIB
+    if usage.gpu_utilization is not None:
+        amounts["gpu_percent"] = 100 * usage.gpu_utilization
+    return amounts
 
 
 def _state(error: Exception | None) -> tuple[State, str | None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
@@ -31,6 +32,8 @@ INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Seconds for the server to answer when the run is opened; after that the run is recorded offline."""
 STOPPED_EARLY = "stopped_early"
 """In the summary of such a run: why."""
+GOODPUT = "goodput"
+"""In the summary: the seconds of each kind, and which part of all went into steps."""
 CLOSE_TIMEOUT = 60.0
 """Seconds for what is queued when the run is closed."""
 MAX_WAITING = 10_000
@@ -77,7 +80,7 @@ class Tracker(RankObserver):
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._waiting: queue.Queue[LogRecord | _End] = queue.Queue()
+        self._waiting: queue.Queue[LogRecord | Goodput | _End] = queue.Queue()
         self._histograms: dict[str, Histogram] = {}
         """Of gradients, since the last record."""
         self._num_dropped = 0
@@ -116,6 +119,10 @@ class Tracker(RankObserver):
 
         register_optimizer_step_pre_hook(look)
 
+    def accounted(self, goodput: Goodput) -> None:
+        """Have it in the run's summary."""
+        self._waiting.put(goodput)
+
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
         """Close the run with this exit code; where the training was stopped early, with the reason in its summary."""
         if self._finishing.acquire(blocking=False):  # the first to call decides; a stop order may come meanwhile
@@ -123,13 +130,16 @@ class Tracker(RankObserver):
         self._thread.join(CLOSE_TIMEOUT)
 
     def _feed(self) -> None:
-        item: LogRecord | _End | None = None
+        item: LogRecord | Goodput | _End | None = None
         try:
             import wandb
 
             run = self._open()
             while not isinstance(item := self._waiting.get(), _End):
-                self._record(run, item)
+                if isinstance(item, Goodput):
+                    run.summary[GOODPUT] = {"share": item.share, **item.as_dict()}
+                else:
+                    self._record(run, item)
             if item.reason is not None:
                 run.summary[STOPPED_EARLY] = item.reason
             run.finish(exit_code=item.exit_code)

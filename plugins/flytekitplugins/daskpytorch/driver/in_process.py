@@ -154,8 +154,9 @@ class InProcess:
             error = caught
             raise
         finally:
-            self._rank_observers.tell("close", int(error is not None), None)
             self._accountant.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
+            self._rank_observers.tell("accounted", self._accountant.goodput())
+            self._rank_observers.tell("close", int(error is not None), None)
             self._observers.tell("accounted", self._accountant.goodput())
             self._observers.tell("ended", error)
 

@@ -73,6 +73,9 @@ class RankObserver:
     def noted(self, text: str) -> None:
         """Something happened that a user should read."""
 
+    def accounted(self, goodput: Goodput) -> None:
+        """Where the gang's time has gone, as its driver has it; once, after all ranks' functions have returned."""
+
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
         """The rank ends: with 0 after its function has returned, else with 1. May be called twice; the first counts.
 
@@ -148,6 +151,9 @@ class Observers:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers: list[Any] = list(observers)
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
 
     def tell(self, method: str, *args: object) -> StoppedEarlyError | None:
         """Call a method of all; the first wish of one of them to end the gang."""

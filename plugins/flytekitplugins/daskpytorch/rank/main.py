@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+ACCOUNT_TIMEOUT = 2.0
+"""Seconds at the end for the driver to say where the time went, where somebody here wants to record it."""
+
 
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
@@ -106,6 +109,9 @@ def main(channel: Connection) -> int:
         return 1
     # Nobody leaves before all have finished: the others may still be talking to this rank.
     link.ended.wait()
+    if observers:
+        with contextlib.suppress(TimeoutError):
+            observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
     _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
 
