@@ -1,4 +1,4 @@
-"""Opens a Deck in headless Chromium, as Flyte's console shows it."""
+"""Opens a Deck in headless Chromium, as Flyte's console shows it; and the pages of the documentation."""
 
 from __future__ import annotations
 
@@ -64,6 +64,20 @@ window.addEventListener("load", () => setTimeout(() => {
 </script>
 """
 """Says in the page itself what became of the pages in its frames, before and after all their buttons are pressed."""
+LOOK_AT_FILES = """
+<pre id="report"></pre>
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const report = [...document.querySelectorAll("iframe")].map(frame => {
+    const root = frame.contentDocument.documentElement;
+    const requests = frame.contentWindow.performance.getEntriesByType("resource").map(entry => entry.name);
+    return [frame.name, root.scrollWidth - root.clientWidth, requests.filter(url => !url.startsWith("file:"))];
+  });
+  document.getElementById("report").textContent = JSON.stringify(report);
+}, 1000));
+</script>
+"""
+"""Says in the page itself by how much the files in its frames are too wide, and what they have asked of a network."""
 CATCH = "<script>window.errors = []; addEventListener('error', event => errors.push(event.message));</script>"
 
 
@@ -128,6 +142,21 @@ def inspect(pages: Mapping[str, str], folder: Path, widths: Sequence[int]) -> di
     assert found, dom[-2000:]
     reports = json.loads(html.unescape(found[1]))
     return {(name, width): Inspected(**reports[f"{name} {width}"]) for name in pages for width in widths}
+
+
+def look_at_files(files: Mapping[str, Path], folder: Path, widths: Sequence[int]) -> dict[str, tuple[int, list[str]]]:
+    """Open files of HTML, each at every width: how many pixels too wide they are, and what they ask of a network."""
+    frames = "".join(
+        f'<iframe name="{name} at {width}" width="{width}" height="2000" src="{path.as_uri()}"></iframe>'
+        for name, path in files.items()
+        for width in widths
+    )
+    host = folder / "host.html"
+    host.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{LOOK_AT_FILES}</body>")
+    dom = _chromium(folder, "--allow-file-access-from-files", "--dump-dom", host.as_uri(), height=2000)
+    found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
+    assert found, dom[-2000:]
+    return {name: (overflow, requests) for name, overflow, requests in json.loads(html.unescape(found[1]))}
 
 
 def _document(page: str) -> str:

@@ -1,0 +1,79 @@
+"""The documentation's site: all that is public stands in it, and it asks nothing of any network."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from browser import look_at_files
+from pages import PAGES, REPOSITORY
+
+PACKAGE = "flytekitplugins.daskpytorch"
+REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("docs/reference/")}
+OF_FLYTES_DASK_PLUGIN = {f"{PACKAGE}.Scheduler", f"{PACKAGE}.WorkerGroup"}
+MODULES = ("", ".data", ".dispatch", ".errors", ".lightning", ".report", ".results", ".testing", ".transformers")
+
+
+def public_names() -> set[str]:
+    """Of all modules that users import; errors of gangs are documented where they are written."""
+    found = set()
+    for module in MODULES:
+        for name in import_module(PACKAGE + module).__all__:
+            home = f"{PACKAGE}.errors" if f"{PACKAGE}.{name}" in _ERRORS else PACKAGE + module
+            found.add(f"{home}.{name}")
+    return found
+
+
+_ERRORS = {f"{PACKAGE}.{name}" for name in import_module(f"{PACKAGE}.errors").__all__}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built with warnings as errors: a link, an anchor or a name that is not there."""
+    build = pytest.importorskip("mkdocs.commands.build").build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        build(load_config("mkdocs.yml", strict=True, site_dir=str(folder)))
+    return folder
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    pages = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    there = {name for name in public_names() - OF_FLYTES_DASK_PLUGIN if f'id="{name}"' in pages}
+    assert public_names() - OF_FLYTES_DASK_PLUGIN == there
+    assert all(f"`{name.rpartition('.')[2]}`" in REFERENCE["docs/reference/tasks.md"] for name in OF_FLYTES_DASK_PLUGIN)
+
+
+def test_every_error_has_its_cause_and_remedy() -> None:
+    names = {name.rpartition(".")[2] for name in public_names() if name.endswith("Error")}
+    table = REFERENCE["docs/reference/errors.md"]
+    rows = re.findall(r"^\| `(?:\w+\.)?(\w+Error)` \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
+    assert {name for name, _, _ in rows} == names
+
+
+def test_every_variable_is_documented_and_none_else() -> None:
+    folders = ("plugins/flytekitplugins", "plugins/flyteplugins", "workflows", "tasks")
+    sources = "".join(path.read_text() for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+    read = set(re.findall(r"\bDASKPYTORCH_[A-Z]+(?:_[A-Z]+)*\b", sources))
+    assert set(re.findall(r"^\| `(DASKPYTORCH_\w+)`", REFERENCE["docs/reference/variables.md"], re.MULTILINE)) == read
+
+
+def test_pages_ask_nothing_of_a_network(site: Path) -> None:
+    loaded = r"""<(?:script|img|iframe|source|video)\b[^>]*\bsrc="?(?:https?:)?//|<link\b[^>]*\bhref="?(?:https?:)?//"""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(REFERENCE)
+    assert [path.name for path in pages if re.search(loaded, path.read_text())] == []
+    assert [path.name for path in site.rglob("*.css") if re.search(r"url\(\W?(?:https?:)?//", path.read_text())] == []
+
+
+def test_pages_fit_a_screen_and_a_telephone(site: Path, tmp_path: Path) -> None:
+    pages = {name: site / name[5:].replace(".md", ".html") for name in PAGES if name.startswith("docs/")}
+    looked_at = look_at_files(pages, tmp_path, [1200, 400])
+    assert len(looked_at) == 2 * len(pages)
+    assert {name: found for name, found in looked_at.items() if found != (0, [])} == {}
