@@ -1,0 +1,108 @@
+"""What is released: the wheel, the source distribution, the changelog's version, and what tells of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import REPOSITORY
+from tools import release
+
+PROJECT = (REPOSITORY / "pyproject.toml").read_text()
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(REPOSITORY)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def tracked() -> set[str]:
+    command = ["git", "ls-files", "--cached"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no git repository, as in a source distribution")
+    return {name for name in done.stdout.splitlines() if (REPOSITORY / name).exists()}
+
+
+def test_the_wheel_holds_the_package_alone_with_its_type_marker_and_licences(dist: Path) -> None:
+    [wheel] = dist.glob("*.whl")
+    assert list(release.check_wheel(wheel)) == []
+
+
+def test_what_a_wheel_should_not_hold_or_lacks_is_named(tmp_path: Path) -> None:
+    wheel = tmp_path / "flytekitplugins_daskpytorch-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tests/conftest.py", "")
+        archive.writestr("flytekitplugins_daskpytorch-1.0.dist-info/licenses/LICENSE", "")
+    problems = "; ".join(release.check_wheel(wheel))
+    assert "holds tests/conftest.py" in problems
+    assert "lacks flytekitplugins/daskpytorch/py.typed" in problems
+    assert "lacks the licence uPlot-LICENSE" in problems
+
+
+def test_the_source_distribution_is_the_repository(dist: Path) -> None:
+    files = tracked()
+    [sdist] = dist.glob("*.tar.gz")
+    assert [problem for problem in release.check_sdist(sdist, files) if " lacks " in problem] == []
+    assert next(release.check_sdist(sdist, files | {"missing.py"})) == f"{sdist.name} lacks missing.py"
+
+
+def test_twine_takes_both(dist: Path) -> None:
+    command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, dist.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "changelog", "problem"),
+    [
+        ("0.1.0", "## [Unreleased]\n\n## [0.1.0] - 2026-01-02\n\n- A gang.\n", None),
+        ("0.1.0", "## [Unreleased]\n\n- A gang.\n\n## [0.1.0] - 2026-01-02\n", 'under "Unreleased"'),
+        ("0.1.0", "## [Unreleased]\n", r"no \"## \[0\.1\.0\] - \d{4}"),
+        ("0.2.0", "## [Unreleased]\n\n## [0.2.0] - 2026-01-02\n", "pyproject.toml says another"),
+    ],
+)
+def test_a_release_has_its_version_everywhere(version: str, changelog: str, problem: str | None) -> None:
+    found = list(release.check_version(version, changelog, '[project]\nversion = "0.1.0"\n'))
+    assert (not found) if problem is None else re.search(problem, "; ".join(found))
+
+
+def test_the_changelog_has_what_comes_next_first() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    version = tomllib.loads(PROJECT)["project"]["version"]
+    assert headings[1:2] in ([], [version])
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", [".github/workflows/ci.yml"]),
+        ("github-issue-forms", [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/wish.yml"]),
+        ("github-issue-config", [".github/ISSUE_TEMPLATE/config.yml"]),
+    ],
+)
+def test_what_the_host_reads_is_as_it_wants_it(schema: str, files: list[str]) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_commit_is_checked_by_what_ci_checks() -> None:
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    ci = (REPOSITORY / ".ci" / "run").read_text()
+    commands = {" ".join(hook["entry"].split()[:2]) for hook in hooks if hook["entry"].startswith("ruff")}
+    commands |= {hook["entry"].split()[0] for hook in hooks}
+    assert commands >= {"ruff check", "ruff format", "lint-imports", "mypy"}
+    assert all(command in ci for command in ("ruff check", "ruff format", "lint-imports", "mypy"))
+    assert all(hook["language"] == "system" for hook in hooks)  # nothing is downloaded
