@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from conftest import REPOSITORY
+from flytekitplugins.daskpytorch import extras
 
 
 def imported() -> Iterator[str]:
@@ -27,12 +28,9 @@ def imported() -> Iterator[str]:
 
 def test_whatever_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = [
-        project["optional-dependencies"][extra]
-        for extra in ("debug", "lightning", "mlflow", "pictures", "s3", "sweep", "tensorboard", "transformers", "wandb")
-    ]
-    declared = {Requirement(line).name for line in chain(project["dependencies"], *extras)}
-    modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "_typeshed"}
+    optional = [project["optional-dependencies"][extra] for extra in extras.PACKAGES]
+    declared = {Requirement(line).name for line in chain(project["dependencies"], *optional)}
+    modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "flyteplugins", "_typeshed"}
     modules -= {"IPython", "pytest", "pytorch_lightning"}  # there where a notebook, a test, or a program has them
     distributions = packages_distributions()
     assert {module for module in modules if declared.isdisjoint(distributions[module])} == set()

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("flytekitplugins/daskpytorch",)
+PACKAGES = ("flytekitplugins/daskpytorch", "flyteplugins/daskpytorch")
 """All that a wheel holds, beside its metadata."""
 LICENCES = ("LICENSE", "uPlot-LICENSE")
 """Ours, and that of what we hand on."""

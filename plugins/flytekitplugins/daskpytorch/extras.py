@@ -11,7 +11,7 @@ __all__ = ["PACKAGES", "is_installed", "require_extra", "require_flytekit"]
 DISTRIBUTION = "flytekitplugins-daskpytorch"
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "debug": ("debugpy",),
-    "flyte2": ("flyte",),
+    "flyte2": ("flyte", "flyteplugins.dask"),
     "lightning": ("lightning",),
     "mlflow": ("mlflow", "PIL"),
     "pictures": ("PIL",),

@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch import (
     current_client,
     current_rank,
 )
+from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
     from flyteplugins.dask import Scheduler, WorkerGroup
@@ -93,6 +94,7 @@ MODULES = ("data", "dispatch", "report", "results")
 
 def __getattr__(name: str) -> Any:
     if name in HOMES:
+        require_extra("flyte2", f"flyteplugins.daskpytorch.{name}")
         return getattr(import_module(HOMES[name]), name)
     if name in __all__ or name in MODULES or name == "__version__":
         return getattr(engine, name)
