@@ -1,0 +1,160 @@
+"""Which versions pass: the unit tests, and a gang of either kind, in each corner of what pyproject.toml promises.
+
+    python tests/matrix.py                      # all corners, and the table in docs/versions.md
+    python tests/matrix.py lowest --keep        # one, whose environment is left for a closer look
+
+Each corner is installed by uv into a virtual environment of its own, which is removed again; torch with its CUDA takes
+6 GB of disk per version in uv's cache. A Python that is not found here is said to be missing, not passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "versions.md"
+BEGIN, END = "<!-- tests/matrix.py -->", "<!-- end -->"
+"""In the page, around what this writes."""
+SHOWN = ("torch", "distributed", "flytekit", "numpy")
+GANGS = (
+    "tests/test_spawn_integration.py::test_what_a_rank_is_given_and_gives",
+    "tests/test_task_integration.py::test_a_workflow_runs_locally_and_leaves_nothing",
+)
+"""One on the task's own node, one on a Dask cluster."""
+NOT_OF_VERSIONS = ("tests/test_backend.py", "tests/test_dockerfile.py")
+"""What is written for one set of versions, or looks at files alone."""
+LIMIT = 1800
+"""Seconds for one corner's tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corner:
+    """One set of versions."""
+
+    name: str
+    python: str = "3.11"
+    resolution: str = "highest"
+    pins: tuple[str, ...] = ()
+    extra: str = "test"
+    tests: tuple[str, ...] = ()
+    """Empty: all that need no processes, and a gang of either kind."""
+
+
+CORNERS = (
+    Corner(name="newest"),
+    Corner(name="lowest", resolution="lowest-direct"),
+    Corner(name="torch-2.6", pins=("torch==2.6.0",)),
+    Corner(name="distributed-2025.1", pins=("dask==2025.1.0", "distributed==2025.1.0")),
+    Corner(name="flytekit-1.16.0", pins=("flytekit==1.16.0", "flytekitplugins-dask==1.16.0")),
+    Corner(name="python-3.12", python="3.12"),
+    Corner(
+        name="python-3.13",
+        python="3.13",
+        extra="",
+        pins=("pytest", "pytest-timeout", "pytest-xdist"),
+        tests=("--noconftest", "tests/without_flytekit.py"),
+    ),
+)
+
+
+def found_pythons(version: str) -> Iterator[Path]:
+    """Interpreters of this version here: on PATH, and those of pyenv."""
+    if found := shutil.which(f"python{version}"):
+        yield Path(found)
+    yield from sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+
+
+def works(python: Path, version: str) -> bool:
+    """Whether it starts at all: a shim may stand for nothing."""
+    said = subprocess.run([python, "-V"], capture_output=True, text=True, check=False)
+    return said.returncode == 0 and said.stdout.startswith(f"Python {version}.")
+
+
+def install(corner: Corner, python: Path, venv: Path) -> None:
+    """The working tree, editable, with what its tests need."""
+    subprocess.run(["uv", "venv", "--quiet", "--clear", "--python", python, venv], check=True)
+    what = ["--editable", f"{REPOSITORY}[{corner.extra}]" if corner.extra else REPOSITORY, *corner.pins]
+    command = ["uv", "pip", "install", "--quiet", "--python", venv / "bin" / "python"]
+    subprocess.run([*command, "--resolution", corner.resolution, *what], check=True)
+
+
+def test(corner: Corner, venv: Path, log: Path) -> str:
+    """Run its tests; the last line of what pytest says."""
+    left_out = ("--ignore-glob=*_integration.py", *(f"--ignore={name}" for name in NOT_OF_VERSIONS))
+    environment = os.environ | {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
+    runs = [corner.tests] if corner.tests else [("tests", *left_out), GANGS]
+    lines = []
+    with log.open("w") as file:
+        for tests in runs:
+            command = [venv / "bin" / "python", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+            subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=environment | {"WANDB_MODE": "offline"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT,
+                check=False,
+            )
+            file.flush()
+            lines.append(re.sub(r" in [\d.]+s.*|=+ ?", "", log.read_text().strip().rpartition("\n")[2]))
+    return "; ".join(lines)
+
+
+def versions(venv: Path) -> list[str]:
+    """Of Python, and of what the table shows."""
+    said = subprocess.run([venv / "bin" / "python", "-V"], capture_output=True, text=True, check=True).stdout
+    there = {found.name: found.version for found in distributions(path=[str(next(venv.glob("lib/*/site-packages")))])}
+    return [said.split()[1], *(there.get(name, "none") for name in SHOWN)]
+
+
+def row(corner: Corner, folder: Path, *, keep: bool) -> str:
+    """Install a corner, run its tests, and say in a line of the table how it went."""
+    python = next((path for path in found_pythons(corner.python) if works(path, corner.python)), None)
+    if python is None:
+        return f"| {corner.name} | {corner.python} |{' |' * len(SHOWN)} not tried: no such Python here |"
+    venv = folder / corner.name
+    log = Path(tempfile.gettempdir(), f"matrix-{corner.name}.log")
+    try:
+        install(corner, python, venv)
+        verdict = test(corner, venv, log)
+        shown = versions(venv)
+    finally:
+        if not keep:
+            shutil.rmtree(venv, ignore_errors=True)
+    print(f"{corner.name}: {verdict} (all that they said: {log})", file=sys.stderr, flush=True)
+    return f"| {corner.name} | {' | '.join(shown)} | {verdict} |"
+
+
+def main() -> None:
+    """Try the corners that were asked for; of all, write the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corners", nargs="*", help=f"of {', '.join(corner.name for corner in CORNERS)}; all by default")
+    parser.add_argument("--keep", action="store_true", help="leave the environments where they are, and say where")
+    asked = parser.parse_args()
+    chosen = [corner for corner in CORNERS if not asked.corners or corner.name in asked.corners]
+    folder = Path(tempfile.mkdtemp(prefix="matrix-"))
+    rows = [row(corner, folder, keep=asked.keep) for corner in chosen]
+    head = [f"| corner | Python | {' | '.join(SHOWN)} | tests |", "|---" * (len(SHOWN) + 3) + "|"]
+    table = "\n".join([*head, *rows])
+    print(table)
+    if not asked.corners:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        machine = f"On {platform.system()} {platform.machine()}, without a GPU:"
+        PAGE.write_text(f"{before}{BEGIN}\n{machine}\n\n{table}\n{END}{rest.partition(END)[2]}")
+    print(f"environments: {folder}" if asked.keep else "", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
