@@ -5,6 +5,7 @@ The rank is an interpreter that does what one does before it joins its gang; it 
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from flytekitplugins.daskpytorch.protocol import program
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 
 SCRIPT = """
@@ -353,3 +355,18 @@ def test_commands_of_installed_programs_are_not_the_users(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "__main__", pytest_itself)
     code = pack_code()
     assert (code.script, code.program.arguments) == (None, None)
+
+
+def test_a_logger_that_was_asked_before_heeds_the_level_that_the_driver_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logger remembers what it is enabled for."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    outer, inner = (logging.getLogger(f"asked_before{rest}") for rest in ("", ".inner"))
+    assert not inner.isEnabledFor(logging.DEBUG)
+    outer.setLevel(logging.DEBUG)
+    found = program.taken(is_users=False)
+    outer.setLevel(logging.WARNING)
+    assert not inner.isEnabledFor(logging.DEBUG)
+    program.enter(found, None)
+    assert inner.isEnabledFor(logging.DEBUG)

@@ -131,6 +131,7 @@ def enter(program: Program, script: Path | None) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     for name, logger in program.loggers.items():
         _set_up(logging.getLogger(name), logger)
+    logging.root.setLevel(logging.root.level)  # all loggers forget what they knew of each other's levels, once for all
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,7 @@ class _SpareParts:
 
 
 def _set_up(logger: logging.Logger, asked: _Logger) -> None:
-    if logger.level != asked.level:  # each change goes through all the loggers that there are
-        logger.setLevel(asked.level)
+    logger.level = asked.level
     logger.propagate = asked.propagate
     if logger.handlers:  # a library's, which it has set up here as it did there
         return

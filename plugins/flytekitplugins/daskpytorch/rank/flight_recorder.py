@@ -38,12 +38,8 @@ def call_before_abort(report: Callable[[], None]) -> None:
     collective has timed out: both in threads of theirs, so that no line of Python comes to say why.
     """
     global _handler
-    handler_type = ctypes.CFUNCTYPE(None)
-    try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
-    except (AttributeError, OSError):  # torch was built with another library
+    if _set_terminate is None:
         return
-
     rank = os.getpid()
 
     def handler() -> None:
@@ -53,12 +49,23 @@ def call_before_abort(report: Callable[[], None]) -> None:
         finally:
             previous()  # says what was thrown, and aborts
 
-    set_terminate.restype, set_terminate.argtypes = handler_type, [handler_type]
-    _handler = handler_type(handler)  # ctypes keeps no reference
-    previous = set_terminate(_handler)
+    _handler = _HANDLER(handler)  # ctypes keeps no reference
+    previous = _set_terminate(_handler)
 
 
+def _found() -> Callable[[object], Callable[[], None]] | None:
+    """`std::set_terminate`; None where torch was built with another library."""
+    try:
+        found = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (AttributeError, OSError):
+        return None
+    found.restype, found.argtypes = _HANDLER, [_HANDLER]
+    return found
+
+
+_HANDLER = ctypes.CFUNCTYPE(None)
 _handler: object = None
+_set_terminate = _found()  # once for all ranks that a fork server starts
 
 
 def _groups() -> Iterator[str]:

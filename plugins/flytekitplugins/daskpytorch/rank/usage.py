@@ -164,7 +164,6 @@ class Gauge:
         self._ledger = ledger
         self._gpu = gpu
         """The index of the rank's own, where it has one."""
-        self._process = psutil.Process()
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
@@ -178,7 +177,7 @@ class Gauge:
             num_steps=self._ledger.num_steps,
             seconds=self._ledger.seconds(),
             cpu=(self._used - used_before) / max(self._read_at - before, 1e-9),
-            memory=self._process.memory_info().rss,
+            memory=psutil.Process().memory_info().rss,
             gpu_memory=memory,
             gpu_utilization=utilization,
         )
