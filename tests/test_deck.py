@@ -572,6 +572,16 @@ def test_checkpoints_and_places_are_tables() -> None:
     assert '<td>Weights &amp; Biases</td><td><a href="https://wandb.ai/run"' in page
 
 
+def test_what_lies_on_this_machine_can_be_opened_from_the_page() -> None:
+    recorder = Recorder()
+    recorder.keeps([SavedCheckpoint(step=1, metrics={}, size=1, place="/data/step-1")])
+    page = body(recorder, {"rank-0.svg": "/results/profiles/my rank-0.svg", "results": "s3://bucket/results"})
+    assert '<a href="file:///results/profiles/my%20rank-0.svg"' in page
+    assert ">/results/profiles/my rank-0.svg</a>" in page
+    assert "<td>s3://bucket/results</td>" in page
+    assert '<a href="file:///data/step-1"' in page
+
+
 # ---- Whatever comes
 
 

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import report
@@ -268,11 +269,18 @@ def _with_what(inputs: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) -> Iterable[str]:
-    rows = [*places.items(), ("logs", "the task's own log has all that the ranks write, each line with its rank")]
+    rows: list[tuple[str, object]] = [(what, _address(where)) for what, where in places.items()]
+    rows += [("logs", "the task's own log has all that the ranks write, each line with its rank")]
     pieces = [report.card("Places", report.table(("what", "where"), rows))]
     if checkpoints:
         pieces.append(report.card("Checkpoints", _checkpoint_table(checkpoints)))
     yield report.section("Where", report.grid(*pieces, least=380))
+
+
+def _address(place: str) -> object:
+    """A link, where a browser can open it."""
+    path = place.removeprefix("file://")
+    return report.Link(place, Path(path).as_uri()) if path.startswith("/") else place
 
 
 def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
@@ -281,7 +289,7 @@ def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
             each.step,
             ", ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
             f"{each.size:,}",
-            each.place or "the driver's disk",
+            _address(each.place) if each.place else "the driver's disk",
         )
         for each in checkpoints
     ]

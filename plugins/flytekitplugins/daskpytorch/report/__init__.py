@@ -12,6 +12,7 @@ share, a style and the library that draws, is 70 kB; `page` has it once.
 
 from flytekitplugins.daskpytorch.report.chart import line_chart
 from flytekitplugins.daskpytorch.report.curve import Curve
+from flytekitplugins.daskpytorch.report.html import Link
 from flytekitplugins.daskpytorch.report.pieces import (
     Picture,
     Tone,
@@ -34,6 +35,7 @@ from flytekitplugins.daskpytorch.report.timeline import Event, Span, duration, t
 __all__ = [
     "Curve",
     "Event",
+    "Link",
     "Picture",
     "Span",
     "Tone",

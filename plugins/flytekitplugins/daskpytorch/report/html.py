@@ -2,18 +2,29 @@
 
 import functools
 import re
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
 from flytekitplugins.daskpytorch.process.streams import one_line
 
-__all__ = ["MAX_NAME", "element", "name_of", "shared", "text_of", "whole"]
+__all__ = ["MAX_NAME", "Link", "element", "name_of", "shared", "text_of", "whole"]
 
 MAX_NAME = 60
 """Characters of a metric's name that are shown."""
 MAX_TEXT = 20_000
 """Characters of any text: what is cut out of a longer one is its middle."""
 URL = re.compile(r"https?://[^\s<>\"']+")
+ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A text that leads somewhere: a cell of a table, say."""
+
+    text: str
+    address: str
+    """With `http://`, `https://` or, for a file of the reader's own machine, `file://`."""
 
 
 def element(tag: str, content: str = "", class_: str = "", **attributes: object) -> str:
@@ -29,9 +40,11 @@ def text_of(value: object) -> str:
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    text = str(value)
-    if URL.fullmatch(text):
-        return element("a", _clean(text), href=text, target="_blank", rel="noopener noreferrer")
+    text, address, kind = str(value), str(value), URL
+    if isinstance(value, Link):
+        text, address, kind = value.text, value.address, ADDRESS
+    if kind.fullmatch(address):
+        return element("a", _clean(text), href=address, target="_blank", rel="noopener noreferrer")
     return _clean(text)
 
 

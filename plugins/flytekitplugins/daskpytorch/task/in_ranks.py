@@ -226,7 +226,7 @@ class InRanks:
         if not self.enable_deck:
             yield
             return
-        with self._published(recorder, lambda: self._left_by(observers, results)) as file:
+        with self._published(recorder, lambda: self._left_by(observers, results) | results.profiles()) as file:
             if file is not None:
                 display.say(f"its Deck, to be opened and reloaded: {file}")
             yield

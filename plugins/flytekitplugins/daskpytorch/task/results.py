@@ -19,6 +19,8 @@ from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
 __all__ = ["OutputStorage", "TaskResults"]
 
+PROFILES = "profiles"
+"""Where ranks put them, in the folder."""
 FAILED_LIMIT = 60.0
 """Seconds for the results of a gang that failed to reach storage, so that its error need not wait for ever."""
 
@@ -47,6 +49,7 @@ class TaskResults:
         self._is_remote = self._files.is_remote(self.folder)
         self.has_files = False
         """Something has been submitted, and is in the folder."""
+        self._profiles: list[str] = []
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
@@ -75,6 +78,12 @@ class TaskResults:
         received.folder_is_wanted = True
         return self.folder
 
+    def profiles(self) -> dict[str, str]:
+        """The traces and flame graphs in the folder: what they are called, and where they are."""
+        if not self._is_remote:
+            self._profiles = _files_below(Path(self.folder.removeprefix("file://")) / PROFILES)
+        return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
+
     def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
         if self._is_remote:
             return scratch_folder("daskpytorch-results-")
@@ -86,6 +95,7 @@ class TaskResults:
         if any(path.is_file() for path in writer.folder.rglob("*")):
             if self._is_remote:
                 self._files.put_data(str(writer.folder), self.folder, is_multipart=True)
+                self._profiles = _files_below(writer.folder / PROFILES)
             self.has_files = True
 
     def _try_to_deliver(self, writer: _Writer, limit: float) -> None:
@@ -108,6 +118,10 @@ class TaskResults:
             self._files.get_filesystem_for_path(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
             Path(self.folder.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+
+
+def _files_below(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*") if path.is_file())
 
 
 class _Writer:
