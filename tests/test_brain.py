@@ -722,6 +722,27 @@ def test_shards_are_stored_though_another_checkpoint_is_not(
     assert str(raised(world)).endswith("; the next attempt goes on from the checkpoint of step 100")
 
 
+@pytest.mark.parametrize(("own", "is_waited_for"), [("/store", True), ("s3://flyte/n0", False)])
+def test_last_checkpoint_of_a_training_that_ends_well_is_waited_for_where_its_folder_is_the_users(
+    world_of: MakeWorld, own: str, is_waited_for: bool
+) -> None:
+    world = world_of()
+    paths = StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own=own)
+    world.brain._request = dataclasses.replace(world.brain._request, storage=paths)
+    world.form()
+    for agent in world.connected():
+        world.step(agent)
+    for agent in world.connected():
+        world.deliver(agent)
+    for _ in range(5):
+        world.obey_all()
+    assert (world.results is None) == is_waited_for
+    if is_waited_for:
+        world.upload(world.agent(W1))
+    assert world.results == [0, 1]
+    assert world.watcher.kept_steps == ([1] if is_waited_for else [])
+
+
 def test_shards_count_as_progress_and_let_the_gang_grow(world_of: MakeWorld) -> None:
     world = world_of(min_workers=1)
     shrunk(world)

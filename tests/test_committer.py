@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +292,33 @@ def test_next_attempt_of_a_task_names_what_the_one_before_has_left_and_copies_an
     assert first.folders() == ["step-10/0-0", "step-11/0-1"]  # their own manifest names them
 
 
+def test_next_attempt_of_a_task_removes_what_the_one_before_has_not_finished(
+    driver: MakeDriver, tmp_path: Path
+) -> None:
+    first = driver(str(tmp_path / "0"))
+    first.write(9, 0)
+    first.close()  # as one does that is killed: before anything counts
+    second = driver(str(tmp_path / "1"), previous=str(tmp_path / "0"))
+    second.save(10, 0)
+    second.write(11, 1)
+    second.close()
+    assert first.folders() == []
+    third = driver(str(tmp_path / "2"), previous=str(tmp_path / "1"))
+    assert third.flush()
+    assert third.steps() == [10]
+    assert second.folders() == ["step-10/0-0"]
+
+
+def test_next_attempt_removes_nothing_of_one_whose_manifest_it_cannot_read(driver: MakeDriver, tmp_path: Path) -> None:
+    first = driver(str(tmp_path / "0"))
+    first.save(10, 0)
+    first.close()
+    Path(first.uri, MANIFEST).write_text("{")
+    second = driver(str(tmp_path / "1"), previous=str(tmp_path / "0"))
+    assert second.flush()
+    assert first.folders() == ["step-10/0-0"]
+
+
 def test_manifest_of_a_version_before_names_no_shards(driver: MakeDriver) -> None:
     kept = Path(driver().uri)
     kept.mkdir(exist_ok=True)
@@ -501,10 +528,17 @@ def test_in_a_flyte_task_they_lie_beside_the_other_checkpoints_of_the_attempt(tm
     place = place_of(storage_of(InFlyte("n0-0"), "gang", Gang()), tmp_path)
     assert place.base == "/flyte/n0-0/gang"
     assert not place.is_reused
+    retry = InFlyte("n0-1")
+    retry.paths = replace(retry.paths, previous="file:///flyte/n0-0/gang")
+    assert place_of(storage_of(retry, "gang", Gang()), tmp_path).previous == place.base
 
 
 def test_uri_in_a_flyte_task_holds_the_shards_of_each_attempt_apart_and_flyte_the_manifest(tmp_path: Path) -> None:
     settings, bases = Gang(checkpoint_uri="s3://bucket/shards/"), set()
+    first, retry = InFlyte("n0-0"), InFlyte("n0-1")
+    retry.paths = replace(retry.paths, previous=first.paths.own)
+    places = [place_of(storage_of(each, "gang", settings), tmp_path, is_users=True) for each in (first, retry)]
+    assert [place.previous for place in places] == [None, places[0].base]
     for attempt in ("n0-0", "n0-1", "n1-0"):
         paths = storage_of(InFlyte(attempt), "gang", settings)
         assert paths is not None

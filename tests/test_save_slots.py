@@ -27,9 +27,10 @@ class Rank:
     dropped: list[int] = field(default_factory=list)
     inbox: list[int] = field(default_factory=list)
     """Settled by the driver, and not heard yet."""
+    forgotten: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots: SaveSlots[Save] = SaveSlots(self._start)
+        self.slots: SaveSlots[Save] = SaveSlots(self._start, lambda save: self.forgotten.append(save.number))
 
     def _start(self, save: Save) -> None:
         self.started.append(save.number)
@@ -123,6 +124,7 @@ def test_in_every_order_all_ranks_write_the_same_saves_and_the_newest_is_one_of_
         assert first.started == sorted(set(first.started)), events
         assert first.started[-1] == gang.num_saves - 1, events
         assert sorted(first.started + first.dropped) == list(range(gang.num_saves)), events
+        assert first.forgotten == second.forgotten == first.dropped, events
         num_played += 1
     assert num_played > 1000
 

@@ -724,11 +724,15 @@ class Brain:
         attempt, limit = self._gang, self._ended_at + self._settings.start_timeout
         if self._is_cancelled:
             raise self._cancelled()
-        if self._commits and self._now() < limit:
-            self._give_notice("waiting for the newest checkpoint to be committed")
+        if (self._commits or (self._fetches.is_busy and self._stays_here())) and self._now() < limit:
+            self._give_notice("waiting for the newest checkpoint, which is on its way")
             return self._wait(limit)
         self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
+
+    def _stays_here(self) -> bool:
+        """Whether its checkpoints are a user's own to use after it, in a folder of this machine."""
+        return self._request.storage is not None and "://" not in self._request.storage.own
 
     def _settle(self) -> Phase | None:
         """Wait for checkpoints that are on their way, as long as whoever sends them is there."""

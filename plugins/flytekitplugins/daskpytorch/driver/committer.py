@@ -110,6 +110,8 @@ class ShardStorage:
     """A file by which ranks see that they are on this machine; None: `base` is reached from everywhere."""
     is_reused: bool = False
     """Gangs before this one may have left something there."""
+    previous: str | None = None
+    """The base of the attempt before, where that is another."""
 
     @functools.cached_property
     def files(self) -> Files:
@@ -123,11 +125,13 @@ class ShardStorage:
         """That of a gang whose checkpoints go to these `paths`; `is_users`: to a place that its user has named."""
         base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
         is_reused = paths is not None and paths.own == paths.previous
+        previous = (paths.previous_shards or paths.previous) if paths is not None and not is_reused else None
         if "://" in base and not base.startswith("file://"):
-            return cls(base=base, filesystem=filesystem, is_reused=is_reused)
-        base = LocalFileSystem._strip_protocol(base)  # noqa: SLF001 - fsspec's own way to a full path
+            return cls(base=base, filesystem=filesystem, is_reused=is_reused, previous=previous)
+        strip = LocalFileSystem._strip_protocol  # noqa: SLF001 - fsspec's own way to a full path
+        base, previous = strip(base), strip(previous) if previous is not None else None
         token = Path(base if is_users else scratch, f".driver-{secrets.token_hex(4)}")
-        return cls(base=base, filesystem=filesystem, token=token, is_reused=is_reused)
+        return cls(base=base, filesystem=filesystem, token=token, is_reused=is_reused, previous=previous)
 
 
 @dataclass
@@ -176,8 +180,12 @@ class Committer:
         self._leave_token()
         if self._kept and not self.storage.is_reused:
             self.worker.submit(self._carry_forward)
-        if self.storage.is_reused and self.manifest is not None and self.manifest.is_known:
-            self.worker.submit(lambda: self._remove(lambda _, nonce: nonce != self._nonce))
+        if self.manifest is not None and self.manifest.is_known:
+            if self.storage.is_reused:
+                self.worker.submit(lambda: self._remove(lambda _, nonce: nonce != self._nonce))
+            if (previous := self.storage.previous) is not None:
+                inherited = list(self._kept)
+                self.worker.submit(lambda: self._remove_others(previous, inherited))
 
     def sharding(self) -> Sharding:
         """What the ranks of an attempt that starts now are told."""
@@ -304,7 +312,7 @@ class Committer:
             return
         named = self._named_below(self._kept)
         try:
-            for folder, save, nonce in self._folders():
+            for folder, save, nonce in self._folders(self.storage.base):
                 if folder not in named and (is_over(save, nonce) or folder in self._outdated):
                     self.storage.files.remove(f"{self.storage.base}/{folder}")
             self._outdated.clear()
@@ -317,9 +325,17 @@ class Committer:
                 )
             self._has_complained = True
 
-    def _folders(self) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """All below the base that belong to saves: of which attempt, which of its saves, and by whose nonce."""
-        base, files = self.storage.base, self.storage.files
+    def _remove_others(self, base: str, inherited: Sequence[ShardedCheckpoint]) -> None:
+        """Remove what the attempt before was writing when it ended: all there that its manifest does not name."""
+        named = {entry.uri for entry in inherited}
+        with contextlib.suppress(Exception):  # nothing needs it to be gone
+            for folder, _, _ in self._folders(base):
+                if f"{base}/{folder}" not in named:
+                    self.storage.files.remove(f"{base}/{folder}")
+
+    def _folders(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
+        """All below a base that belong to saves: of which attempt, which of its saves, and by whose nonce."""
+        files = self.storage.files
         for step in files.folders(base):
             for save in files.folders(f"{base}/{step}"):
                 if (found := FOLDER.fullmatch(folder := f"{step}/{save}")) is not None:

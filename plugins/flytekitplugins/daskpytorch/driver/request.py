@@ -129,8 +129,13 @@ def storage_of(
         files = Files(execution.filesystem(uri))
         own = f"{files.path(uri)}/{key}"
         return StoragePaths(file_access=files, previous=own, own=own)
-    of_attempt = hashlib.sha256(paths.own.encode()).hexdigest()[:16]
-    return replace(paths, shards=f"{uri.rstrip('/')}/{execution.name or key}/{of_attempt}")
+    shards, previous = (
+        f"{uri.rstrip('/')}/{execution.name or key}/{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
+        if folder
+        else None
+        for folder in (paths.own, paths.previous)
+    )
+    return replace(paths, shards=shards, previous_shards=previous)
 
 
 class Keys:

@@ -103,6 +103,8 @@ class Supervisor:
                 try:
                     results = self._see_through(checkpoints, committer)
                     committer.flush(self._deadlines.storage)
+                    if storage is not None and "://" not in storage.own:  # a folder of the user's own
+                        checkpoints.flush(self._deadlines.storage)
                     return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
                     checkpoints.flush(self._deadlines.cancelled)  # for a run that goes on from here

@@ -33,6 +33,8 @@ class StoragePaths:
     """The folder of this attempt."""
     shards: str | None = None
     """Where its ranks write those of sharded checkpoints, a path or an fsspec URL; None: in `own`, too."""
+    previous_shards: str | None = None
+    """The same of the attempt before; None: in `previous`."""
 
 
 class Execution:

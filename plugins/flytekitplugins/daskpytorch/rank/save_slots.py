@@ -42,8 +42,10 @@ S = TypeVar("S", bound=Save)
 class SaveSlots(Generic[S]):
     """One save in flight, and one that waits, in place of an older one that did."""
 
-    def __init__(self, start: Callable[[S], None]) -> None:
+    def __init__(self, start: Callable[[S], None], forgotten: Callable[[S], None] = lambda _: None) -> None:
         self._start_writing = start
+        self._forgotten = forgotten
+        """Hears of one in whose place a newer one is put."""
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
         self._waiting: S | None = None
@@ -73,6 +75,7 @@ class SaveSlots(Generic[S]):
                 self._start(waiting)
             elif waiting is not None:
                 waiting.drop()
+                self._forgotten(waiting)
             # A rank that waits for nothing any more has been told that the save in flight is settled.
             self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
 

@@ -69,7 +69,7 @@ class ShardedCheckpoints:
         self._report = report
         self._moved = moved
         """To be called at each sign of life: a large state takes longer to go and to come than a step."""
-        self._slots: SaveSlots[Staged] = SaveSlots(self._start)
+        self._slots: SaveSlots[Staged] = SaveSlots(self._start, self._tell_forgotten)
         self._num_saves = 0
         self._plans: SavePlans | None = None
         self._files: Any = None
@@ -228,6 +228,14 @@ class ShardedCheckpoints:
         if (difference := _first(heard, "difference")) is not None:
             raise ValueError(f"{where} is of another state than the one that it is loaded into: {difference}")
         return True
+
+    def _tell_forgotten(self, save: Staged) -> None:
+        if save.metrics:  # by which it may have been the best
+            metrics = ", ".join(f"{name} {value:g}" for name, value in save.metrics.items())
+            self._say(
+                f"the sharded checkpoint of step {save.step} ({metrics}) was not written: the next one came while the "
+                "one before it was still on its way. Save less often, where each of them counts."
+            )
 
     def _tell_unread(self, checkpoint: ShardedCheckpoint, unread: frozenset[str]) -> None:
         if unread:
