@@ -7,7 +7,10 @@ be installed. `Scheduler`, `WorkerGroup` are those of `flyteplugins.dask`.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 import flytekitplugins.daskpytorch as engine
 from flytekitplugins.daskpytorch import (
@@ -89,13 +92,30 @@ __all__ = [
 
 HOMES = dict.fromkeys(("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"), f"{__name__}.config")
 """The modules of what is another thing here."""
+OLDEST = "2.12"
+"""The first version that has what is used here."""
 MODULES = ("data", "dispatch", "report", "results")
 
 
 def __getattr__(name: str) -> Any:
     if name in HOMES:
         require_extra("flyte2", f"flyteplugins.daskpytorch.{name}")
+        _refuse_old(name)
         return getattr(import_module(HOMES[name]), name)
     if name in __all__ or name in MODULES or name == "__version__":
         return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _refuse_old(name: str) -> None:
+    """See that Flyte 2's SDK is as new as is needed.
+
+    Raises:
+        ImportError: It is not; the message says how to install it.
+    """
+    for package in ("flyte", "flyteplugins-dask"):
+        if Version(found := version(package)) < Version(OLDEST):
+            raise ImportError(
+                f"flyteplugins.daskpytorch.{name} needs {package} from {OLDEST} on; here it is {found}: "
+                "pip install -U 'flytekitplugins-daskpytorch[flyte2]'"
+            )

@@ -62,3 +62,9 @@ class DaskCluster(_OnDask, config.Cluster):
 TaskPluginRegistry.register(DaskDDP, DaskDDPTask)
 TaskPluginRegistry.register(SpawnDDP, SpawnDDPTask)
 TaskPluginRegistry.register(DaskCluster, DaskClusterTask)
+config.keep_apart(
+    "Flyte 2's SDK",
+    "flyteplugins.daskpytorch",
+    (DaskCluster, DaskDDP, SpawnDDP),
+    TaskPluginRegistry.register,
+)

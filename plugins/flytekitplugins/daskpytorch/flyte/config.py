@@ -4,7 +4,10 @@ Importing it registers the task types with flytekit.
 """
 
 import re
+import sys
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from flytekit import Resources
@@ -78,3 +81,13 @@ def _check_resources(problems: Problems, name: str, resources: Resources | None)
 TaskPlugins.register_pythontask_plugin(DaskDDP, DaskDDPTask)
 TaskPlugins.register_pythontask_plugin(SpawnDDP, SpawnDDPTask)
 TaskPlugins.register_pythontask_plugin(DaskCluster, DaskClusterTask)
+config.keep_apart(
+    "flytekit",
+    "flytekitplugins.daskpytorch",
+    (DaskCluster, DaskDDP, SpawnDDP),
+    TaskPlugins.register_pythontask_plugin,
+)
+if (
+    sys.modules.get("flyte") is not None and find_spec("flyteplugins") and find_spec("flyteplugins.dask")
+):  # Flyte 2's SDK
+    import_module("flyteplugins.daskpytorch.config")

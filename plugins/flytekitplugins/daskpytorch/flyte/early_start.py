@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from itertools import dropwhile
 from pathlib import Path
 
+from flytekit.extend import TaskPlugins
+
 from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyte the host
 from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.settings import is_debugging
+from flytekitplugins.daskpytorch.task.config import keep_apart
 
 __all__ = ["is_worthwhile"]
 
@@ -36,6 +39,7 @@ def is_worthwhile(arguments: Sequence[str]) -> bool:
     return False
 
 
+keep_apart("flytekit", "flytekitplugins.daskpytorch", (), TaskPlugins.register_pythontask_plugin)
 fork_client.import_ahead(IMPORTED_AHEAD)
 if is_worthwhile(sys.argv) and not is_debugging():
     fork_client.connect().close()

@@ -1,14 +1,15 @@
 """What a user may ask of a task, and whether it makes sense, whoever its host is. Imports no torch."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from flytekitplugins.daskpytorch import settings
 from flytekitplugins.daskpytorch.settings import Gang, Problems, Wandb
 
-__all__ = ["Cluster", "GangOnDask", "GangOnOwnNode", "OnDask"]
+__all__ = ["Cluster", "GangOnDask", "GangOnOwnNode", "OnDask", "keep_apart"]
 
 START_METHODS = ("forkserver", "spawn")
 
@@ -118,6 +119,44 @@ class Cluster(OnDask):
         problems.raise_any()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    sdk: str
+    package: str
+    configs: tuple[type, ...]
+    register: Callable[[type, Any], None]
+
+
+def keep_apart(sdk: str, package: str, configs: tuple[type, ...], register: Callable[[type, Any], None]) -> None:
+    """Have each host refuse the other's configs, once both are here: flytekit would run the function undistributed.
+
+    Args:
+        sdk: The host's name.
+        package: Where users find its configs.
+        configs: These; perhaps none so far.
+        register: Tells the host what to call for a task with a config of a class.
+    """
+    here = _Host(sdk=sdk, package=package, configs=configs, register=register)
+    is_new = all(each.sdk != sdk for each in _hosts)
+    for other in {each.sdk: each for each in _hosts if each.sdk != sdk}.values():
+        _refuse(here, other)
+        if is_new:
+            _refuse(other, here)
+    _hosts.append(here)
+
+
+def _refuse(of: _Host, by: _Host) -> None:
+    for config in of.configs:
+        by.register(config, functools.partial(_raise, config.__name__, of, by))
+
+
+def _raise(name: str, of: _Host, by: _Host, /, *_: object, **__: object) -> NoReturn:
+    raise TypeError(
+        f"this {name} is that of {of.package}, which is for {of.sdk}, and the task is one of {by.sdk}. Use the one of "
+        f"{by.package}, which takes the same arguments: from {by.package} import {name}"
+    )
+
+
 def _checked_kinds(config: Any, of_host: Mapping[str, type]) -> Problems:
     """A list of problems to add to, once each field holds a value of its kind.
 
@@ -132,3 +171,6 @@ def _checked_kinds(config: Any, of_host: Mapping[str, type]) -> Problems:
         problems.unless(isinstance(value, kind), name, names)
     problems.raise_any()
     return problems
+
+
+_hosts: list[_Host] = []

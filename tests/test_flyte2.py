@@ -1,0 +1,289 @@
+"""The task types for Flyte 2 as its backend and its users see them, without a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flyteplugins.dask")
+
+import flyte
+import flyte.errors
+from flyte.models import SerializationContext
+from flyteplugins.dask import Dask
+from flyteplugins.dask import Scheduler as TheirScheduler
+from flyteplugins.dask import WorkerGroup as TheirWorkers
+
+import flytekitplugins.daskpytorch as for_flytekit
+import flyteplugins.daskpytorch as for_flyte2
+from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol import host
+from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
+from flyteplugins.daskpytorch import task as task_module
+
+SERIALIZED = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())
+
+
+def one(x: int) -> int:
+    return x
+
+
+def made(config: Any, function: Any = one, *, options: dict[str, Any] | None = None, **of_environment: Any) -> Any:
+    return flyte.TaskEnvironment("made", plugin_config=config, **of_environment).task(**(options or {}))(function)
+
+
+def test_the_cluster_is_the_one_that_flytes_own_plugin_asks_for() -> None:
+    resources = flyte.Resources(cpu=(1, 2), memory="2Gi", gpu="A100:2")
+    pods = {"image": "registry/image:1", "resources": resources}
+    theirs = made(Dask(scheduler=TheirScheduler(**pods), workers=TheirWorkers(number_of_workers=3, **pods)))
+    for kind in (DaskDDP, DaskCluster):
+        ours = made(kind(scheduler=Scheduler(**pods), workers=WorkerGroup(number_of_workers=3, **pods)))
+        assert ours.custom_config(SERIALIZED) == theirs.custom_config(SERIALIZED)
+        assert ours.custom_config(SERIALIZED)["workers"]["numberOfWorkers"] == 3
+        assert ours.task_type == theirs.task_type == "dask"
+    assert ours.plugin_config.num_workers == 3
+    assert made(DaskDDP(workers=WorkerGroup(**pods))).plugin_config.ranks_per_worker == 2
+
+
+def test_one_node_is_an_ordinary_task() -> None:
+    task = made(SpawnDDP(nproc=2))
+    assert task.task_type == flyte.TaskEnvironment("plain").task(one).task_type
+    assert not task.custom_config(SERIALIZED)
+    assert task.env_vars is None
+
+
+def test_the_pods_have_our_settings_of_dask_below_the_users() -> None:
+    name = "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES"
+    assert made(DaskDDP()).env_vars[name] == "0"
+    assert name not in made(DaskCluster()).env_vars
+    task = made(DaskDDP(), env_vars={name: "7", "OWN": "1"})
+    assert (task.env_vars[name], task.env_vars["OWN"]) == ("7", "1")
+    assert task.env_vars["DASK_DISTRIBUTED__WORKER__PRELOAD"] == "flyteplugins.daskpytorch.preload"
+    assert task.override(env_vars={name: "8"}).env_vars[name] == "8"
+
+
+def test_all_else_is_the_same_objects() -> None:
+    assert set(for_flyte2.__all__) == set(for_flytekit.__all__)
+    own = {"DaskCluster", "DaskDDP", "SpawnDDP", "Scheduler", "WorkerGroup"}
+    for name in set(for_flyte2.__all__) - own:
+        assert getattr(for_flyte2, name) is getattr(for_flytekit, name)
+    assert for_flyte2.dispatch is for_flytekit.dispatch
+    for name in own:
+        assert getattr(for_flyte2, name) is not getattr(for_flytekit, name)
+    with pytest.raises(AttributeError, match="settings"):
+        for_flyte2.settings  # noqa: B018
+
+
+def test_a_config_is_checked_as_flytekits() -> None:
+    with pytest.raises(ValueError, match="number_of_workers"):
+        DaskDDP(workers=WorkerGroup(number_of_workers=0))
+    with pytest.raises(ValueError, match=r"at most workers\.number_of_workers"):
+        DaskDDP(gang=Gang(min_workers=3))
+    with pytest.raises(ValueError, match=r"workers\.resources"):
+        DaskDDP(workers=WorkerGroup(resources="1 cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nproc"):
+        SpawnDDP(nproc=0)
+    with pytest.raises(ValueError, match="a WorkerGroup"):
+        DaskDDP(workers=for_flytekit.WorkerGroup())  # type: ignore[arg-type]
+
+
+def test_each_host_refuses_the_others_config() -> None:
+    from flytekit import task
+
+    for name in ("DaskDDP", "SpawnDDP", "DaskCluster"):
+        with pytest.raises(TypeError, match=f"from flyteplugins.daskpytorch import {name}"):
+            made(getattr(for_flytekit, name)())
+        with pytest.raises(TypeError, match=f"from flytekitplugins.daskpytorch import {name}"):
+            task(task_config=getattr(for_flyte2, name)())(one)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from flyteplugins.daskpytorch import SpawnDDP; from flytekit import task",
+        "from flytekit import task; from flyteplugins.daskpytorch import SpawnDDP",
+    ],
+)
+def test_flytekit_refuses_it_whichever_is_imported_first(imports: str) -> None:
+    script = f"""{imports}
+try:
+    task(task_config=SpawnDDP())(lambda: None)
+except TypeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("from flytekitplugins.daskpytorch import SpawnDDP\n"), done.stderr
+
+
+def test_neither_host_needs_the_other() -> None:
+    script = """
+import sys
+sys.modules["BLOCKED"] = None
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+assert sys.modules.get("flytekit") is sys.modules.get("flyte") is None
+from OWN import DaskDDP, SpawnDDP, DaskCluster
+DaskDDP(), SpawnDDP(), DaskCluster()
+assert sys.modules.get("BLOCKED") is None
+"""
+    for blocked, own in (("flytekit", "flyteplugins.daskpytorch"), ("flyte", "flytekitplugins.daskpytorch")):
+        program = script.replace("BLOCKED", blocked).replace("OWN", own)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_flyte2, "version", lambda _: "2.11.9")
+    with pytest.raises(ImportError, match=r"from 2\.12 on; here it is 2\.11\.9: pip install -U .*\[flyte2\]"):
+        for_flyte2.DaskDDP  # noqa: B018
+
+
+def test_it_cannot_be_reusable() -> None:
+    policy = flyte.ReusePolicy(replicas=1)
+    with pytest.raises(ValueError, match="reusable"):
+        flyte.TaskEnvironment("made", plugin_config=SpawnDDP(), reusable=policy)
+    with pytest.raises(ValueError, match="SpawnDDP has a cluster or ranks of its own, and cannot be reusable"):
+        made(SpawnDDP()).override(reusable=policy)
+
+
+async def asynchronous(x: int) -> int:
+    return x + 1
+
+
+async def generates(x: int) -> Any:
+    yield x
+
+
+def test_a_coroutine_function_is_fine_and_a_generator_is_not() -> None:
+    assert made(SpawnDDP(), asynchronous).func is asynchronous
+    with pytest.raises(TypeError, match="is a generator function"):
+        made(SpawnDDP(), generates)
+
+
+def test_the_wandb_secret_is_among_the_tasks() -> None:
+    secret = SimpleNamespace(group="wandb", key="api-key", group_version=None)
+    wandb = Wandb(project="p", secret=secret)  # type: ignore[arg-type]
+    task = made(SpawnDDP(wandb=wandb), secrets="other")
+    assert task.secrets == ["other", flyte.Secret(key="api-key", group="wandb")]
+    assert made(SpawnDDP(wandb=wandb), secrets=task.secrets[1]).secrets == task.secrets[1:]
+
+
+def executed(task: Any, error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The task, where its gang ends by that."""
+
+    async def run(_: object) -> str:
+        if error is not None:
+            raise error
+        return "outputs"
+
+    monkeypatch.setattr(task, "_run", run)
+    return asyncio.run(task.execute(x=1))
+
+
+def caused(cause: GangError) -> Exception:
+    error = KeyError("x")
+    error.__cause__ = cause
+    return error
+
+
+def test_what_an_error_is_to_flyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote"))
+    task = made(SpawnDDP())
+    assert executed(task, None, monkeypatch) == "outputs"
+    for lost in (WorkerLostError("gone"), PreemptedError("told"), for_flyte2.GangStartError("none came")):
+        with pytest.raises(flyte.errors.RuntimeSystemError, match=str(lost)) as caught:
+            executed(task, lost, monkeypatch)
+        assert caught.value.code == type(lost).__name__
+    with pytest.raises(flyte.errors.NonRecoverableError) as repeated:
+        executed(task, caused(GangError("rank 0", is_repeated=True)), monkeypatch)
+    assert repeated.value.code == "KeyError"
+    with pytest.raises(KeyError):
+        executed(task, caused(GangError("rank 0")), monkeypatch)
+
+
+class Preempted:
+    """A gang that is told to end."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def preempt(self, reason: str) -> None:
+        self.reason = reason
+        self.ended.set()
+
+
+def test_sigterm_ends_the_gang_through_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote"))
+    before = signal.getsignal(signal.SIGTERM)
+    gang, task = Preempted(), made(SpawnDDP())
+
+    def train() -> None:
+        host.running.add(gang)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert gang.ended.wait(60)
+        raise PreemptedError(gang.reason)
+
+    async def run(_: object) -> None:
+        await task_module.run_sync_in_thread(train)
+
+    monkeypatch.setattr(task, "_run", run)
+    with pytest.raises(flyte.errors.RuntimeSystemError, match="SIGTERM"):
+        asyncio.run(task.execute(x=1))
+    host.running.discard(gang)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_without_a_gang_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote"))
+    task = made(SpawnDDP())
+
+    async def run(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(task, "_run", run)
+    with pytest.raises(flyte.errors.RuntimeSystemError, match="no gang was running"):
+        asyncio.run(task.execute(x=1))
+
+
+def test_checkpoints_lie_beside_the_one_object_of_an_attempt() -> None:
+    action = SimpleNamespace(run_name="r", name="a0")
+    paths = SimpleNamespace(
+        checkpoint_path="s3://b/r/2/_flytecheckpoints", prev_checkpoint_path="s3://b/r/1/_flytecheckpoints "
+    )
+    ctx: Any = SimpleNamespace(
+        mode="remote", action=action, report=object(), raw_data_path=None, checkpoint_paths=paths
+    )
+    execution = context.Flyte2Execution(ctx, None)
+    found = execution.checkpoint_paths("gang")
+    assert found is not None
+    assert found.own == "s3://b/r/2/_flytecheckpoints.daskpytorch/gang"
+    assert found.previous == "s3://b/r/1/_flytecheckpoints.daskpytorch/gang"
+    assert execution.name == "r-a0"
+    paths.prev_checkpoint_path = ""
+    first = execution.checkpoint_paths("gang")
+    assert first is not None
+    assert first.previous is None
+
+
+def test_secrets_are_found_as_flyte_mounts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution = context.Flyte2Execution(flyte.ctx(), None)
+    monkeypatch.setattr(context, "SECRETS_FOLDER", tmp_path)
+    secret = SimpleNamespace(group="wandb", key="api-key")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="neither is the variable WANDB_API_KEY set"):
+        execution.secret(secret)
+    (tmp_path / "api-key").write_text("of the file\n")
+    assert execution.secret(secret) == "of the file"
+    monkeypatch.setenv("WANDB_API_KEY", "of the variable")
+    assert execution.secret(secret) == "of the variable"
+    monkeypatch.setenv("OWN_NAME", "own")
+    assert execution.secret(flyte.Secret(key="api-key", as_env_var="OWN_NAME")) == "own"
