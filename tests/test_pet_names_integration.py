@@ -121,3 +121,19 @@ def test_the_seattle_names_beat_a_bigram_model(tmp_path: Path, data_folder: Path
     hp = Hyperparameters()
     training, held_out = (windows(part) for part in split_by_name(load_names(str(path)).names, hp.held_out, hp.seed))
     assert losses[-1] < bigram_loss(training, held_out) - 0.1
+
+
+def test_the_same_with_flyte_2(tmp_path: Path) -> None:
+    """From `tasks/` comes all that is trained and shown; by its own script, as its docstring says."""
+    pytest.importorskip("flyteplugins.dask")
+    script = WORKFLOW.relative_to(REPOSITORY).with_name("flyte2") / "pet_names.py"
+    hp = json.dumps({"epochs": 1, "batch_size": 4096})
+    command = [SCRIPTS / "flyte", "run", "--local", script, "pet_names", "--hp", hp, "--num_names", "3"]
+    with nothing_left_behind():
+        done = run_program(command, cwd=REPOSITORY, env={"COLUMNS": "1000", "TMPDIR": str(tmp_path)})
+    assert "Completed Local Run" in done.stdout, done.stdout + done.stderr
+    assert "train: starting 2 ranks on 2 workers" in done.stderr
+    [names] = re.findall(r"new names: (.*)", done.stdout)
+    assert len(names.split(", ")) == 3
+    [weights] = re.findall(r"o1=path='([^']*)'", done.stdout)
+    CharLSTM.from_state_dict(torch.load(weights, weights_only=True))

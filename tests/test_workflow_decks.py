@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from flytekitplugins.daskpytorch.report.html import shared
+from tasks import quality
 from tasks.cnn import Evaluation
 from tasks.digits import DigitSet
 from tasks.registry import Promotion
 from test_challenger import CARD
 from test_report import Parts, chart_data, rows_of
-from workflows import mnist, pet_names, retrain
+from workflows import mnist, retrain
 
 
 def checked(page: str) -> str:
@@ -21,8 +22,8 @@ def checked(page: str) -> str:
 
 
 def test_pet_names_are_beside_a_bigram_model() -> None:
-    quality = pet_names.Quality(loss=1.5, accuracy=0.25, bigram_loss=2.0)
-    page = checked(pet_names._page([2.0, 1.5], [0.2, 0.25], quality, ["Bello", "<b>"]))
+    found = quality.Quality(loss=1.5, accuracy=0.25, bigram_loss=2.0)
+    page = checked(quality.page([2.0, 1.5], [0.2, 0.25], found, ["Bello", "<b>"]))
     loss, accuracy = chart_data(page)
     assert [(line["name"], line["y"]) for line in loss["lines"]] == [("LSTM", [2, 1.5]), ("bigram model", [2, 2])]
     assert loss["lines"][1]["dashed"]

@@ -26,7 +26,6 @@ ranks worth it? See pet_names_scaling.py.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,10 +34,10 @@ from flytekit import Deck, current_context, task, workflow
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb
-from flytekitplugins.daskpytorch import report as pieces
 from tasks import char_lstm
 from tasks.char_lstm import CharLSTM, Hyperparameters, TrainingResult
 from tasks.names import load_names, split_by_name
+from tasks.quality import Quality, page
 from workflows import resources
 
 NamesFile = FlyteFile["json"]
@@ -66,17 +65,6 @@ class PetNames(NamedTuple):
     model_state: PythonPickledFile
     names: list[str]
     """Invented names in title case, none of them in the training list."""
-
-
-@dataclass
-class Quality:
-    """The trained model on the held-out names."""
-
-    loss: float
-    """Cross-entropy of the next character, in nats."""
-    accuracy: float
-    bigram_loss: float
-    """The same loss of a model that knows only the character before."""
 
 
 @task(requests=resources.SMALL, environment=SETTINGS)
@@ -126,11 +114,8 @@ def sample(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile
 @task(requests=resources.SMALL, enable_deck=True)
 def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
     """Say in a line, and show in a Deck, how the training went and what came of it."""
-    text = (
-        f"held-out loss {quality.loss:.4f} nats per character, {_compare(quality)} a bigram model's "
-        f"{quality.bigram_loss:.4f}; {quality.accuracy:.1%} of the characters right"
-    )
-    Deck("Pet names", _page(epoch_losses, epoch_accuracies, quality, names))
+    text = quality.verdict()
+    Deck("Pet names", page(epoch_losses, epoch_accuracies, quality, names))
     print(text)
     print(f"new names: {', '.join(names)}")
     return text
@@ -195,36 +180,6 @@ def save(result: TrainingResult) -> PythonPickledFile:
     path = Path(current_context().working_directory, "model_state.pt")
     torch.save(result.state_dict, path)
     return PythonPickledFile(path=str(path))
-
-
-def _page(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
-    epochs = (1.0, float(max(2, len(epoch_losses))))
-    losses = {"LSTM": list(enumerate(epoch_losses, 1)), "bigram model": [(x, quality.bigram_loss) for x in epochs]}
-    accuracies = {"LSTM": list(enumerate(epoch_accuracies, 1))}
-    return pieces.page(
-        pieces.status("done", "Pet names", tone="good", note=f"{len(epoch_losses)} epochs"),
-        pieces.figures(
-            {
-                "held-out loss": (quality.loss, "nats per character"),
-                "a bigram model's": (quality.bigram_loss, f"the LSTM is {_compare(quality)} it"),
-                "characters right": f"{quality.accuracy:.1%}",
-            }
-        ),
-        pieces.section(
-            "Is it learning?",
-            pieces.grid(
-                pieces.line_chart("held-out loss", losses, "epoch", best={"LSTM": "min"}, dashed=["bigram model"]),
-                pieces.line_chart("held-out accuracy", accuracies, "epoch", best={"LSTM": "max"}),
-            ),
-        ),
-        pieces.section("New names", pieces.card("Invented", pieces.text(", ".join(names)))),
-    )
-
-
-def _compare(quality: Quality) -> str:
-    """How much better or worse than a bigram model the trained one is."""
-    gain = quality.bigram_loss - quality.loss
-    return f"{abs(gain):.4f} {'better' if gain >= 0 else 'worse'} than"
 
 
 def _load(model_state: PythonPickledFile) -> CharLSTM:

@@ -1,0 +1,1 @@
+"""The same workflows with Flyte 2's SDK."""
