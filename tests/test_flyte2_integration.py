@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,8 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from flyte.io import DataFrame, Dir, File
+from flyteidl2.core import execution_pb2, literals_pb2
+from flyteidl2.task import common_pb2
 from pydantic import BaseModel
 
 from flyteplugins.daskpytorch import (
@@ -32,6 +35,7 @@ from flyteplugins.daskpytorch import (
     dispatch,
     results,
 )
+from processes import SCRIPTS, Cluster, run_program
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "below")
 
@@ -187,3 +191,56 @@ def many(numbers: list[int]) -> list[int]:
 
 def test_many_models_with_the_tasks_client(tmp_path: Path) -> None:
     assert run(many, tmp_path, numbers=[1, 2, 3]) == [1, 4, 9]
+
+
+def container(folder: Path, number: int, cluster: Cluster, cwd: Path) -> Path:
+    """An attempt of the flow's task, by the command that a backend starts in the container; where its outputs are."""
+    out = folder / f"out-{number}"
+    command = [
+        *(SCRIPTS / "a0", "--inputs", folder / "inputs.pb", "--outputs-path", out, "--version", "v1"),
+        *("--raw-data-path", folder / "raw", "--run-base-dir", folder, "--name", "a0", "--run-name", "run"),
+        *("--checkpoint-path", folder / f"checkpoint-{number}", "--prev-checkpoint"),
+        folder / f"checkpoint-{number - 1}" if number else "",
+        *("--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"),
+        *("mod", "flyte2_flow", "instance", "train"),
+    ]
+    env = {
+        "_U_ORG_NAME": "org",
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+        "_U_EP_OVERRIDE": "127.0.0.1:1",
+        "_UNION_EAGER_API_KEY": "",
+        "FLYTE_CLUSTERED_WORKER": "1",  # without a controller, which would want a backend
+        "DASK_SCHEDULER_ADDRESS": cluster.address,
+    }
+    out.mkdir()
+    done = run_program([str(part) for part in command], cwd=cwd, env=env)
+    (folder / f"output-{number}.txt").write_text(done.stdout + done.stderr)
+    return out
+
+
+def test_the_containers_command_on_workers_that_have_no_copy_of_the_code(cluster: Cluster, tmp_path: Path) -> None:
+    """The first attempt ends by a rank's error, the second goes on from its checkpoint beside Flyte's object."""
+    (cwd := tmp_path / "project").mkdir()
+    shutil.copy(Path(__file__).with_name("flyte2_flow.py"), cwd)
+    scale = literals_pb2.Literal(scalar=literals_pb2.Scalar(primitive=literals_pb2.Primitive(float_value=2.0)))
+    inputs = common_pb2.Inputs(literals=[common_pb2.NamedLiteral(name="scale", value=scale)])
+    (tmp_path / "inputs.pb").write_bytes(inputs.SerializeToString())
+
+    first = container(tmp_path, 0, cluster, cwd)
+    said = (tmp_path / "output-0.txt").read_text()
+    assert (first / "error.pb").exists(), said
+    document = execution_pb2.ErrorDocument.FromString((first / "error.pb").read_bytes())
+    assert document.error.code == "KeyError"
+    assert "not yet" in document.error.message
+    assert document.error.kind == execution_pb2.ContainerError.RECOVERABLE
+    assert (tmp_path / "checkpoint-0.daskpytorch" / "gang").is_dir()
+
+    second = container(tmp_path, 1, cluster, cwd)
+    said = (tmp_path / "output-1.txt").read_text()
+    assert (second / "outputs.pb").exists(), said
+    outputs = common_pb2.Outputs.FromString((second / "outputs.pb").read_bytes())
+    steps, total = [each.value for each in outputs.literals]
+    assert [each.scalar.primitive.integer for each in steps.collection.literals] == [0, 1]
+    assert total.scalar.primitive.float_value == 6.0
+    assert "Training" in (second / "report.html").read_text()
