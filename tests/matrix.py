@@ -1,4 +1,4 @@
-"""Which versions pass: the unit tests, and a gang of either kind, in each corner of what pyproject.toml promises.
+"""Which versions pass: tests of what leans on libraries, and a gang of either kind, in each corner of what is promised.
 
     python tests/matrix.py                      # all corners, and the table in docs/versions.md
     python tests/matrix.py lowest --keep        # one, whose environment is left for a closer look
@@ -32,7 +32,13 @@ GANGS = (
     "tests/test_task_integration.py::test_a_workflow_runs_locally_and_leaves_nothing",
 )
 """One on the task's own node, one on a Dask cluster."""
-NOT_OF_VERSIONS = ("tests/test_backend.py", "tests/test_dockerfile.py")
+OF_LIBRARIES = (
+    *("agents", "checkpoint", "cluster", "collectives", "config", "deck", "dependencies", "dispatch", "export"),
+    *("extras", "flyte", "halving", "imports", "in_process", "inputs", "media", "own_node", "partitions", "program"),
+    *("sampling", "search", "task", "task_results", "wandb"),
+)
+"""The tests of what leans on torch, Dask, flytekit and the extras; `--all` runs those of everything else, too."""
+NOT_OF_VERSIONS = ("tests/test_backend.py", "tests/test_dockerfile.py", "tests/test_distributions.py")
 """What is written for one set of versions, or looks at files alone."""
 LIMIT = 1800
 """Seconds for one corner's tests."""
@@ -89,11 +95,13 @@ def install(corner: Corner, python: Path, venv: Path) -> None:
     subprocess.run([*command, "--resolution", corner.resolution, *what], check=True)
 
 
-def test(corner: Corner, venv: Path, log: Path) -> str:
+def test(corner: Corner, venv: Path, log: Path, *, everything: bool) -> str:
     """Run its tests; the last line of what pytest says."""
-    left_out = ("--ignore-glob=*_integration.py", *(f"--ignore={name}" for name in NOT_OF_VERSIONS))
+    unit = tuple(f"tests/test_{name}.py" for name in OF_LIBRARIES)
+    if everything:
+        unit = ("tests", "--ignore-glob=*_integration.py", *(f"--ignore={name}" for name in NOT_OF_VERSIONS))
     environment = os.environ | {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
-    runs = [corner.tests] if corner.tests else [("tests", *left_out), GANGS]
+    runs = [corner.tests] if corner.tests else [unit, GANGS]
     lines = []
     with log.open("w") as file:
         for tests in runs:
@@ -119,7 +127,7 @@ def versions(venv: Path) -> list[str]:
     return [said.split()[1], *(there.get(name, "none") for name in SHOWN)]
 
 
-def row(corner: Corner, folder: Path, *, keep: bool) -> str:
+def row(corner: Corner, folder: Path, *, keep: bool, everything: bool) -> str:
     """Install a corner, run its tests, and say in a line of the table how it went."""
     python = next((path for path in found_pythons(corner.python) if works(path, corner.python)), None)
     if python is None:
@@ -128,7 +136,7 @@ def row(corner: Corner, folder: Path, *, keep: bool) -> str:
     log = Path(tempfile.gettempdir(), f"matrix-{corner.name}.log")
     try:
         install(corner, python, venv)
-        verdict = test(corner, venv, log)
+        verdict = test(corner, venv, log, everything=everything)
         shown = versions(venv)
     finally:
         if not keep:
@@ -142,10 +150,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corners", nargs="*", help=f"of {', '.join(corner.name for corner in CORNERS)}; all by default")
     parser.add_argument("--keep", action="store_true", help="leave the environments where they are, and say where")
+    parser.add_argument("--all", action="store_true", help="run all tests that start no process of their own")
     asked = parser.parse_args()
     chosen = [corner for corner in CORNERS if not asked.corners or corner.name in asked.corners]
     folder = Path(tempfile.mkdtemp(prefix="matrix-"))
-    rows = [row(corner, folder, keep=asked.keep) for corner in chosen]
+    rows = [row(corner, folder, keep=asked.keep, everything=asked.all) for corner in chosen]
     head = [f"| corner | Python | {' | '.join(SHOWN)} | tests |", "|---" * (len(SHOWN) + 3) + "|"]
     table = "\n".join([*head, *rows])
     print(table)

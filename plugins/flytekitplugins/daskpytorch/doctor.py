@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
@@ -118,6 +119,9 @@ def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fin
 
 
 def _versions() -> Iterator[Finding]:
+    system = f"{platform.system()} {platform.machine()}"
+    advice = "Gangs run on Linux; here train with DASKPYTORCH_DEBUG=1, in one rank."
+    yield Finding("system", system) if runs_gangs() else Finding("system", system, "problem", advice)
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     yield Finding(PACKAGE, version(PACKAGE))
     for requirement in map(Requirement, distribution(PACKAGE).requires or ()):

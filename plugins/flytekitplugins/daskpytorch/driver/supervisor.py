@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -38,7 +39,11 @@ __all__ = ["GangCancelledError", "Supervisor"]
 
 
 class Supervisor:
-    """Runs one gang from its first worker to its last exit."""
+    """Runs one gang from its first worker to its last exit.
+
+    Raises:
+        GangStartError: This is not Linux.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class Supervisor:
         observers: Sequence[Observer] = (),
         received: ReceivedResults | None = None,
     ) -> None:
+        check_system()
         self._request = request
         self._deadlines = Deadlines(request.settings.grace_period)
         self._execution = current_execution()

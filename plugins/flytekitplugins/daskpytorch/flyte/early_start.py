@@ -17,6 +17,7 @@ from flytekit.extend import TaskPlugins
 from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyte the host
 from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.settings import is_debugging
 from flytekitplugins.daskpytorch.task.config import keep_apart
 
@@ -41,5 +42,5 @@ def is_worthwhile(arguments: Sequence[str]) -> bool:
 
 keep_apart("flytekit", "flytekitplugins.daskpytorch", (), TaskPlugins.register_pythontask_plugin)
 fork_client.import_ahead(IMPORTED_AHEAD)
-if is_worthwhile(sys.argv) and not is_debugging():
+if is_worthwhile(sys.argv) and runs_gangs() and not is_debugging():
     fork_client.connect().close()

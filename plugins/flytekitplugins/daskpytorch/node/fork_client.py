@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import sigterm
+from flytekitplugins.daskpytorch.process.system import check_system
 
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "import_ahead", "shutdown", "start_ahead"]
 
@@ -99,7 +100,11 @@ def connect(start_method: str = "forkserver") -> ForkServerClient:
 
     Args:
         start_method: `forkserver`, or `spawn`: its ranks are to be fresh interpreters, which import everything anew.
+
+    Raises:
+        GangStartError: This is not Linux.
     """
+    check_system()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _lock:
         socket.send_fds(_running().control, [start_method.encode()], [theirs.fileno()])

@@ -1,0 +1,92 @@
+"""What each extra brings, in megabytes and packages, and how long an import takes: python benchmarks/installs.py.
+
+Each is installed by uv into a virtual environment of its own, which is removed again. Needs a package index, and some
+10 GB of disk for uv's cache and two environments at a time, most of it torch with its CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+EXTRAS = ("", "pictures", "debug", "profile", "wandb", "tensorboard", "mlflow", "s3", "sweep", "lightning")
+EXTRAS += ("transformers", "flyte2", "workflows")
+IMPORTS = {
+    "an empty Python": "pass",
+    "`import flytekitplugins.daskpytorch`": "import flytekitplugins.daskpytorch",
+    "`import flytekit`": "import flytekit",
+    "`from flytekitplugins.daskpytorch import DaskDDP`": "from flytekitplugins.daskpytorch import DaskDDP",
+    "`from flytekitplugins.daskpytorch import dispatch`": "from flytekitplugins.daskpytorch import dispatch",
+    "`import torch`": "import torch",
+}
+OF_TORCH = ("cuda", "nvidia", "torch", "triton")
+"""How what it brings along is called."""
+PACKAGE = "flytekitplugins-daskpytorch"
+
+
+def install(python: Path, extra: str) -> None:
+    """The core, or it with one extra."""
+    what = f"{REPOSITORY}[{extra}]" if extra else str(REPOSITORY)
+    subprocess.run(["uv", "pip", "install", "--quiet", "--python", python, what], check=True)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each package there, as its list of files says."""
+    return {
+        found.name: sum(file.size or 0 for file in found.files or ()) for found in distributions(path=[str(folder)])
+    }
+
+
+def seconds(python: Path, code: str, rounds: int) -> Iterator[float]:
+    """Of whole processes, after one that does not count."""
+    for number in range(rounds + 1):
+        begun = time.perf_counter()
+        subprocess.run([python, "-c", code], check=True, cwd="/")
+        if number:
+            yield time.perf_counter() - begun
+
+
+def table_of_sizes(folder: Path) -> dict[str, dict[str, int]]:
+    """What each extra has installed; prints how much that is beyond the core."""
+    found: dict[str, dict[str, int]] = {}
+    print("| installed | packages | MB |\n|---|---|---|")
+    for extra in EXTRAS:
+        venv = folder / (extra or "core")
+        subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, venv], check=True)
+        install(venv / "bin" / "python", extra)
+        found[extra] = sizes(next(venv.glob("lib/python*/site-packages")))
+        core = found[""]
+        beyond = {name: size for name, size in found[extra].items() if name not in core} if extra else core
+        label, sign = (f"`{PACKAGE}[{extra}]`", "+") if extra else (f"`{PACKAGE}`", "")
+        print(f"| {label} | {sign}{len(beyond)} | {sign}{sum(beyond.values()) / 1e6:,.0f} |", flush=True)
+        if extra:
+            subprocess.run(["rm", "-r", venv], check=True)
+    return found
+
+
+def main() -> None:
+    """Print the tables as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="processes of each kind whose median is taken")
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory(prefix="installs-") as temporary:
+        folder = Path(temporary)
+        core = table_of_sizes(folder)[""]
+        torch = sum(size for name, size in core.items() if name.startswith(OF_TORCH))
+        print(f"\nOf the core {torch / 1e6:,.0f} MB are torch with its CUDA.")
+        print("\n| in a fresh process | median |\n|---|---|")
+        for label, code in IMPORTS.items():
+            times = list(seconds(folder / "core" / "bin" / "python", code, rounds))
+            print(f"| {label} | {statistics.median(times) * 1e3:,.0f} ms |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
