@@ -146,6 +146,37 @@ def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         for_flyte2.DaskDDP  # noqa: B018
 
 
+def test_flyte_migrate_takes_our_configs_of_flytekit() -> None:
+    """In a process of its own, since it puts others in the place of flytekit's functions."""
+    pytest.importorskip("flyte_migrate")
+    script = """
+import flyte_migrate
+from flytekit import Resources, task
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, WorkerGroup
+gpus = {"requests": Resources(cpu="1", gpu="2"), "limits": Resources(cpu="2", gpu="2")}
+configs = (
+    DaskDDP(workers=WorkerGroup(number_of_workers=3, image="i", **gpus), gang=Gang(max_restarts=1)),
+    SpawnDDP(nproc=2),
+    DaskCluster(start_timeout=7.0),
+)
+def train() -> None:
+    pass
+for config in configs:
+    made = task(task_config=config)(train).plugin_config
+    print(type(made).__module__, type(made).__name__)
+    if type(made).__name__ == "DaskDDP":
+        print(made.num_workers, made.ranks_per_worker, made.workers.image, made.gang == config.gang)
+    elif type(made).__name__ == "SpawnDDP":
+        print(made.nproc, made.start_method)
+    else:
+        print(made.start_timeout)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    package = "flyteplugins.daskpytorch.config"
+    lines = (f"{package} DaskDDP", "3 2 i True", f"{package} SpawnDDP", "2 forkserver", f"{package} DaskCluster", "7.0")
+    assert done.stdout.splitlines() == list(lines), done.stderr
+
+
 def test_it_cannot_be_reusable() -> None:
     policy = flyte.ReusePolicy(replicas=1)
     with pytest.raises(ValueError, match="reusable"):

@@ -3,7 +3,9 @@
 Importing it registers the task types with Flyte.
 """
 
+import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from flyte import Resources
@@ -68,3 +70,5 @@ config.keep_apart(
     (DaskCluster, DaskDDP, SpawnDDP),
     TaskPluginRegistry.register,
 )
+if "flyte_migrate" in sys.modules:  # which knows nothing of flytekit's own
+    import_module("flyteplugins.daskpytorch.migrate")

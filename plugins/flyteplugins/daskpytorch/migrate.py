@@ -1,0 +1,51 @@
+"""Has flyte-migrate take our configs for flytekit, too, so that files written for it run under Flyte 2.
+
+Imported where both this package and `flyte_migrate` are in use.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from flyte_migrate._plugins import register_plugin
+from flyte_migrate._resource import _transform_resource_v1_to_v2
+
+from flyteplugins.daskpytorch.config import DaskCluster, DaskDDP, Scheduler, SpawnDDP, WorkerGroup
+
+__all__ = ["dask_cluster", "dask_ddp", "spawn_ddp"]
+
+
+def dask_ddp(config: Any) -> DaskDDP:
+    """The one for Flyte 2 of flytekit's."""
+    return DaskDDP(gang=config.gang, wandb=config.wandb, **_pods(config))
+
+
+def dask_cluster(config: Any) -> DaskCluster:
+    """The one for Flyte 2 of flytekit's."""
+    return DaskCluster(start_timeout=config.start_timeout, **_pods(config))
+
+
+def spawn_ddp(config: Any) -> SpawnDDP:
+    """The one for Flyte 2 of flytekit's."""
+    return SpawnDDP(nproc=config.nproc, gang=config.gang, wandb=config.wandb, start_method=config.start_method)
+
+
+def _pods(config: Any) -> dict[str, Any]:
+    of_scheduler, of_workers = (
+        {"image": pods.image, "resources": _resources(pods.requests, pods.limits)}
+        for pods in (config.scheduler, config.workers)
+    )
+    workers = WorkerGroup(number_of_workers=config.workers.number_of_workers, **of_workers)
+    return {"scheduler": Scheduler(**of_scheduler), "workers": workers}
+
+
+def _resources(requests: Any, limits: Any) -> Any:
+    """As flyte-migrate has them, but GPUs as a number, which `flyte.Resources` wants."""
+    gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)
+    bare = [replace(each, gpu=None) if each is not None else None for each in (requests, limits)]
+    made = _transform_resource_v1_to_v2(requests=bare[0], limits=bare[1])
+    return replace(made, gpu=int(gpus)) if gpus else made
+
+
+register_plugin("DaskCluster", dask_cluster)
+register_plugin("DaskDDP", dask_ddp)
+register_plugin("SpawnDDP", spawn_ddp)
