@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,23 @@ window.addEventListener("load", () => setTimeout(() => {
 </script>
 """
 """Says in the page itself by how much the files in its frames are too wide, and what they have asked of a network."""
+SEARCH = """
+<pre id="report"></pre>
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const page = document.querySelector("iframe").contentDocument;
+  const field = page.querySelector("[data-md-component=search-query]");
+  field.focus();
+  field.value = WORDS;
+  field.dispatchEvent(new Event("keyup", {bubbles: true}));
+  setTimeout(() => {
+    const links = [...page.querySelectorAll("a.md-search-result__link")].map(link => link.getAttribute("href"));
+    document.getElementById("report").textContent = JSON.stringify(links);
+  }, 4000);
+}, 3000));
+</script>
+"""
+"""Types into the search of the page in its frame, and says in the page itself where what is found leads."""
 CATCH = "<script>window.errors = []; addEventListener('error', event => errors.push(event.message));</script>"
 
 
@@ -151,12 +169,24 @@ def look_at_files(files: Mapping[str, Path], folder: Path, widths: Sequence[int]
         for name, path in files.items()
         for width in widths
     )
+    looked_at = _report_of_files(frames + LOOK_AT_FILES, folder)
+    return {name: (overflow, requests) for name, overflow, requests in looked_at}
+
+
+def search(file: Path, words: str, folder: Path) -> list[str]:
+    """What the search of a page of the documentation finds, as addresses."""
+    frame = f'<iframe width="1200" height="900" src="{file.as_uri()}"></iframe>'
+    found: list[str] = _report_of_files(frame + SEARCH.replace("WORDS", json.dumps(words)), folder)
+    return found
+
+
+def _report_of_files(body: str, folder: Path) -> Any:
     host = folder / "host.html"
-    host.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{LOOK_AT_FILES}</body>")
+    host.write_text(f"<!doctype html><meta charset=utf-8><body>{body}</body>")
     dom = _chromium(folder, "--allow-file-access-from-files", "--dump-dom", host.as_uri(), height=2000)
     found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
     assert found, dom[-2000:]
-    return {name: (overflow, requests) for name, overflow, requests in json.loads(html.unescape(found[1]))}
+    return json.loads(html.unescape(found[1]))
 
 
 def _document(page: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import look_at_files
+from browser import look_at_files, search
 from pages import PAGES, REPOSITORY
 
 PACKAGE = "flytekitplugins.daskpytorch"
@@ -77,3 +77,8 @@ def test_pages_fit_a_screen_and_a_telephone(site: Path, tmp_path: Path) -> None:
     looked_at = look_at_files(pages, tmp_path, [1200, 400])
     assert len(looked_at) == 2 * len(pages)
     assert {name: found for name, found in looked_at.items() if found != (0, [])} == {}
+
+
+def test_the_search_of_a_page_in_a_folder_finds_a_setting(site: Path, tmp_path: Path) -> None:
+    found = search(site / "guides" / "s3.html", "grace_period", tmp_path)
+    assert any("reference/tasks.html" in address and "Gang.grace_period" in address for address in found)
