@@ -9,7 +9,8 @@ from pathlib import Path
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, Observer, TensorBoard, Training, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, LogRecord, Observer, TensorBoard, Training, current_rank, dispatch
+from processes import until
 from test_trackers import Flow, scalars, texts
 
 
@@ -21,6 +22,9 @@ class Own(Observer):
 
     def begins(self, training: Training) -> None:
         (self.folder / "id").write_text(training.id)
+
+    def logged(self, record: LogRecord) -> None:
+        (self.folder / f"heard-{record.step}").touch()
 
 
 def train(folder: str, num_steps: int) -> None:
@@ -34,6 +38,7 @@ def train(folder: str, num_steps: int) -> None:
             rank.checkpoint.save({"step": step}, step)
             rank.checkpoint.flush()
         if step == 4 and rank.is_main and not died.exists():
+            until(Path(folder, f"heard-{step}").exists, "the driver to hear of the step")
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
