@@ -63,6 +63,29 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert parameters["weight"] == pytest.approx([2.0, -3.0], abs=0.3)
 
 
+def test_the_tutorial_runs_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
+    for example in blocks("python", "docs/tutorial.md"):
+        (tmp_path / example.partition(":")[0].removeprefix("# ")).write_text(example)
+    _, *commands = [line for each in blocks("bash", "docs/tutorial.md") for line in each.splitlines()]
+    alone, gang, survives, resumed, nightly, registered = [run_line(line, tmp_path, monkeypatch) for line in commands]
+    for done in (alone, gang, survives, resumed):
+        assert float(done.stdout.split()[-1]) < 0.1, done.stdout + done.stderr
+    assert "Deck: " in gang.stderr
+    assert "step 201/240" in resumed.stderr
+    assert nightly.stdout.endswith("good enough\n")
+    assert "Launch Plan: every_night (Dry run Mode)" in registered.stdout, registered.stdout + registered.stderr
+
+
+def run_line(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
+    """What becomes of a shell's line, which may begin with variables."""
+    words = shlex.split(line)
+    with monkeypatch.context() as patch:
+        while "=" in words[0]:
+            patch.setenv(*words.pop(0).split("=", 1))
+        return run_warm(words, folder)
+
+
 def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("# train.py: "))
     (tmp_path / "test_train.py").write_text(block("one_rank"))
