@@ -146,12 +146,47 @@ def test_options_of_the_task_pass_through(config: type, options: dict[str, Any])
     assert reference != without_options
 
 
+@pytest.mark.filterwarnings("ignore:.*accelerator=")
 @pytest.mark.parametrize("options", [{"shared_memory": True}, {"shared_memory": "2Gi"}, {"accelerator": A100}])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_shared_memory_and_accelerator_pass_through(config: type, options: dict[str, Any]) -> None:
     found = ours(config, **options).extended_resources
     assert found is not None
     assert found == plain_dask(**options).extended_resources
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_accelerator_that_the_workers_would_not_get_is_warned_of_where_the_task_is_defined(config: type) -> None:
+    with pytest.warns(
+        UserWarning, match="accelerator=nvidia-tesla-a100 does not reach the workers.*pod_template="
+    ) as all_:
+        make(config(workers=WORKERS), accelerator=A100)
+    assert len(all_) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"requests": Resources(gpu="1"), "accelerator": A100},
+        {"limits": Resources(gpu="1"), "accelerator": A100},
+        {"pod_template": PodTemplate(), "accelerator": A100},
+    ],
+)
+def test_an_accelerator_that_the_workers_get_is_not_warned_of(
+    options: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    make(DaskDDP(workers=WORKERS), **options)
+    assert list(recwarn) == []
+
+
+@pytest.mark.parametrize("variable", ["DASK_SCHEDULER_ADDRESS", "RANK"])
+def test_pods_and_ranks_do_not_repeat_the_warning(
+    variable: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    make(DaskDDP(workers=WORKERS), accelerator=A100)
+    assert list(recwarn) == []
 
 
 def pod_template(env: list[V1EnvVar] | None = None) -> PodTemplate:

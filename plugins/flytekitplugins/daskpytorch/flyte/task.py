@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -30,6 +32,7 @@ from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c, with_advice
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
@@ -114,6 +117,22 @@ class _OnDask(DaskTask):  # type: ignore[misc]
     ) -> None:
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._cluster_settings = settings
+        self._warn_of_accelerator()
+
+    def _warn_of_accelerator(self) -> None:
+        """Say so where Flyte would leave the workers off the nodes that were asked for, with GPUs of any kind."""
+        workers, own = self.task_config.workers, self.resources
+        has_gpus = [any(part and part.gpu for part in (each.requests, each.limits)) for each in (workers, own)]
+        is_users = is_local() and "RANK" not in os.environ  # neither a pod nor a rank, which import it again
+        if is_users and self.accelerator is not None and has_gpus == [True, False] and self.pod_template is None:
+            kind = self.accelerator.to_flyte_idl().device
+            warnings.warn(
+                f"{self.name}: accelerator={kind} does not reach the workers, which alone ask for GPUs: Flyte chooses "
+                "nodes by the task's own GPUs. Choose them for all pods instead, with the labels and taints of your "
+                "nodes: pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], node_selector={...}, "
+                "tolerations=[...]))",
+                stacklevel=2,
+            )
 
     def get_container(self, settings: SerializationSettings) -> Any:
         """The container, with our Dask settings below all others: the task's `environment` and the registration's."""
