@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fsspec
 import pytest
+from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch.node import fork_client
 from preload import TESTS_IMPORT
@@ -40,7 +42,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What they have imported stays; from now on there is garbage."""
+    """What they have imported stays, but for what Flyte 2's SDK has done to fsspec; from now on there is garbage."""
+    fsspec.register_implementation("s3", S3FileSystem, clobber=True)
     gc.freeze()
     gc.enable()
 

@@ -8,16 +8,21 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
+import obstore.fsspec
 import pytest
+from s3fs import S3FileSystem
 
 pytest.importorskip("flyteplugins.dask")
 
 import flyte
 import flyte.errors
+import flyte.storage
 from flyte.models import SerializationContext
 from flyteplugins.dask import Dask
 from flyteplugins.dask import Scheduler as TheirScheduler
@@ -318,3 +323,23 @@ def test_secrets_are_found_as_flyte_mounts_them(tmp_path: Path, monkeypatch: pyt
     assert execution.secret(secret) == "of the variable"
     monkeypatch.setenv("OWN_NAME", "own")
     assert execution.secret(flyte.Secret(key="api-key", as_env_var="OWN_NAME")) == "own"
+
+
+@pytest.fixture
+def of_the_sdk() -> Iterator[None]:
+    """What an import of the SDK does to fsspec."""
+    obstore.fsspec.register("s3", asynchronous=True)
+    yield
+    fsspec.register_implementation("s3", S3FileSystem, clobber=True)
+
+
+def test_s3_is_read_by_functions_and_by_the_keys_that_flyte_was_given(of_the_sdk: None) -> None:
+    given = flyte.storage.S3(endpoint="http://127.0.0.1:1", access_key_id="access", secret_access_key="hush")
+    for files in (context.FlyteStorage(given).filesystem("s3://bucket/prefix"), host.open_filesystem("s3://bucket")):
+        assert isinstance(files, S3FileSystem)
+        assert not files.asynchronous
+    assert context.FlyteStorage(given).filesystem("s3://bucket/prefix").storage_options == {
+        "key": "access",
+        "secret": "hush",
+        "endpoint_url": "http://127.0.0.1:1",
+    }

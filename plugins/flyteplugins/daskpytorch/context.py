@@ -11,8 +11,7 @@ import flyte
 from flyte._initialize import _get_init_config
 from flyte._secret import secrets_from_request
 from flyte.models import RawDataPath, TaskContext
-from flyte.storage import Storage, get_underlying_filesystem, is_remote
-from fsspec.core import url_to_fs
+from flyte.storage import S3, Storage, is_remote
 
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
@@ -50,7 +49,7 @@ class Files:
 
     def get_filesystem_for_path(self, path: str) -> Any:
         """Opened with what Flyte knows of how to get there."""
-        return get_underlying_filesystem(path=path)
+        return _opened(path, storage())
 
     def get_random_remote_directory(self) -> str:
         """Among the outputs of the task."""
@@ -87,7 +86,7 @@ class Flyte2Execution(host.Execution):
 
     def filesystem(self, uri: str) -> Any:
         """As Flyte's own data."""
-        return get_underlying_filesystem(path=uri)
+        return _opened(uri, storage())
 
     def new_folder(self) -> str | None:
         """As Flyte names what a task uploads."""
@@ -119,7 +118,7 @@ class FlyteStorage(host.Execution):
 
     def filesystem(self, uri: str) -> Any:
         """As Flyte opens it there."""
-        return url_to_fs(uri, **(self.storage.get_fsspec_kwargs() if self.storage is not None else {}))[0]
+        return _opened(uri, self.storage)
 
 
 @contextlib.contextmanager
@@ -159,6 +158,14 @@ def storage() -> Storage | None:
     """What Flyte was told of its storage; None: all that the cloud's own clients find."""
     config = _get_init_config()
     return config.storage if config is not None else None
+
+
+def _opened(uri: str, storage: Storage | None) -> Any:
+    """Its file system, by the keys that Flyte was given; of S3 by the names that s3fs has for them."""
+    if isinstance(storage, S3):
+        told = {"key": storage.access_key_id, "secret": storage.secret_access_key, "endpoint_url": storage.endpoint}
+        return host.open_filesystem(uri, **{name: value for name, value in told.items() if value})
+    return host.open_filesystem(uri, **(storage.get_fsspec_kwargs() if storage is not None else {}))
 
 
 def current() -> Flyte2Execution:

@@ -4,9 +4,19 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
-__all__ = ["Execution", "RankHost", "StoragePaths", "current_execution", "preempt_all", "provide", "running"]
+__all__ = [
+    "Execution",
+    "RankHost",
+    "StoragePaths",
+    "current_execution",
+    "open_filesystem",
+    "preempt_all",
+    "provide",
+    "running",
+]
 
 
 class Storage(Protocol):
@@ -51,9 +61,7 @@ class Execution:
 
     def filesystem(self, uri: str) -> Any:
         """The fsspec file system of a folder or an fsspec URL, with what the host knows of how to get there."""
-        from fsspec.core import url_to_fs
-
-        return url_to_fs(uri)[0]
+        return open_filesystem(uri)
 
     def new_folder(self) -> str | None:
         """The URI of a folder that nobody else has, among the outputs of the task; None where nothing has outputs."""
@@ -86,6 +94,19 @@ class RankHost(Protocol):
 
     def results_folder(self) -> object:
         """The folder of all that the ranks submit, as a task may return it."""
+
+
+def open_filesystem(uri: str, **options: Any) -> Any:
+    """The fsspec file system of a folder or an fsspec URL.
+
+    Of S3 it is s3fs's, whatever else is registered: an import of Flyte 2's SDK has fsspec give out one whose functions
+    are coroutines.
+    """
+    if uri.startswith(("s3://", "s3a://")):
+        return import_module("s3fs").S3FileSystem(**options)  # an extra
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(uri, **options)[0]
 
 
 def current_execution() -> Execution:
