@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
+from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from gangs import run_ranks
@@ -166,6 +167,7 @@ def test_in_a_flyte_task_shards_go_where_flytes_credentials_allow_it(
 ) -> None:
     """A rank that is in a Flyte task's context, in an environment without any of Amazon's variables."""
     weed.make_bucket("flytes")
+    monkeypatch.setattr(host, "_hosts", [flyte_context.current])  # whatever other SDK the tests have imported
     for name in weed.env():
         monkeypatch.delenv(name, raising=False)
     keys = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": weed.keys.access, "SECRET_ACCESS_KEY": weed.keys.secret}

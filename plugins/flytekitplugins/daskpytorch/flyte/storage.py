@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import get_fsspec_storage_options
 from fsspec.core import split_protocol
@@ -23,4 +22,4 @@ class FlyteStorage(host.Execution):
     def filesystem(self, uri: str) -> Any:
         """As flytekit opens it there."""
         protocol = split_protocol(uri)[0] or "file"
-        return fsspec.filesystem(protocol, **get_fsspec_storage_options(protocol, self.data_config))
+        return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, self.data_config))
