@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.data import S3ImageFolder
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BY_COMMAND = {"profile"}
 """Extras of which a program is run, and nothing imported."""
-OF_THIS_REPOSITORY = {"workflows", "test", "dev", "bench"}
+OF_THIS_REPOSITORY = {"workflows", "docs", "test", "dev", "bench"}
 """Those that are for its own files."""
 CONFIGURED: dict[str, Callable[[], Any]] = {
     "flyte2": lambda: import_module("flyteplugins.daskpytorch").DaskDDP,

@@ -24,7 +24,9 @@ from flytekitplugins.daskpytorch.display import wandb_run
 from flytekitplugins.daskpytorch.display.training import inputs_of, run_config
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
+from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.code import unpack_call
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
@@ -248,6 +250,7 @@ def test_key_from_the_environment_makes_the_run_online_without_a_word(
 def test_key_from_a_flyte_secret_goes_before_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "from the environment")
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "from the secret")
+    monkeypatch.setattr(host, "_hosts", [flyte_context.current])  # whatever other SDK the tests have imported
     made = settings(Wandb(project="names", secret=Secret(group="wandb", key="api_key")))
     assert (made.mode, made.key) == ("online", "from the secret")
 

@@ -17,6 +17,7 @@ from flyte.storage import Storage
 from flyte.syncify import syncify
 
 from flytekitplugins.daskpytorch.protocol import pickling
+from flytekitplugins.daskpytorch.protocol.host import provide
 from flyteplugins.daskpytorch import context
 
 __all__ = ["Flyte2Rank", "TaskOutput"]
@@ -63,6 +64,7 @@ class Flyte2Rank:
     def entered(self) -> Iterator[None]:
         """Make `flyte.ctx()` and what goes through it work in this rank as in an ordinary task."""
         revive()
+        provide(context.current, is_last=True)  # whatever other SDK the user's code imports
         action, root = self.ctx.action, Path(self.ctx.run_base_dir)
         how = {"org": action.org, "project": action.project, "domain": action.domain, "root_dir": root}
         asyncio.run(flyte.init.aio(**how, storage=self.storage, sync_local_sys_paths=False))

@@ -19,7 +19,8 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.utils.asyn import run_sync
 
-from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - has `current_execution` be Flyte's here, too
+from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.protocol.host import provide
 
 __all__ = ["FlyteRank", "TaskOutput", "finish_imports"]
 
@@ -79,6 +80,7 @@ class FlyteRank:
     def entered(self) -> Iterator[None]:
         """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
         finish_imports()
+        provide(context.current, is_last=True)  # whatever other SDK the user's code imports
         # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
         random.seed()
         with setup_execution(
