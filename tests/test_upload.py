@@ -544,7 +544,33 @@ def test_the_best_are_copied_though_newer_ones_have_come_meanwhile(moody: Attemp
     store.gate.set()
     assert checkpoints.flush(PATIENCE)
     assert moody.listed(0) == [7, 4, 2]
-    assert [name.split("-")[1] for name in store.calls if name != MANIFEST] == ["1", "7", "2", "4"]
+    assert sorted(name.split("-")[1] for name in store.calls if name != MANIFEST) == ["1", "2", "4", "7"]
+
+
+def test_the_best_are_copied_though_there_is_a_newer_one_each_time_that_one_has_been(
+    moody: Attempts, store: MoodyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moody.keeping = BEST
+    store.gate.clear()
+    checkpoints = moody.attempt(0)
+    moody.save(checkpoints, 0, 1, 0.9)
+    store.await_call()
+    moody.save(checkpoints, 0, 2, 0.1)
+    moody.save(checkpoints, 0, 3, 0.2)
+    copied: list[int] = []
+
+    def put_data(local_path: str, remote_path: str, **kwargs: Any) -> str:
+        done = MoodyStore.put_data(store, local_path, remote_path, **kwargs)
+        if not remote_path.endswith(MANIFEST):
+            copied.append(int(remote_path.rpartition("/")[2].split("-")[1]))
+            if len(copied) < 8:
+                moody.save(checkpoints, 0, 3 + len(copied), 0.9)
+        return done
+
+    monkeypatch.setattr(store, "put_data", put_data)
+    store.gate.set()
+    until(lambda: len(copied) >= 8, "all newer ones")
+    assert copied[:4] == [2, 4, 3, 6]
 
 
 def test_the_best_survive_attempts_and_the_newest_is_gone_on_from(strict: Attempts) -> None:

@@ -52,6 +52,7 @@ class StorageUpload:
         """What it names for certain."""
         self._is_busy = False
         self._copying: CheckpointFile | None = None
+        self._is_turn_of_best = False
         self._is_urgent = False
         """Somebody waits: the pauses between attempts stay short."""
         self._closed = False
@@ -132,11 +133,15 @@ class StorageUpload:
     def _wanted(self) -> list[CheckpointFile]:
         """What is to be in this attempt's folder, the most urgent first."""
         known = list(self._known.values())
-        return [*known[-1:], *best_first(known, self._keep)[: self._keep.best]]
+        best = best_first(known, self._keep)[: self._keep.best]
+        return [*known[-1:], *(file for file in best if file is not known[-1])]
 
     def _next(self) -> CheckpointFile | None:
-        """What is to be copied next."""
-        return next((file for file in self._wanted() if file.name in self._sources), None)
+        """What is to be copied next: by turns the newest and one of the best, which newer ones would keep waiting."""
+        waiting = [file for file in self._wanted() if file.name in self._sources]
+        if len(waiting) > 1 and self._is_turn_of_best and not self._is_urgent:
+            return waiting[1]
+        return waiting[0] if waiting else None
 
     def _listed(self) -> list[CheckpointFile]:
         """What the manifest is to name, the newest first, and where those are that are not beside it."""
@@ -160,6 +165,8 @@ class StorageUpload:
                 if self._closed:
                     return
                 file = self._copying = None if self._has_news() else self._next()
+                if file is not None:
+                    self._is_turn_of_best = not self._is_turn_of_best
                 self._is_busy = True
             try:
                 self._write_manifest() if file is None else self._copy(file)
