@@ -30,14 +30,22 @@ class Rank:
     """A rank's checkpoints, and what it has reported."""
 
     def __init__(
-        self, base: Path | str, start: Sequence[ShardedCheckpoint] = (), *, attempt: int = 0, token: str | None = None
+        self,
+        base: Path | str,
+        start: Sequence[ShardedCheckpoint] = (),
+        *,
+        attempt: int = 0,
+        token: str | None = None,
+        cache: Path | None = None,
+        nonce: str = NONCE,
     ) -> None:
         self.base = str(base)
+        self.nonce = nonce
         self.attempt = attempt
         self.reports: list[ShardsWritten | ShardsNotWritten] = []
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
-            Sharding(base=self.base, nonce=NONCE, token=token, start=tuple(start)),
+            Sharding(base=self.base, nonce=nonce, token=token, start=tuple(start), cache=cache and str(cache)),
             attempt=attempt,
             rank=current_rank().rank,
             report=self.reports.append,
@@ -60,30 +68,30 @@ class Rank:
         everywhere: list[Any] = [report.shards] * current_rank().world_size
         if len(everywhere) > 1:
             dist.all_gather_object(everywhere, report.shards)
-        committed = commit(self.base, everywhere) if current_rank().is_main else entry(self.base, everywhere)
+        committed = (commit if current_rank().is_main else entry)(self.base, everywhere, self.nonce)
         if len(everywhere) > 1:
             dist.barrier()
         self.checkpoints.settle(report.shards.number)
         return committed
 
 
-def entry(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
+def entry(base: str, written: Sequence[WrittenShards], nonce: str = NONCE) -> ShardedCheckpoint:
     """As the manifest has it."""
     first = written[0]
     return ShardedCheckpoint(
         attempt=first.attempt,
         step=first.step,
         world_size=len(written),
-        uri=f"{base}/{folder_name(first.attempt, NONCE, first.step, first.number)}",
+        uri=f"{base}/{folder_name(first.attempt, nonce, first.step, first.number)}",
         size=sum(part.size for shards in written for part in shards.parts),
         layout_digest=hashlib.sha256(layout_of(written)).hexdigest(),
         metrics=first.metrics,
     )
 
 
-def commit(base: str, written: Sequence[WrittenShards]) -> ShardedCheckpoint:
+def commit(base: str, written: Sequence[WrittenShards], nonce: str = NONCE) -> ShardedCheckpoint:
     """Write what makes the ranks' parts a checkpoint."""
-    committed = entry(base, written)
+    committed = entry(base, written, nonce)
     files = current_execution().filesystem(committed.uri)
     files.pipe_file(f"{committed.uri}/{LAYOUT}", layout_of(written))
     files.pipe_file(f"{committed.uri}/.metadata", metadata_of(layout_of(written)))

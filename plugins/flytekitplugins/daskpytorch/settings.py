@@ -163,6 +163,10 @@ class Gang:
     for each gang a folder is made below. None is where Flyte keeps the task's checkpoints; without Flyte a folder of
     the driver's that goes with it, and that ranks on other machines cannot reach. Outside a Flyte task all that is
     needed to go on lies there, so a later call with the same URI goes on from it: two at a time must not use one."""
+    shard_cache: str | None = None
+    """A folder on each node's own disk (an absolute path) for copies of the newest sharded checkpoint: a gang that
+    starts again reads them there instead of from storage. They take up to twice the space of the node's part of the
+    state, and go when the gang has succeeded. None: there are none."""
     profile: Profile | None = None
     """Steps to be recorded by `torch.profiler`; None: none. With `debug` a profiler of your own does."""
     observers: tuple[Callable[[], Any], ...] = ()
@@ -201,6 +205,11 @@ class Gang:
         )
         if self.checkpoint_uri is not None and (allowed := instead_of(self.checkpoint_uri, f"None, {A_URI}")):
             problems.unless(False, "checkpoint_uri", allowed)
+        problems.unless(
+            self.shard_cache is None or (isinstance(self.shard_cache, str) and self.shard_cache.startswith("/")),
+            "shard_cache",
+            "None or an absolute path",
+        )
         problems.unless(
             isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
             "observers",

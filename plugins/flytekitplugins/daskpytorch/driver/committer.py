@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import queue
-import re
 import secrets
 import sys
 import threading
@@ -38,6 +37,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     WrittenShards,
     folder_name,
     layout_of,
+    save_of,
 )
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 
@@ -47,8 +47,6 @@ MAX_COMMIT_ATTEMPTS = 10
 """How often a checkpoint is committed before it is given up, which takes some five minutes."""
 METADATA = ".metadata"
 """What plain `torch.distributed.checkpoint.load` reads; nothing here does."""
-FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
-"""Of a checkpoint: the attempt's number, the save's, and whose."""
 
 
 class Worker:
@@ -144,6 +142,8 @@ class Committer:
     say: Callable[[Committed], object]
     """Hears what came of a commit, in the worker's thread."""
     keep: Keep = field(default_factory=Keep)
+    cache: str | None = None
+    """A folder of each node's for copies of its shards."""
     worker: Worker = field(default_factory=Worker)
     retry_after: float = RETRY_AFTER
     """Seconds before storage that failed is tried again; doubled each time, up to a minute."""
@@ -168,7 +168,7 @@ class Committer:
     ) -> "Committer":
         """That of a gang with these settings, whose other checkpoints go to these paths."""
         place = ShardStorage.of(paths, filesystem, scratch, is_users=settings.checkpoint_uri is not None)
-        return cls(place, manifest, say, settings.keep)
+        return cls(place, manifest, say, settings.keep, settings.shard_cache)
 
     def begin(self) -> None:
         """Go on from the checkpoints that the manifest has by now.
@@ -190,7 +190,8 @@ class Committer:
     def sharding(self) -> Sharding:
         """What the ranks of an attempt that starts now are told."""
         token = str(self.storage.token) if self.storage.token is not None else None
-        return Sharding(base=self.storage.base, nonce=self._nonce, token=token, start=tuple(reversed(self._kept)))
+        start = tuple(reversed(self._kept))
+        return Sharding(base=self.storage.base, nonce=self._nonce, token=token, start=start, cache=self.cache)
 
     def newest(self) -> ShardedCheckpoint | None:
         """The newest that is committed."""
@@ -338,9 +339,8 @@ class Committer:
         files = self.storage.files
         for step in files.folders(base):
             for save in files.folders(f"{base}/{step}"):
-                if (found := FOLDER.fullmatch(folder := f"{step}/{save}")) is not None:
-                    attempt, number, nonce = found.groups()
-                    yield folder, (int(attempt), int(number)), nonce
+                if (found := save_of(folder := f"{step}/{save}")) is not None:
+                    yield folder, *found
 
 
 def _metadata_of(layout: bytes) -> bytes | None:

@@ -5,6 +5,7 @@ Its objects lie in one folder that one attempt of the gang alone writes to: the 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -20,10 +21,13 @@ __all__ = [
     "folder_name",
     "layout_of",
     "modules_for",
+    "save_of",
 ]
 
 LAYOUT = "layout.json"
 """The object that says what is where in the others."""
+FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
+"""Of a checkpoint: the attempt's number, the save's, and whose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +110,19 @@ class Sharding:
     """The path of a file of the driver's, by which a rank knows that a local `base` is its own, too; None: a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
     """What there is, the newest first."""
+    cache: str | None = None
+    """A folder of each node's, in which copies of the newest shards are kept; None: there are none."""
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
     """A checkpoint's folder, below where all of the gang's are: of one save of one attempt of one gang alone."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
+
+
+def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
+    """Of a checkpoint's folder: the attempt and which of its saves, and by whose nonce; None: it is no such folder."""
+    found = FOLDER.fullmatch(folder)
+    return None if found is None else ((int(found[1]), int(found[2])), found[3])
 
 
 def modules_for(base: str) -> list[str]:

@@ -259,7 +259,7 @@ class _Link:
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
         if self.sharded is not None:
-            self.sharded.close()
+            self.sharded.close(is_over=order.reason is None)
         rank.checkpoint.flush(0.6 * order.grace)
         self.send_records()
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)

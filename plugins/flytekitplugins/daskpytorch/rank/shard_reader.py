@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint, StoredItem
 from flytekitplugins.daskpytorch.protocol.torch_metadata import from_layout
 from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
+from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
 
 __all__ = ["DamagedError", "DiffersError", "ShardReader"]
@@ -75,10 +76,17 @@ class ShardReader:
     """Reads one checkpoint into the state of one rank."""
 
     def __init__(
-        self, files: Any, checkpoint: ShardedCheckpoint, state: dict[str, Any], moved: Callable[[], None]
+        self,
+        files: Any,
+        checkpoint: ShardedCheckpoint,
+        state: dict[str, Any],
+        *,
+        copies: ShardCopies,
+        moved: Callable[[], None],
     ) -> None:
         self._files = files
         """An fsspec file system."""
+        self._copies = copies
         self._quick = QuickS3.of(files)
         self._pieces = ThreadPoolExecutor(NUM_READERS, "daskpytorch-pieces")
         self._large = threading.BoundedSemaphore(NUM_LARGE)
@@ -149,7 +157,10 @@ class ShardReader:
         path = f"{self._checkpoint.uri}/{together.part}"
         is_large = together.end - together.start > PIECE
         with self._large if is_large else contextlib.nullcontext():  # they are held in memory twice
-            self._put(together, self._read(path, together.start, together.end))
+            found = self._copied(path, together)
+            for item, data in found or _whole(together, self._read(path, together.start, together.end)):
+                self._planner.put(data, self._wanted[item])
+                self._moved()
 
     def _read(self, path: str, start: int, end: int) -> bytes:
         if end - start <= PIECE:
@@ -164,14 +175,12 @@ class ShardReader:
         data: bytes = self._patiently(functools.partial(self._files.cat_file, path, start=start, end=end))
         return data
 
-    def _put(self, together: _Range, data: bytes) -> None:
-        for item in together.items:
-            start = item.start - together.start
-            piece = data[start : start + item.length]  # of one that is alone, which all large ones are, no copy
-            if xxhash.xxh3_128_hexdigest(piece) != item.digest:
-                raise DamagedError(f"{item.key} in {item.part} is not what was written")
-            self._planner.put(piece, self._wanted[item])
-            self._moved()
+    def _copied(self, path: str, together: _Range) -> Sequence[tuple[StoredItem, bytes]] | None:
+        """From the node's own disk, where they are and are whole."""
+        data = self._copies.read(path, together.start, together.end)
+        with contextlib.suppress(DamagedError):
+            return None if data is None else _whole(together, data)
+        return None
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         for wait in RETRY_AFTER:
@@ -231,6 +240,18 @@ def _ranges(items: Iterable[StoredItem]) -> Iterator[_Range]:
         together.append(item)
     if together:
         yield _Range(part=together[0].part, items=together)
+
+
+def _whole(together: _Range, data: bytes) -> Sequence[tuple[StoredItem, bytes]]:
+    """Each item's bytes, as they were written."""
+    pieces = []
+    for item in together.items:
+        start = item.start - together.start
+        piece = data[start : start + item.length]  # of one that is alone, which all large ones are, no copy
+        if xxhash.xxh3_128_hexdigest(piece) != item.digest:
+            raise DamagedError(f"{item.key} in {item.part} is not what was written")
+        pieces.append((item, piece))
+    return pieces
 
 
 def _belongs(item: StoredItem, together: Sequence[StoredItem]) -> bool:

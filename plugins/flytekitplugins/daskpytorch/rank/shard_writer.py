@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import StoredItem, StoredPart
 from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
 
 if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
     from flytekitplugins.daskpytorch.rank.shard_plan import Piece
 
 __all__ = ["ShardWriter"]
@@ -37,9 +38,12 @@ RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 class ShardWriter:
     """Writes one save of one rank."""
 
-    def __init__(self, files: Any, folder: str, *, rank: int, step: int, moved: Callable[[], None]) -> None:
+    def __init__(
+        self, files: Any, folder: str, *, rank: int, step: int, copies: ShardCopies, moved: Callable[[], None]
+    ) -> None:
         self._files = files
         """An fsspec file system."""
+        self._copies = copies
         self._quick = QuickS3.of(files)
         self._folder = folder
         self._rank = rank
@@ -77,8 +81,8 @@ class ShardWriter:
     ) -> tuple[StoredPart, list[StoredItem]]:
         path = f"{self._folder}/{name}"
         try:
-            with opener(path) as file:
-                stream = _Stream(file)
+            with opener(path) as file, self._copies.beside(path, file) as both:
+                stream = _Stream(both)
                 items = [self._written(piece, stream, name) for piece in share]
         except BaseException:
             with contextlib.suppress(Exception):  # where the disk is full, it is in the way

@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Shar
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
 from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots, View
+from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class ShardedCheckpoints:
         """To be called at each sign of life: a large state takes longer to go and to come than a step."""
         self._slots: SaveSlots[Staged] = SaveSlots(self._start, self._tell_forgotten)
         self._num_saves = 0
+        self._copies = ShardCopies(sharding, rank)
         self._plans: SavePlans | None = None
         self._files: Any = None
         self._writing: threading.Thread | None = None
@@ -137,7 +139,8 @@ class ShardedCheckpoints:
         if self._reaching is not None:
             self._reaching.join()
         for checkpoint in checkpoints:
-            reader = ShardReader(current_execution().filesystem(checkpoint.uri), checkpoint, state, self._moved)
+            files = current_execution().filesystem(checkpoint.uri)
+            reader = ShardReader(files, checkpoint, state, copies=self._copies, moved=self._moved)
             if not self._together(checkpoint, functools.partial(self._prepare, reader)):
                 continue
             is_touched = True
@@ -154,10 +157,13 @@ class ShardedCheckpoints:
     def settle(self, number: int) -> None:
         """The driver has done with a save."""
         self._slots.settle(number)
+        self._copies.prune(self._attempt, number)
 
-    def close(self) -> None:
-        """The driver will say nothing more."""
+    def close(self, *, is_over: bool = False) -> None:
+        """The driver will say nothing more; `is_over`: no gang goes on from here."""
         self._slots.close()
+        if is_over:
+            self._copies.clear()
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest save is written, or for `timeout` seconds."""
@@ -196,7 +202,8 @@ class ShardedCheckpoints:
             before.join()
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, save.step, save.number)}"
         try:
-            writer = ShardWriter(self._files, folder, rank=self._rank, step=save.step, moved=self._moved)
+            whose = {"rank": self._rank, "step": save.step}
+            writer = ShardWriter(self._files, folder, **whose, copies=self._copies, moved=self._moved)
             parts, items = writer.write(save.pieces)
         except Exception as error:  # whatever a store's client raises
             self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))

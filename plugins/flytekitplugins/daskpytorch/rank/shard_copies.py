@@ -1,0 +1,119 @@
+"""Copies of the newest shards on the disk of the node that wrote them. Runs in a rank.
+
+A gang that starts again where it was reads them instead of storage; what is missing or damaged comes from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
+
+__all__ = ["ShardCopies"]
+
+
+class ShardCopies:
+    """What `Gang(shard_cache=...)` asks for; without it nothing is there, and nothing is kept."""
+
+    def __init__(self, sharding: Sharding, rank: int) -> None:
+        self._folder = None if sharding.cache is None else Path(sharding.cache)
+        self._nonce = sharding.nonce
+        self._before = [start for start in sharding.start if not start.uri.endswith(f"-{self._nonce}")]
+        """Of the drivers before this one; once this one has had a save of its own settled nobody reads them here."""
+        self._rank = rank
+        self._has_complained = False
+
+    @contextlib.contextmanager
+    def beside(self, path: str, file: Any) -> Iterator[Any]:
+        """A file to write to that has what is written to `file` copied; `path` is where that one is stored."""
+        copy = self._opened(path)
+        try:
+            yield file if copy is None else _Both(file, copy, self._complain)
+        finally:
+            if copy is not None:
+                with contextlib.suppress(OSError):
+                    copy.close()
+
+    def read(self, path: str, start: int, end: int) -> bytes | None:
+        """These bytes of what is stored at `path`; None: they are not here."""
+        if self._folder is None:
+            return None
+        with contextlib.suppress(OSError), self._of(path).open("rb", buffering=0) as file:
+            file.seek(start)
+            data = file.read(end - start)
+            return data if len(data) == end - start else None
+        return None
+
+    def prune(self, attempt: int, number: int) -> None:
+        """Remove all that is older than this save."""
+        self._remove_own(lambda save: save < (attempt, number))
+
+    def clear(self) -> None:
+        """Remove all that is this gang's: it starts no more."""
+        self._remove_own(lambda _: True)
+
+    def _remove_own(self, is_over: Callable[[tuple[int, int]], bool]) -> None:
+        if self._folder is None:
+            return
+        for folder in self._folder.glob("step-*/*"):
+            found = save_of(f"{folder.parent.name}/{folder.name}")
+            if found is not None and found[1] == self._nonce and is_over(found[0]):
+                _remove(folder)
+        for start in self._before:
+            _remove(self._of(f"{start.uri}/_").parent)
+
+    def _of(self, path: str) -> Path:
+        """Where the copy of a part is: in folders of the same names, which no other gang's have."""
+        assert self._folder is not None  # noqa: S101 - all who ask have looked
+        return self._folder.joinpath(*path.split("/")[-3:])
+
+    def _opened(self, path: str) -> IO[bytes] | None:
+        if self._folder is None:
+            return None
+        copy = self._of(path)
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            return copy.open("wb")
+        except OSError as error:
+            self._complain(error)
+            return None
+
+    def _complain(self, error: OSError) -> None:
+        if not self._has_complained:
+            print(
+                f"rank {self._rank} cannot copy its shards to Gang(shard_cache='{self._folder}'): {error}. "
+                "The training goes on; a gang that starts again reads them from storage.",
+                file=sys.stderr,
+            )
+        self._has_complained = True
+
+
+class _Both:
+    """Writes to a file, and to its copy for as long as that can be done."""
+
+    def __init__(self, file: Any, copy: IO[bytes], complain: Callable[[OSError], None]) -> None:
+        self._file = file
+        self._copy: IO[bytes] | None = copy
+        self._complain = complain
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+        if self._copy is None:
+            return
+        try:
+            self._copy.write(data)
+        except OSError as error:  # a full disk, say, to which it gives back what it took
+            self._complain(error)
+            Path(self._copy.name).unlink(missing_ok=True)
+            self._copy = None
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of another save of the step
+        folder.parent.rmdir()
