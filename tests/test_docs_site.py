@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from browser import look_at_files, search
+from examples import MODULES, OF_FLYTES_DASK_PLUGIN, PACKAGE
 from pages import PAGES, REPOSITORY
 
-PACKAGE = "flytekitplugins.daskpytorch"
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("docs/reference/")}
-OF_FLYTES_DASK_PLUGIN = {f"{PACKAGE}.Scheduler", f"{PACKAGE}.WorkerGroup"}
-MODULES = ("", ".data", ".dispatch", ".errors", ".lightning", ".report", ".results", ".testing", ".transformers")
 
 
 def public_names() -> set[str]:

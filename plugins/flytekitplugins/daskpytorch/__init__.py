@@ -81,6 +81,16 @@ def current_client() -> Client:
 
     Raises:
         RuntimeError: Called outside such a task.
+
+    Examples:
+        >>> from flytekit import task
+        >>> from flytekitplugins.daskpytorch import DaskCluster, current_client
+        >>> @task(task_config=DaskCluster())
+        ... def lengths(names: list[str]) -> list[int]:
+        ...     client = current_client()
+        ...     return client.gather(client.map(len, names))
+        >>> lengths(names=["Bello", "Mia"])
+        [5, 3]
     """
     from flytekitplugins.daskpytorch.dask import cluster
 

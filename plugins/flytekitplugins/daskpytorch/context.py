@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 
@@ -39,9 +40,23 @@ PLAIN = frozenset((int, float, bool, str))
 """What every process can read."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """One call of `RankContext.log`."""
+    """One call of `RankContext.log`: what observers hear of.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import LogRecord, Observer
+        >>> class Lowest(Observer):
+        ...     loss = float("inf")
+        ...
+        ...     def logged(self, record: LogRecord) -> None:
+        ...         self.loss = min(self.loss, record.numbers.get("loss", self.loss))
+        >>> lowest = Lowest()
+        >>> lowest.logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.5, "note": "warm"}))
+        >>> lowest.loss
+        0.5
+    """
 
     rank: int
     """The rank that logged."""
@@ -83,9 +98,25 @@ class LogRecord:
         return replace(self, metrics=values)
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is kept."""
+    """A checkpoint that is kept.
+
+    Examples:
+        The best, once the training is over:
+
+        >>> from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
+        >>> def train() -> tuple[int, float]:
+        ...     checkpoint = current_rank().checkpoint
+        ...     for step, loss in enumerate([0.5, 0.2, 0.3, 0.4]):
+        ...         checkpoint.save({"step": step}, step, metrics={"loss": loss})
+        ...         checkpoint.flush()  # since these steps take no time
+        ...     checkpoint.load(best=True)
+        ...     return checkpoint.loaded.step, checkpoint.loaded.metrics["loss"]
+        >>> dispatch.run(client, train, gang=Gang(keep=Keep(best=1, metric="loss"))).result()[0]
+        (1, 0.2)
+    """
 
     step: int
     """The training step that the state belongs to."""
@@ -99,7 +130,22 @@ class SavedCheckpoint:
 
 
 class Checkpoint:
-    """What a rank leaves for the next attempt of its gang. Outside a gang nothing is kept."""
+    """What a rank leaves for the next attempt of its gang: `current_rank().checkpoint`. Outside a gang nothing is kept.
+
+    Examples:
+        A gang that starts again, and the next attempt of a Flyte task, go on where the newest checkpoint was saved:
+
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> def train(num_steps: int) -> int:
+        ...     checkpoint = current_rank().checkpoint
+        ...     state = checkpoint.load() or {"step": 0}
+        ...     while state["step"] < num_steps:
+        ...         state = {"step": state["step"] + 1}  # and model.state_dict(), optimizer.state_dict()
+        ...         checkpoint.save(state, state["step"])
+        ...     return state["step"]
+        >>> dispatch.run(client, train, 3).result()
+        [3, 3]
+    """
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
@@ -262,9 +308,21 @@ class StopSignal:
             self._lock.notify_all()
 
 
+@documented
 @dataclass
 class RankContext:
-    """This process's place in the gang, and its ways to report. Outside a gang: rank 0 of 1."""
+    """This process's place in the gang, and its ways to report. Outside a gang: rank 0 of 1.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import current_rank
+        >>> rank = current_rank()
+        >>> for step in range(100):
+        ...     if rank.should_stop():
+        ...         break
+        ...     rank.log({"loss": 1 / (step + 1)}, step=step, num_steps=100)
+        >>> f"rank {rank.rank} of {rank.world_size}"
+        'rank 0 of 1'
+    """
 
     rank: int = 0
     """0 … world_size - 1; rank 0's return value is the task's output."""
@@ -274,30 +332,30 @@ class RankContext:
     """The number of ranks in the gang."""
     local_world_size: int = 1
     """The number of ranks on this worker."""
+    # Behind `device`: the rank's own GPU, where there is one.
     device_index: int = field(default=0, repr=False)
-    """Behind `device`: the rank's own GPU, where there is one."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
     """Saves and loads the training's state."""
+    # Where log records go; None outside a gang.
     sink: Callable[[LogRecord], None] | None = field(default=None, repr=False)
-    """Where log records go; None outside a gang."""
+    # What the hang detector looks at.
     progress: Progress = field(default_factory=Progress, repr=False)
-    """What the hang detector looks at."""
+    # Behind `watch`; None where nobody here looks at gradients.
     watcher: Callable[[torch.nn.Module, int], object] | None = field(default=None, repr=False)
-    """Behind `watch`; None where nobody here looks at gradients."""
+    # Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where no driver takes results.
     submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)
-    """Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where no driver takes results."""
+    # Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task.
     ask_for_folder: Callable[[], Any] | None = field(default=None, repr=False)
-    """Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
+    # Behind `DaskPartitions.share`; None where no Dask worker is beside the rank.
     worker_data: Any = field(default=None, repr=False)
-    """Behind `DaskPartitions.share`; None where no Dask worker is beside the rank."""
+    # Behind `evaluating`; nobody counts outside a gang.
     spend: Callable[[str], contextlib.AbstractContextManager[None]] = field(
         default=lambda _: contextlib.nullcontext(), repr=False
     )
-    """Behind `evaluating`; nobody counts outside a gang."""
+    # Behind `goodput`.
     account: Callable[[], Goodput] = field(default=Goodput, repr=False)
-    """Behind `goodput`."""
+    # Behind `should_stop`.
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
-    """Behind `should_stop`."""
     _num_logged: int = field(default=0, repr=False)
 
     @property
@@ -387,6 +445,15 @@ def current_rank() -> RankContext:
     """The context of this rank; in a process that no gang started, rank 0 of 1.
 
     A process that a rank forked (a DataLoader worker, say) is not a rank: it gets a copy that reports nowhere.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> def place() -> str:
+        ...     return f"rank {current_rank().rank} of {current_rank().world_size}"
+        >>> place()
+        'rank 0 of 1'
+        >>> dispatch.run(client, place).result()
+        ['rank 0 of 2', 'rank 1 of 2']
     """
     pid, context = _current
     if pid == os.getpid():

@@ -82,6 +82,20 @@ def run(
             `gang.ranks_per_worker` is `auto`, or another gang of the task has the same `gang.key`.
         TypeError: The function or an argument cannot be pickled, the function cannot be called with these arguments, or
             does not train when it is called: a class, a coroutine or generator function, a `dask.delayed` object.
+
+    Examples:
+        On two workers:
+
+        >>> import torch
+        >>> from distributed import Client
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> def train(epochs: int) -> float:
+        ...     total = torch.tensor(float(current_rank().rank + 1))
+        ...     torch.distributed.all_reduce(total)  # 1 + 2
+        ...     return epochs * total.item()
+        >>> client = Client(n_workers=2)  # or that of any cluster: Client("tcp://scheduler:8786")
+        >>> dispatch.run(client, train, epochs=5).result()
+        [15.0, 15.0]
     """
     problems = _checked("dispatch.run", client, pytorch_function, gang, pass_local_rank=pass_local_rank)
     problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", "True or False")
@@ -160,6 +174,22 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
             an id, `storage` has another call's models, or what `run` says of `gang`.
         GangStartError: The cluster has fewer workers than some experiment takes.
         TypeError: The function or an experiment cannot be pickled, or what `run` says of functions and arguments.
+
+    Examples:
+        Three models on two workers, two at a time:
+
+        >>> from distributed import Client
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> def train(experiment: dict[str, float]) -> float:
+        ...     loss = (experiment["lr"] - 0.3) ** 2  # stands for a training
+        ...     current_rank().log({"loss": loss})
+        ...     return loss
+        >>> client = Client(n_workers=2)
+        >>> models = dispatch.map(client, train, [{"lr": rate} for rate in (0.1, 0.3, 0.9)])
+        >>> [round(loss, 2) for loss in models.result()]
+        [0.04, 0.0, 0.36]
+        >>> models.best("loss").experiment
+        {'lr': 0.3}
     """
     from flytekitplugins.daskpytorch.sweep import models
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage

@@ -1,6 +1,8 @@
-"""What a gang's failure looks like to its caller. Imports nothing of ours."""
+"""What a gang's failure looks like to its caller. Light: ranks and users import it."""
 
 import functools
+
+from flytekitplugins.daskpytorch.documented import documented
 
 __all__ = [
     "GangError",
@@ -13,11 +15,22 @@ __all__ = [
 ]
 
 
+@documented
 class GangError(RuntimeError):
     """A gang failed: who, where and why.
 
     Where the failing rank raised an exception that can be rebuilt, the driver raises that exception, and this one is
     its `__cause__`.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> def train() -> float:
+        ...     return 1 / (1 - current_rank().rank)
+        >>> try:
+        ...     dispatch.run(client, train).result()
+        ... except ZeroDivisionError as error:
+        ...     print(f"rank {error.__cause__.rank}: {error}")
+        rank 1: division by zero
     """
 
     def __init__(
@@ -59,27 +72,113 @@ class GangError(RuntimeError):
 
 
 class NoDebuggerError(RuntimeError):
-    """A debugger was called for in a rank, and nobody can talk to it there."""
+    """A debugger was called for in a rank, and nobody can talk to it there.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import dispatch
+        >>> from flytekitplugins.daskpytorch.errors import NoDebuggerError
+        >>> def train() -> None:
+        ...     breakpoint()  # with DASKPYTORCH_DEBUG=1 this is the driver's own process, and has its terminal
+        >>> isinstance(dispatch.run(client, train).exception(), NoDebuggerError)
+        True
+    """
 
 
 class WorkerLostError(GangError):
-    """A worker, the scheduler or a rank's process was taken away: the infrastructure failed, not the user's code."""
+    """A worker, the scheduler or a rank's process was taken away: the infrastructure failed, not the user's code.
+
+    Has the fields of `GangError`.
+
+    Examples:
+        >>> import os
+        >>> from flytekitplugins.daskpytorch import Gang, WorkerLostError, current_rank, dispatch
+        >>> def train() -> None:
+        ...     if current_rank().rank == 1:
+        ...         os.kill(os.getpid(), 9)  # as Kubernetes would
+        >>> try:
+        ...     dispatch.run(client, train, gang=Gang(max_restarts=0)).result()
+        ... except WorkerLostError as error:
+        ...     print(f"rank {error.rank} was lost")
+        rank 1 was lost
+    """
 
 
 class PreemptedError(WorkerLostError):
-    """The task, or one of its workers, was told to end; the next attempt goes on from the newest checkpoint."""
+    """The task, or one of its workers, was told to end; the next attempt goes on from the newest checkpoint.
+
+    Has the fields of `GangError`. Flyte tries such a task again by itself; elsewhere a loop does:
+
+    Examples:
+        >>> import tempfile
+        >>> from flytekitplugins.daskpytorch import Gang, PreemptedError, dispatch
+        >>> def train_to_the_end(folder: str) -> list[str]:
+        ...     while True:
+        ...         try:
+        ...             return dispatch.run(client, lambda: "trained", gang=Gang(checkpoint_uri=folder)).result()
+        ...         except PreemptedError as error:
+        ...             print(f"on with other workers: {error}")
+        >>> train_to_the_end(tempfile.mkdtemp())
+        ['trained', 'trained']
+    """
 
 
 class GangHungError(GangError):
-    """Ranks stood still for longer than `hang_timeout` allows; the message says what each was doing."""
+    """Ranks stood still for longer than `hang_timeout` allows; the message says what each was doing.
+
+    Has the fields of `GangError`.
+
+    Examples:
+        >>> import time
+        >>> from flytekitplugins.daskpytorch import Gang, GangHungError, current_rank, dispatch
+        >>> def train() -> None:
+        ...     if current_rank().rank == 1:
+        ...         time.sleep(3600)
+        >>> try:
+        ...     dispatch.run(client, train, gang=Gang(hang_timeout=0.5, max_restarts=0)).result()
+        ... except GangHungError as error:
+        ...     print(f"rank {error.rank}")
+        rank 1
+    """
 
 
 class GangStartError(GangError):
-    """The gang could not be formed: workers or ranks did not come in time."""
+    """The gang could not be formed: workers or ranks did not come in time.
+
+    Has the fields of `GangError`.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, GangStartError, dispatch
+        >>> try:
+        ...     dispatch.run(client, print, "hello", gang=Gang(min_workers=100))
+        ... except GangStartError as error:
+        ...     print(error)
+        the cluster at ... has 2 workers, but needs 100. Start workers, or wait for them...
+    """
 
 
+@documented
 class StoppedEarlyError(Exception):
-    """A model of `dispatch.map` was not trained to its end, because others were better: nothing has failed."""
+    """A model of `dispatch.map` was not trained to its end, because others were better: nothing has failed.
+
+    An observer may raise it from `logged`, and so end its gang:
+
+    Examples:
+        >>> import itertools, time
+        >>> from flytekitplugins.daskpytorch import (
+        ...     Gang, LogRecord, Observer, StoppedEarlyError, current_rank, dispatch
+        ... )
+        >>> class Enough(Observer):
+        ...     def logged(self, record: LogRecord) -> None:
+        ...         if (loss := record.numbers["loss"]) < 0.1:
+        ...             raise StoppedEarlyError("good enough", epoch=record.step, metric="loss", value=loss)
+        >>> def train() -> None:
+        ...     for step in itertools.count(start=1):
+        ...         current_rank().log({"loss": 1 / step}, step=step)
+        ...         time.sleep(0.01)
+        >>> stopped = dispatch.run(client, train, gang=Gang(observers=(Enough,))).exception()
+        >>> f"{stopped} after {stopped.epoch} steps"
+        'good enough after 11 steps'
+    """
 
     def __init__(self, message: str, *, epoch: int, metric: str, value: float) -> None:
         super().__init__(message)

@@ -3,14 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from flytekitplugins.daskpytorch.documented import documented
+
 __all__ = ["Goodput", "RankUsage"]
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
     """Where a gang's time has gone: seconds of its wall time, all of which add up to `total`.
 
-    A task may return one: Flyte takes it as any dataclass.
+    A task may return one, as `current_rank().goodput()` gives it: Flyte takes it as any dataclass.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Goodput
+        >>> goodput = Goodput(total=100.0, starting=4.0, stepping=90.0, saving=6.0)
+        >>> goodput.share
+        0.9
+        >>> print(goodput)
+        goodput 90 %: 90.0 s of 100.0 s stepping; starting 4.0 s, saving 6.0 s
     """
 
     total: float = 0.0
@@ -48,11 +59,23 @@ class Goodput:
         return f"{whole}; {rest}" if rest else whole
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class RankUsage:
-    """What a rank uses of its machine, and what it has done so far."""
+    """What a rank uses of its machine, and what it has done so far: what `Observer.used` is told.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Observer, RankUsage
+        >>> class Memory(Observer):
+        ...     def used(self, usage: RankUsage) -> None:
+        ...         print(f"rank {usage.rank}: {usage.memory / 2**30:.1f} GiB, {usage.cpu:.1f} cores")
+        >>> of_gpu = {"gpu_memory": None, "gpu_utilization": None}
+        >>> Memory().used(RankUsage(rank=1, time=0.0, num_steps=8, seconds={}, cpu=0.9, memory=3 * 2**30, **of_gpu))
+        rank 1: 3.0 GiB, 0.9 cores
+    """
 
     rank: int
+    """Whose this is; 0 … world_size - 1."""
     time: float
     """Seconds since the epoch, on the rank's clock."""
     num_steps: int

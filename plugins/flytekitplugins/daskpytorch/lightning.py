@@ -57,6 +57,16 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
 
     Lightning goes on in the middle of an epoch with the first batches of its data, unless these come from torchdata's
     `StatefulDataLoader`.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch.lightning import GangCallback
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> gang = GangCallback(every_n_train_steps=500)
+        >>> trainer = Trainer(max_epochs=1, callbacks=[gang], enable_progress_bar=False, enable_model_summary=False)
+        >>> trainer.fit(BoringModel(), ckpt_path=gang.ckpt_path)
+        >>> trainer.global_step
+        64
     """
 
     def __init__(self, *, every_n_epochs: int = 1, every_n_train_steps: int | None = None) -> None:

@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.extras import require_extra
 
 __all__ = ["Histogram", "Picture"]
@@ -14,9 +15,17 @@ NUM_BINS = 64
 """As Weights & Biases has them."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How values are spread, for `current_rank().log({"weights": Histogram.of(model.weight)})`."""
+    """How values are spread, for `current_rank().log({"weights": Histogram.of(model.weight)})`.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Histogram
+        >>> histogram = Histogram.of([0.5, 1.5, 1.5, float("nan")])
+        >>> sum(histogram.counts), histogram.edges[0], histogram.edges[-1]
+        (3.0, 0.5, 1.5)
+    """
 
     counts: tuple[float, ...]
     """Of each bin."""
@@ -25,7 +34,7 @@ class Histogram:
 
     @classmethod
     def of(cls, values: Any) -> Histogram:
-        """That of a tensor, an array or a list of numbers; those that are not finite do not count."""
+        """Of a tensor, an array or a list of numbers, of any shape, in 64 bins; what is not finite does not count."""
         import torch
 
         flat = torch.as_tensor(values).detach().to_dense().float().flatten().cpu()
@@ -33,9 +42,18 @@ class Histogram:
         return cls(counts=tuple(counts.tolist()), edges=tuple(edges.tolist()))
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture, for `current_rank().log({"sample": Picture.of(image)})`."""
+    """A picture, for `current_rank().log({"sample": Picture.of(image)})`.
+
+    Examples:
+        >>> import torch
+        >>> from flytekitplugins.daskpytorch import Picture
+        >>> picture = Picture.of(torch.rand(3, 32, 48), "noise")  # channels, height, width
+        >>> picture.width, picture.height, picture.caption
+        (48, 32, 'noise')
+    """
 
     png: bytes = field(repr=False)
     """As a file of this kind has it."""

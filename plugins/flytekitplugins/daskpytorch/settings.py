@@ -1,4 +1,4 @@
-"""What a user may ask of a gang, and whether it makes sense. Imports nothing: every rank and every agent reads it."""
+"""What a user may ask of a gang, and whether it makes sense. Light: every rank and every agent reads it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.extras import is_installed, require_extra
 
 if TYPE_CHECKING:
@@ -46,11 +47,25 @@ RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
 """What Weights & Biases takes."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Keep:
     """Which of a gang's checkpoints stay, on the driver's disk and in storage; the others are removed.
 
     A gang that starts again, and the task's next attempt, go on from the newest, never from the best.
+
+    Raises:
+        ValueError: A field is not what it must be.
+
+    Examples:
+        The newest two, and of all others the three with the lowest loss:
+
+        >>> from flytekitplugins.daskpytorch import Gang, Keep
+        >>> gang = Gang(keep=Keep(best=3, metric="held_out_loss"))
+        >>> gang.keep.last
+        2
+
+        Each says how good it is: `current_rank().checkpoint.save(state, step, metrics={"held_out_loss": loss})`.
     """
 
     last: int = 2
@@ -75,9 +90,18 @@ class Keep:
         problems.raise_any()
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Which steps of which ranks `torch.profiler` records; each is a Chrome trace, for ui.perfetto.dev and the like."""
+    """Which steps of which ranks `torch.profiler` records; each is a Chrome trace, for ui.perfetto.dev and the like.
+
+    Raises:
+        ValueError: A field is not what it must be.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, Profile
+        >>> gang = Gang(profile=Profile(steps=(100, 110), ranks=(0, 3)))
+    """
 
     steps: tuple[int, int]
     """The first and the last. They are the calls of an optimizer's `step`, counted from 1 in each attempt; what comes
@@ -106,9 +130,26 @@ class Profile:
         problems.raise_any()
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """How the ranks of one training run are formed."""
+    """How the ranks of one training run are formed.
+
+    Raises:
+        ValueError: A field is not what it must be.
+
+    Examples:
+        Four ranks on each worker; it goes on as long as three workers are left, and a rank may be silent for an hour:
+
+        >>> from flytekitplugins.daskpytorch import Gang
+        >>> gang = Gang(ranks_per_worker=4, min_workers=3, hang_timeout=3600.0)
+
+        Whatever is wrong is said at once, before anything starts:
+
+        >>> Gang(backend="mpi", max_restarts=-1)
+        Traceback (most recent call last):
+        ValueError: Gang(backend='mpi'): must be one of auto, gloo, nccl; Gang(max_restarts=-1): must be a whole...
+    """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The process group's backend; `auto` is nccl where every rank has a GPU of its own, else gloo."""
@@ -218,6 +259,7 @@ class Gang:
         problems.raise_any()
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     """Which of many models are stopped before their training's end: asynchronous successive halving (Li et al. 2018).
@@ -230,6 +272,16 @@ class EarlyStopping:
     Raises:
         ImportError: The extra `sweep` is not installed.
         ValueError: A field is not what it must be.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import EarlyStopping, current_rank, dispatch
+        >>> def train(rate: float) -> float:
+        ...     for epoch in range(1, 10):
+        ...         current_rank().log({"epoch": epoch, "loss": rate / epoch})
+        ...     return rate
+        >>> models = dispatch.map(client, train, [0.1, 0.2, 0.4], stop_early=EarlyStopping(metric="loss"))
+        >>> models.best("loss").experiment
+        0.1
     """
 
     metric: str
@@ -255,12 +307,28 @@ class EarlyStopping:
         problems.raise_any()
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as there are workers for it.
 
     The study's sampler knows of all that have ended by then. Its pruner, which is a `MedianPruner` where none was
     chosen, stops models early by what rank 0 logs with both `epoch` and the metric; the first of an epoch counts.
+
+    Raises:
+        ValueError: A field is not what it must be.
+
+    Examples:
+        >>> import optuna
+        >>> from flytekitplugins.daskpytorch import Search, dispatch
+        >>> def suggest(trial: optuna.Trial) -> float:
+        ...     return trial.suggest_float("rate", 0.01, 1.0, log=True)
+        >>> def train(rate: float) -> float:
+        ...     return (rate - 0.3) ** 2  # stands for a held-out loss
+        >>> study = optuna.create_study(direction="minimize")
+        >>> models = dispatch.map(client, train, Search(study=study, suggest=suggest, num_models=4))
+        >>> min(models.result()) == study.best_value
+        True
     """
 
     study: optuna.Study
@@ -285,6 +353,7 @@ class Search:
         problems.raise_any()
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Wandb:
     """One Weights & Biases run for the whole gang, fed by rank 0.
@@ -292,6 +361,12 @@ class Wandb:
     Raises:
         ImportError: The extra `wandb` is not installed.
         ValueError: A field is not what it must be.
+
+    Examples:
+        >>> from flytekit import Secret
+        >>> from flytekitplugins.daskpytorch import DaskDDP, Wandb
+        >>> key = Secret(group="wandb", key="api_key")
+        >>> config = DaskDDP(wandb=Wandb(project="pet-names", secret=key, tags=("lstm",)))
     """
 
     project: str

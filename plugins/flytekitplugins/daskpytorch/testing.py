@@ -12,6 +12,17 @@ __all__ = ["one_rank"]
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tasks and `dispatch.run` train in one rank, which is the test's own process; checkpoints go with the run."""
+    """Have tasks and `dispatch.run` train in one rank, which is the test's own process; checkpoints go with the run.
+
+    Examples:
+        >>> from flytekit import task
+        >>> from flytekitplugins.daskpytorch import DaskDDP, current_rank
+        >>> from flytekitplugins.daskpytorch.testing import one_rank
+        >>> @task(task_config=DaskDDP())
+        ... def train(epochs: int) -> int:
+        ...     return epochs * current_rank().world_size
+        >>> def test_it_trains(one_rank: None) -> None:
+        ...     assert train(epochs=3) == 3
+    """
     monkeypatch.setenv(DEBUG_VARIABLE, "1")
     monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", "")

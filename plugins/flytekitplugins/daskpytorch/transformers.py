@@ -35,6 +35,18 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     What it saves right after an evaluation has that one's numbers as metrics (`eval_loss`, say), by which
     `Gang(keep=Keep(best=..., metric=...))` keeps the best.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch.transformers import GangCallback
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        >>> gang = GangCallback()
+        >>> small = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=8, bos_token_id=0, eos_token_id=0)
+        >>> texts = [{"input_ids": [number] * 4, "labels": [number] * 4} for number in range(8)]
+        >>> arguments = TrainingArguments("output", num_train_epochs=2, save_strategy="epoch", report_to="none")
+        >>> trainer = Trainer(GPT2LMHeadModel(small), arguments, train_dataset=texts, callbacks=[gang])
+        >>> trainer.train(resume_from_checkpoint=gang.resume_from_checkpoint).global_step
+        {'train_runtime': ...}
+        2
     """
 
     def __init__(self) -> None:

@@ -54,11 +54,38 @@ HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedire
 
 
 class DamagedTransferError(OSError):
-    """An object arrived with another length or checksum than it was listed with, again and again."""
+    """An object arrived with another length or checksum than it was listed with, again and again.
+
+    Examples:
+        Such a picture, like one that cannot be decoded, may be left out:
+
+        >>> from flytekitplugins.daskpytorch import data
+        >>> def instead(key: str, error: Exception) -> None:
+        ...     print(f"{key}: {'damaged' if isinstance(error, data.DamagedTransferError) else 'broken'}")
+        >>> dogs = data.S3ImageFolder("s3://pictures/with-a-broken-one", on_error=instead)
+        >>> pictures = dogs.__getitems__(range(len(dogs)))
+        with-a-broken-one/beagle/broken.jpg: broken
+        >>> len(dogs), len(pictures), dogs.num_broken
+        (9, 8, 1)
+    """
 
 
 class ChangedError(DamagedTransferError):
-    """An object has been overwritten since it was listed."""
+    """An object has been overwritten since it was listed.
+
+    Examples:
+        A new listing has it as it is now:
+
+        >>> from flytekitplugins.daskpytorch import data
+        >>> def read(uri: str, index: int) -> tuple[object, int]:
+        ...     try:
+        ...         return data.S3ImageFolder(uri, index="listing.txt")[index]
+        ...     except data.ChangedError:
+        ...         return data.S3ImageFolder(uri)[index]
+        >>> picture, label = read("s3://pictures/dogs", 3)
+        >>> label
+        0
+    """
 
 
 FINAL = (FileNotFoundError, PermissionError, ChangedError)

@@ -24,11 +24,31 @@ MAX_PIXELS = 2**30 // 12
 
 
 class BrokenImageError(ValueError):
-    """A picture that cannot be decoded, though it arrived as it lies in the bucket."""
+    """A picture that cannot be decoded, though it arrived as it lies in the bucket.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import data
+        >>> dogs = data.S3ImageFolder("s3://pictures/with-a-broken-one")
+        >>> try:
+        ...     dogs.__getitems__(range(len(dogs)))
+        ... except data.BrokenImageError as error:
+        ...     print(error)
+        s3://pictures/with-a-broken-one/beagle/broken.jpg cannot be decoded...
+    """
 
 
 class ImageTooLargeError(BrokenImageError):
-    """A picture of more pixels than are allowed; it was not decoded."""
+    """A picture of more pixels than are allowed; it was not decoded.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import data
+        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", max_pixels=100)
+        >>> try:
+        ...     dogs[0]
+        ... except data.ImageTooLargeError as error:
+        ...     print(error)
+        s3://pictures/dogs/beagle/0.jpg ... max_pixels...
+    """
 
 
 def prepare(decoder: Decoder) -> None:

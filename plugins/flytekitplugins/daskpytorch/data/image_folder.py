@@ -55,6 +55,17 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         classes: The names of the folders below the prefix that have pictures, in their order.
         class_to_idx: Their labels, 0 and up.
         targets: The label of each picture, before `target_transform`.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from torchvision.transforms import v2
+        >>> from flytekitplugins.daskpytorch import data
+        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=v2.Resize((32, 32)), decoder="tensor")
+        >>> len(dogs), dogs.classes
+        (8, ['beagle', 'collie'])
+        >>> images, labels = next(iter(DataLoader(dogs, batch_size=4)))
+        >>> images.shape, images.dtype, labels.tolist()
+        (torch.Size([4, 3, 32, 32]), torch.uint8, [0, 0, 0, 0])
     """
 
     def __init__(

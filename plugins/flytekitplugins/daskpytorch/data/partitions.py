@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData
 
 if TYPE_CHECKING:
@@ -24,6 +25,15 @@ class DaskPartitions:
     Made in the driver and passed to `dispatch.run` or `dispatch.map`; it has the collection computed, waits for that,
     and keeps the partitions on the workers where they are. Each rank takes its `share`. What travels, travels between
     workers: nothing passes through the driver or the scheduler.
+
+    Examples:
+        >>> import dask.bag
+        >>> from flytekitplugins.daskpytorch import data, dispatch
+        >>> def train(names: data.DaskPartitions) -> int:
+        ...     return sum(len(partition) for partition in names.share())  # lists of names
+        >>> bag = dask.bag.from_sequence(["Bello", "Mia", "Rex", "Luna"] * 25, npartitions=10)
+        >>> sum(dispatch.run(client, train, data.DaskPartitions(client, bag)).result())
+        100
     """
 
     def __init__(self, client: Client, collection: Any) -> None:
@@ -77,11 +87,23 @@ class DaskPartitions:
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
 
+@documented
 class Share(Sequence[Any]):
     """One rank's partitions. Each is fetched anew when it is asked for, and only that one: keep it, or let it go.
 
     A worker needs memory for a second, pickled copy of a partition while it hands it out.
     Pickles, so that loader processes may have it, also as the data set of a `DataLoader(..., batch_size=None)`.
+
+    Examples:
+        >>> import dask.array
+        >>> from torch.utils.data import DataLoader
+        >>> from flytekitplugins.daskpytorch import data, dispatch
+        >>> def train(rows: data.DaskPartitions) -> list[tuple[int, ...]]:
+        ...     share = rows.share()
+        ...     return sorted(tuple(block.shape) for block in DataLoader(share, batch_size=None))
+        >>> zeros = dask.array.zeros((400, 3), chunks=(100, 3))
+        >>> dispatch.run(client, train, data.DaskPartitions(client, zeros)).result()
+        [[(100, 3), (100, 3)], [(100, 3), (100, 3)]]
     """
 
     def __init__(self, keys: Sequence[Key], indices: Sequence[int], way: WorkerData) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from flytekitplugins.daskpytorch.data.sampling import RankBatches
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.settings import shown
 
 __all__ = ["RankLoader"]
@@ -21,20 +22,28 @@ class MapStyle(Sized, Protocol):
         """The item with this number."""
 
 
+@documented
 class RankLoader:
     """Gives every rank its batches of any map-style data set, and knows how far the gang has come.
 
     All ranks together see each item exactly once per epoch, in an order that they draw alike from the seed and share as
     `RankBatches` says. The position is counted in items that the gang was given, not in batches that loader workers
     have fetched ahead. A gang that starts from `state_dict`, be it of another size, goes on with the next item: none
-    is lost, none comes twice. A loop over the loader is an epoch, or what is left of it:
+    is lost, none comes twice. A loop over the loader is an epoch, or what is left of it.
 
-        loader = RankLoader(dataset, batch_size=64, num_workers=2)
-        if (state := rank.checkpoint.load()) is not None:
-            loader.load_state_dict(state["loader"])
-        while loader.epoch < epochs:
-            for images, labels in loader:
-                loss = cross_entropy(model(images), labels) * loader.weight
+    Examples:
+        >>> from flytekitplugins.daskpytorch import current_rank, data
+        >>> rank = current_rank()
+        >>> loader = data.RankLoader(range(100), batch_size=20)  # and DataLoader's options, such as num_workers=2
+        >>> if (state := rank.checkpoint.load()) is not None:
+        ...     loader.load_state_dict(state["loader"])
+        >>> while loader.epoch < 2:
+        ...     for step, batch in enumerate(loader):
+        ...         loss = batch.float().mean() * loader.weight
+        ...         rank.checkpoint.save({"loader": loader.state_dict()}, step)
+        ...     print(f"{loader.epoch} epochs, {step + 1} batches")
+        1 epochs, 5 batches
+        2 epochs, 5 batches
     """
 
     def __init__(

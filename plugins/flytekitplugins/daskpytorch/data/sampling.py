@@ -54,6 +54,13 @@ def split_by_class(
 
     Raises:
         ValueError: The share or the seed is out of range, the lengths differ, or one side would be empty.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import data
+        >>> labels = [0] * 10 + [1] * 5
+        >>> train, held_out = data.split_by_class(labels, held_out=0.2)
+        >>> len(train), len(held_out), [labels[index] for index in held_out]
+        (12, 3, [0, 0, 1])
     """
     labels = list(dataset if isinstance(dataset, Sequence) else dataset.targets)
     if contents is None:
@@ -116,6 +123,14 @@ class RankBatches(Sampler[list[int]]):
     number of steps, and their batches differ by one item at most; nothing is repeated or left out, as it is by
     `DistributedSampler`. What DDP averages over the ranks should therefore be weighted:
     `loss * len(batch) * world_size / global_batch_sizes[step]`, with the loss a mean.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import data
+        >>> of_ranks = [data.RankBatches(range(10), 3, shuffle=False, rank=rank, world_size=2) for rank in range(2)]
+        >>> list(of_ranks[0])
+        [[0, 1, 2], [5, 6, 7]]
+        >>> list(of_ranks[1])
+        [[3, 4], [8, 9]]
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Picture
 from flytekitplugins.daskpytorch.protocol.observer import Training
@@ -44,6 +45,7 @@ CONNECT_TIMEOUT = 5.0
 """Seconds for the server to take a connection."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class MLflow:
     """One MLflow run for the whole gang, written in the driver: `Gang(observers=(MLflow(experiment=...),))`.
@@ -55,6 +57,11 @@ class MLflow:
     Raises:
         ImportError: The extra `mlflow` is not installed.
         ValueError: A field is not what it must be.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import DaskDDP, Gang, MLflow
+        >>> runs = MLflow(experiment="pet-names", uri="https://mlflow.example.com", tags={"team": "pets"})
+        >>> config = DaskDDP(gang=Gang(observers=(runs,)))
     """
 
     experiment: str

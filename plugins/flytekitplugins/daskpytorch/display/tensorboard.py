@@ -13,6 +13,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Histogram, Picture
@@ -29,6 +30,7 @@ UPLOAD_SHARE = 10
 """And so many times as long as the last one took: the whole file goes each time."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
     """Event files of the training for TensorBoard, written in the driver: `Gang(observers=(TensorBoard(folder=...),))`.
@@ -40,6 +42,10 @@ class TensorBoard:
     Raises:
         ImportError: The extra `tensorboard` is not installed.
         ValueError: A field is not what it must be.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import DaskDDP, Gang, TensorBoard
+        >>> config = DaskDDP(gang=Gang(observers=(TensorBoard(folder="s3://bucket/runs"),)))
     """
 
     folder: str | os.PathLike[str]

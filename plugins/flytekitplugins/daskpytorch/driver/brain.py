@@ -914,7 +914,8 @@ class Brain:
         self._observe("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
 
     def _observe(self, method: str, *args: object) -> None:
-        self._stopped_early = self._observers.tell(method, *args) or self._stopped_early
+        wish = self._observers.tell(method, *args)
+        self._stopped_early = self._stopped_early or wish
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:

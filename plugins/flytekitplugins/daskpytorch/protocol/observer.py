@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.code import pack_call, unpack_call
@@ -22,13 +23,28 @@ __all__ = ["Observer", "Observers", "RankObserver", "Shape", "Training"]
 logger = logging.getLogger(__name__)
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A gang as it was formed."""
+    """A gang as it was formed: what `Observer.placed` is told.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, Observer, Shape, dispatch
+        >>> class Machines(Observer):
+        ...     def placed(self, shape: Shape) -> None:
+        ...         print(f"{shape.world_size} ranks on {len(shape.nodes)} nodes, by {shape.backend}")
+        >>> def train() -> None:
+        ...     pass
+        >>> done = dispatch.run(client, train, backend="gloo", gang=Gang(observers=(Machines,))).result()
+        2 ranks on 2 nodes, by gloo
+    """
 
     name: str
+    """The task's, or the function's."""
     backend: str
+    """The process group's, `gloo` or `nccl`."""
     nodes: list[Node]
+    """The Dask workers, or the task's own node; each with the name of its host."""
     places: list[list[Place]]
     """For each node its ranks."""
 
@@ -38,9 +54,21 @@ class Shape:
         return sum(len(here) for here in self.places)
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a gang is there for, and by which name a tracker finds it again."""
+    """What a gang is there for, and by which name a tracker finds it again: what `Observer.begins` is told.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, Observer, Training, dispatch
+        >>> class Titles(Observer):
+        ...     def begins(self, training: Training) -> None:
+        ...         print(training.name, dict(training.inputs))
+        >>> def train(epochs: int) -> None:
+        ...     pass
+        >>> done = dispatch.run(client, train, epochs=3, gang=Gang(observers=(Titles,))).result()
+        train {'epochs': 3}
+    """
 
     name: str
     """The task's, or the function's."""
@@ -62,6 +90,30 @@ class RankObserver:
     """Hears of what happens in rank 0, there. Every method may be left as it is; none should take its time.
 
     An error of its own costs a line in the log, and it is not called any more; the training goes on.
+
+    Examples:
+        What the driver never sees, such as a tensor, is there:
+
+        >>> import tempfile, torch
+        >>> from flytekitplugins.daskpytorch import (
+        ...     Gang, LogRecord, Observer, RankObserver, current_rank, dispatch
+        ... )
+        >>> file = tempfile.mkdtemp() + "/newest.pt"
+        >>> class Weights(RankObserver):
+        ...     def logged(self, record: LogRecord) -> None:
+        ...         self.newest = record.metrics["weight"].clone()
+        ...
+        ...     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
+        ...         torch.save(self.newest, file)
+        >>> class KeepsWeights(Observer):
+        ...     def for_rank(self) -> type[Weights]:
+        ...         return Weights
+        >>> def train() -> None:
+        ...     for step in range(3):
+        ...         current_rank().log({"weight": torch.full((2,), float(step))}, step=step)
+        >>> done = dispatch.run(client, train, gang=Gang(observers=(KeepsWeights,))).result()
+        >>> torch.load(file)
+        tensor([2., 2.])
     """
 
     def logged(self, record: LogRecord) -> None:
@@ -93,6 +145,22 @@ class Observer:
 
     An error of its own costs a line in the log, and it is not called any more; the training goes on. Only that `logged`
     raises a `StoppedEarlyError`, once, ends the gang.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import Gang, LogRecord, Observer, current_rank, dispatch
+        >>> class Lowest(Observer):
+        ...     loss = float("inf")
+        ...
+        ...     def logged(self, record: LogRecord) -> None:
+        ...         self.loss = min(self.loss, record.numbers["loss"])
+        ...
+        ...     def ended(self, error: Exception | None) -> None:
+        ...         print(f"lowest loss: {self.loss}, error: {error}")
+        >>> def train() -> None:
+        ...     for step in range(4):
+        ...         current_rank().log({"loss": 1 / (step + 1)}, step=step)
+        >>> done = dispatch.run(client, train, gang=Gang(observers=(Lowest,))).result()
+        lowest loss: 0.25, error: None
     """
 
     def begins(self, training: Training) -> None:

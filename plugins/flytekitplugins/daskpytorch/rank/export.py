@@ -50,6 +50,16 @@ def export_safetensors(
         TypeError: Something in the state is no tensor.
         ValueError: The ranks have not the same names, or no folder is named outside a Flyte task.
         OSError: A file cannot be written; on every rank.
+
+    Examples:
+        >>> import torch
+        >>> from safetensors.torch import load_file
+        >>> from flytekitplugins.daskpytorch import export_safetensors
+        >>> model = torch.nn.Linear(2, 1)
+        >>> export_safetensors(model.state_dict(), "exported")
+        'exported'
+        >>> sorted(load_file("exported/model.safetensors"))
+        ['bias', 'weight']
     """
     _check(state)
     folder = _folder(uri)

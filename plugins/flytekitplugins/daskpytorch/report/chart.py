@@ -50,6 +50,11 @@ def line_chart(
         faint: Lines that stay in the background.
         from_zero: The axis begins at 0, if it is not logarithmic.
         max_points: Of a line; longer ones are thinned, and keep their spikes. None: 2,000.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> curves = {"training": [(1, 2.31), (2, 1.10)], "held out": [(1, 2.40), (2, 1.32)]}
+        >>> html = report.line_chart("loss", curves, "epoch", best={"held out": "min"}, marks=[(1.5, "restart")])
     """
     drawn = {name: thinned(_finite(points), max_points) for name, points in curves.items()}
     chosen = {name: _best(drawn[name], mode) for name, mode in (best or {}).items() if drawn.get(name)}

@@ -15,6 +15,14 @@ class Curve:
 
     By min-max decimation, as audio editors draw waves: of so many successive points the lowest and the highest are
     kept, so that no spike is lost; when there are too many such buckets, each two become one.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> curve = report.Curve(max_points=100)
+        >>> for step in range(10_000):
+        ...     curve.add((step, float(step), 9.0 if step == 5_000 else 1.0))  # step, x and y
+        >>> len(curve.points) <= 100, max(y for _, y in curve.points)
+        (True, 9.0)
     """
 
     def __init__(self, max_points: int | None = None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.process.streams import one_line
 
 __all__ = ["MAX_NAME", "Link", "element", "name_of", "shared", "text_of", "whole"]
@@ -18,11 +19,18 @@ URL = re.compile(r"https?://[^\s<>\"']+")
 ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
 
 
+@documented
 @dataclass(frozen=True)
 class Link:
-    """A text that leads somewhere: a cell of a table, say."""
+    """A text that leads somewhere: a cell of a table, say.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.table(("run", "loss"), [(report.Link("tracker", "https://wandb.ai/pets/runs/7"), 0.21)])
+    """
 
     text: str
+    """What is shown."""
     address: str
     """With `http://`, `https://` or, for a file of the reader's own machine, `file://`."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.report.html import element, name_of, shared, text_of, whole
 
 __all__ = [
@@ -30,22 +31,33 @@ __all__ = [
 ]
 
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
-"""What a colour is to say."""
+"""What a colour is to say: `report.status("failed", "pet names", tone="bad")`."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
 """A cell that is aligned to the right; empty ones are, too, beside others."""
 MAX_SHARES = 8
 """Colours that there are."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture of a page."""
+    """A picture of a page.
+
+    Examples:
+        >>> import io
+        >>> from PIL import Image
+        >>> from flytekitplugins.daskpytorch import report
+        >>> file = io.BytesIO()
+        >>> Image.new("RGB", (64, 48), "navy").save(file, "PNG")
+        >>> html = report.pictures([report.Picture(file=file.getvalue(), width=128, height=96, caption="beagle 0.93")])
+    """
 
     file: bytes
     """A PNG or JPEG file."""
     width: int
     """On the page, in pixels."""
     height: int
+    """On the page, in pixels."""
     caption: str
     """Stands below it, and in its place for those who do not see it."""
     tone: Tone | None = None
@@ -60,19 +72,38 @@ def page(*pieces: str) -> str:
 
     Args:
         pieces: Of this module, or HTML of your own.
+
+    Examples:
+        A Deck of a task's own:
+
+        >>> from flytekit import Deck
+        >>> from flytekitplugins.daskpytorch import report
+        >>> models = report.table(("model", "loss"), [("small", 0.24), ("large", 0.21)])
+        >>> deck = Deck("Names", report.page(report.text("of 4,812 names"), models))
     """
     return shared() + element("div", _bare(*pieces), "dpt dpt-page")
 
 
 def document(title: str, *pieces: str) -> str:
-    """A page as a file of its own, to be opened in a browser."""
+    """A page as a file of its own, to be opened in a browser.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from flytekitplugins.daskpytorch import report
+        >>> written = Path("report.html").write_text(report.document("Names", report.figures({"loss": 0.21})))
+    """
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{text_of(title)}</title>'
     body = element("div", element("div", page(*pieces), "active"), id="flyte-frame-container")  # as in a Deck
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
 
 def section(title: str, *pieces: str, note: str = "") -> str:
-    """Pieces under a heading, with an optional remark beside it."""
+    """Pieces under a heading, with an optional remark beside it.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.section("Data", report.text("4,812 names"), note="of 2026-03-01")
+    """
     remark = " " + element("small", text_of(note)) if note else ""
     content = element("h2", text_of(title) + remark) + _bare(*pieces)
     return whole(element("section", content, "dpt-section dpt-stack"))
@@ -84,23 +115,43 @@ def grid(*pieces: str, least: int = 420) -> str:
     Args:
         pieces: Of about the same height.
         least: Pixels that each takes at least.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> curves = [report.line_chart(name, {name: [(0, 2.3), (1, 1.1)]}, "epoch") for name in ("loss", "error")]
+        >>> html = report.grid(*curves, least=300)
     """
     return whole(element("div", _bare(*pieces), "dpt-grid", style=f"--least:{least:d}px"))
 
 
 def card(title: str, *pieces: str) -> str:
-    """Pieces in a frame of their own, under a small heading, or under none where the title is empty."""
+    """Pieces in a frame of their own, under a small heading, or under none where the title is empty.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.card("Champion", report.figures({"loss": 0.21, "version": 7}))
+    """
     heading = element("h3", text_of(title)) if title else ""
     return whole(element("div", heading + _bare(*pieces), "dpt-card dpt-stack"))
 
 
 def details(summary: str, *pieces: str) -> str:
-    """Pieces that are shown when the reader asks for them."""
+    """Pieces that are shown when the reader asks for them.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.details("All hyper-parameters", report.table(("name", "value"), [("lr", 0.1)]))
+    """
     return whole(folded(summary, *pieces))
 
 
 def text(words: object, *, quiet: bool = False) -> str:
-    """A paragraph; quiet: in small grey letters."""
+    """A paragraph; quiet: in small grey letters.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.text("Of 4,812 names, 481 were held out.", quiet=True)
+    """
     return whole(element("p", text_of(words), "dpt-text dpt-soft" if quiet else "dpt-text"))
 
 
@@ -113,6 +164,10 @@ def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done:
         tone: The state's colour.
         note: A remark at the right.
         done: The share that is done, 0 to 1, as a bar.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.status("training", "pet names", tone="busy", note="2 ranks", done=0.4)
     """
     content = element("span", text_of(state), f"dpt-chip dpt-{tone}") + element("h1", text_of(title))
     if note:
@@ -134,7 +189,12 @@ def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done:
 
 
 def alert(title: str, words: str = "", *, tone: Tone = "bad") -> str:
-    """What a reader must not miss, with a text that may be long: a traceback, say."""
+    """What a reader must not miss, with a text that may be long: a traceback, say.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.alert("The challenger was not better", "loss 0.24, the champion's 0.21", tone="warn")
+    """
     content = element("strong", text_of(title))
     if words:
         content += element("pre", text_of(words), tabindex=0)
@@ -146,6 +206,10 @@ def figures(values: Mapping[str, object]) -> str:
 
     Args:
         values: Numbers are shown in four digits; one that is no finite number is red.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.figures({"accuracy": 0.93, "time": ("3 min", "on 2 ranks")})
     """
     return whole(element("dl", "".join(_figure(*item) for item in values.items()), "dpt-figures"))
 
@@ -154,13 +218,29 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table; everything in it is escaped, columns of numbers are aligned, and addresses of the web are links.
 
     One with many rows scrolls below its header.
+
+    Raises:
+        ValueError: A row has not as many cells as the header.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.table(("name", "length"), [("Bello", 5), ("Mia", 3)])
     """
     cells = [[text_of(cell) for cell in row] for row in rows]
     return whole(cells_table([text_of(name) for name in header], cells))
 
 
 def pictures(files: Iterable[Picture]) -> str:
-    """Pictures side by side, each with what is written below it."""
+    """Pictures side by side, each with what is written below it.
+
+    Examples:
+        >>> import torch
+        >>> from flytekitplugins.daskpytorch import Picture, report
+        >>> drawn = [Picture.of(torch.rand(28, 28), f"digit {number}") for number in range(3)]
+        >>> html = report.pictures(
+        ...     report.Picture(file=each.png, width=56, height=56, caption=each.caption) for each in drawn
+        ... )
+    """
     shown = list(files)
     least = max((picture.width for picture in shown), default=0) + 56
     return whole(element("div", "".join(map(_picture, shown)), "dpt-pictures", style=f"--least:{least}px"))
@@ -172,6 +252,10 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     Args:
         values: From 0 up, with their names; the smallest are summed up where there are more than eight.
         unit: Follows the numbers.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> html = report.shares({"stepping": 90.0, "saving": 6.0, "starting": 4.0}, unit="s")
     """
     parts = _largest({name: value for name, value in values.items() if value > 0 and math.isfinite(value)})
     total = sum(parts.values()) or 1.0

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.report.html import element, text_of, whole
 from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
@@ -22,27 +23,49 @@ NARROW = 4.0
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened."""
+    """Something that happened.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> event = report.Event(time=62.0, text="rank 1 was killed", detail="SIGKILL", tone="bad")
+        >>> html = report.timeline([report.Span(start=0.0, end=60.0, text="training")], [event])
+    """
 
     time: float
     """In seconds, on the same clock as the others."""
     text: str
+    """In a line."""
     detail: str = ""
     """More about it, which may be several lines; of a long one the end is shown."""
     tone: Tone = "idle"
+    """Its colour."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that lasted."""
+    """Something that lasted.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> spans = [
+        ...     report.Span(start=0.0, end=4.0, text="starting", tone="warn"),
+        ...     report.Span(start=4.0, end=60.0, text="training", tone="good"),
+        ... ]
+        >>> html = report.timeline(spans)
+    """
 
     start: float
     """In seconds, on the same clock as the others."""
     end: float
+    """In seconds, on the same clock."""
     text: str
+    """Its name, in a word or two."""
     tone: Tone = "idle"
+    """Its colour."""
 
 
 def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
@@ -51,6 +74,11 @@ def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
     Args:
         spans: One after the other.
         events: In the order in which they happened.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> spans = [report.Span(start=0.0, end=60.0, text="training", tone="good")]
+        >>> html = report.timeline(spans, [report.Event(time=30.0, text="epoch 1 is over")])
     """
     times = [*(time for span in spans for time in (span.start, span.end)), *(event.time for event in events)]
     start = min(times, default=0.0)
@@ -69,7 +97,13 @@ def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as `0.25 s`, `3 min 20 s`, `2 h 5 min`, `3.2 days`."""
+    """Seconds in words, such as `0.25 s`, `3 min 20 s`, `2 h 5 min`, `3.2 days`.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import report
+        >>> report.duration(200)
+        '3 min 20 s'
+    """
     if seconds < MINUTE:
         return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
     whole_seconds = round(seconds)

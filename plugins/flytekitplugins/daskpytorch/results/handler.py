@@ -42,6 +42,16 @@ class DaskResultsHandler:
     apart. Ranks import a function's module anew, so there a module-level `DaskResultsHandler(uuid.uuid4().hex)` has
     another key than in the driver; therefore results with a key that no handler in the driver's process has go to
     whichever handler processes their gang. To tell handlers apart, give them fixed keys.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch, results
+        >>> handler = results.DaskResultsHandler()
+        >>> def train() -> None:
+        ...     handler.submit_result(f"rank-{current_rank().rank}/notes.txt", "went well")
+        >>> handler.process_results("notes", dispatch.run(client, train))
+        >>> sorted(path.as_posix() for path in Path("notes").rglob("*.txt"))
+        ['notes/rank-0/notes.txt', 'notes/rank-1/notes.txt']
     """
 
     def __init__(self, pub_sub_key: str | None = None) -> None:

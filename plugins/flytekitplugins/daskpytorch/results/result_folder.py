@@ -19,7 +19,19 @@ DISK_ERRORS = (
 
 
 class ResultPathError(ValueError):
-    """A rank submitted a result for a path that is not to be written."""
+    """A rank submitted a result for a path that is not to be written.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import dispatch, results
+        >>> handler = results.DaskResultsHandler()
+        >>> def train() -> None:
+        ...     handler.submit_result("../notes.txt", "went well")
+        >>> try:
+        ...     handler.process_results("notes", dispatch.run(client, train))
+        ... except results.ResultPathError as error:
+        ...     print(error)
+        the result that rank ... submitted for the path '../notes.txt' was not written below notes: ...
+    """
 
     def __init__(self, rank: int, path: str, prefix: str, reason: str) -> None:
         super().__init__(

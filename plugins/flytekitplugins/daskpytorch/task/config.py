@@ -17,8 +17,8 @@ START_METHODS = ("forkserver", "spawn")
 class OnDask:
     """The cluster that a task asks for; a host's own class adds its records for `scheduler` and `workers`."""
 
+    # What the host has for these two.
     KINDS: ClassVar[Mapping[str, type]]
-    """What the host has for these two."""
 
     scheduler: Any
     workers: Any

@@ -25,6 +25,18 @@ class StrictInputs:
     flytekit drops keys that the dataclass does not have, so that a misspelt one trains with its default; here it is an
     error that says which key was meant. Nor is a value made fit that is of another type, as 1.9 or "1" for an `int`
     (3.0 is 3), or a key given twice.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from flytekitplugins.daskpytorch import StrictInputs
+        >>> @dataclass(frozen=True)
+        ... class Hyperparameters(StrictInputs):
+        ...     epochs: int = 3
+        >>> Hyperparameters.from_json('{"epochs": 4}')
+        Hyperparameters(epochs=4)
+        >>> Hyperparameters.from_json('{"epoch": 4}')
+        Traceback (most recent call last):
+        ValueError: Hyperparameters has no 'epoch' (did you mean 'epochs'?). It has: epochs
     """
 
     @classmethod
