@@ -55,6 +55,18 @@ def test_every_error_has_its_cause_and_remedy() -> None:
     assert {name for name, _, _ in rows} == names
 
 
+def test_what_is_named_for_changes_is_there() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", PAGES["docs/changing.md"], re.MULTILINE)[1:]
+    plugin = REPOSITORY / "plugins/flytekitplugins/daskpytorch"
+    assert len(rows) >= 12
+    for wish, files, tests in rows:
+        named, to_run = re.findall(r"`([\w/]+(?:\.\w+|/))`", files), re.findall(r"`(tests/test_\w+\.py)`", tests)
+        assert named, wish
+        assert to_run, wish
+        roots = [(plugin if (plugin / path).exists() else REPOSITORY) / path for path in (*named, *to_run)]
+        assert [path for path in roots if not path.exists()] == []
+
+
 def test_every_variable_is_documented_and_none_else() -> None:
     folders = ("plugins/flytekitplugins", "plugins/flyteplugins", "workflows", "tasks")
     sources = "".join(path.read_text() for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
