@@ -94,12 +94,14 @@ def dask_cluster(
     imported_ahead: Sequence[str] = TESTS_IMPORT,
     prefixes: Mapping[int, Sequence[str]] | None = None,
     worker_environments: Mapping[int, Mapping[str, str]] | None = None,
+    of_flyte2: Mapping[str, str] | None = None,
     is_warm: bool = True,
     wait: bool = True,
 ) -> Iterator[Cluster]:
     """Start scheduler and workers the backend's way, in an empty directory; the project's modules are not there.
 
-    Warm processes share most of their memory, but each counts all of it as its own.
+    Warm processes share most of their memory, but each counts all of it as its own. `of_flyte2` are the variables that
+    a task of Flyte 2 has in all its pods, where its backend starts them, by commands that Dask itself has.
     """
     from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS  # not in ranks, which import this module, too
 
@@ -110,11 +112,13 @@ def dask_cluster(
     env |= GANG_SETTINGS
     # Most gangs here have no use for a fork server that starts ahead.
     env |= {"DASK_DISTRIBUTED__WORKER__PRELOAD": PRELOAD, preload.VARIABLE: " ".join(imported_ahead)}
+    env |= of_flyte2 or {}
+    names = ("dask-scheduler", "dask-worker") if of_flyte2 is None else ("dask scheduler", "dask worker")
+    scheduler_command, worker_command = ([str(SCRIPTS / word), *more] for word, *more in map(str.split, names))
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "cluster.log").open("wb"))
 
         def start(command: list[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes] | Program:
-            command = [str(SCRIPTS / part) if part.startswith("dask-") else part for part in command]
             process = start_program(command, cwd=empty, env=env | dict(extra), log=log, is_warm=is_warm)
             stack.callback(end, process)
             return process
@@ -129,12 +133,12 @@ def dask_cluster(
             "--scheduler-file",
             str(contact),
         ]
-        scheduler = start(["dask-scheduler", *options], {})
+        scheduler = start([*scheduler_command, *options], {})
         until(lambda: contact.exists() and contact.read_text().strip(), "the scheduler to start")
         address = json.loads(contact.read_text())["address"]
         cluster = Cluster(address=address, scheduler=scheduler, logs=folder / "cluster.log")
         for index in range(num_workers):
-            command = [*(prefixes or {}).get(index, ()), "dask-worker", "--name", f"worker-{index}"]
+            command = [*(prefixes or {}).get(index, ()), *worker_command, "--name", f"worker-{index}"]
             command += ["--nthreads", "1", "--memory-limit", memory_limit]
             if hosts:
                 command += ["--host", hosts[index]]

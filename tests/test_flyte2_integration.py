@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,21 +23,25 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from flyte.io import DataFrame, Dir, File
+from flyte.models import SerializationContext
 from flyteidl2.core import execution_pb2, literals_pb2
 from flyteidl2.task import common_pb2
 from pydantic import BaseModel
 
+import flyte2_flow
 from flyteplugins.daskpytorch import (
     DaskCluster,
     DaskDDP,
     Gang,
     SpawnDDP,
+    WorkerGroup,
     current_client,
     current_rank,
     dispatch,
     results,
 )
-from processes import SCRIPTS, Cluster, run_program
+from processes import SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, until
+from warm import warm_python
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "below")
 
@@ -193,54 +199,190 @@ def test_many_models_with_the_tasks_client(tmp_path: Path) -> None:
     assert run(many, tmp_path, numbers=[1, 2, 3]) == [1, 4, 9]
 
 
-def container(folder: Path, number: int, cluster: Cluster, cwd: Path) -> Path:
-    """An attempt of the flow's task, by the command that a backend starts in the container; where its outputs are."""
-    out = folder / f"out-{number}"
-    command = [
-        *(SCRIPTS / "a0", "--inputs", folder / "inputs.pb", "--outputs-path", out, "--version", "v1"),
-        *("--raw-data-path", folder / "raw", "--run-base-dir", folder, "--name", "a0", "--run-name", "run"),
-        *("--checkpoint-path", folder / f"checkpoint-{number}", "--prev-checkpoint"),
-        folder / f"checkpoint-{number - 1}" if number else "",
-        *("--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"),
-        *("mod", "flyte2_flow", "instance", "train"),
-    ]
-    env = {
-        "_U_ORG_NAME": "org",
-        "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
-        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
-        "_U_EP_OVERRIDE": "127.0.0.1:1",
-        "_UNION_EAGER_API_KEY": "",
-        "FLYTE_CLUSTERED_WORKER": "1",  # without a controller, which would want a backend
-        "DASK_SCHEDULER_ADDRESS": cluster.address,
-    }
-    out.mkdir()
-    done = run_program([str(part) for part in command], cwd=cwd, env=env)
-    (folder / f"output-{number}.txt").write_text(done.stdout + done.stderr)
-    return out
+# ---- What the tests of flyteplugins-pytorch demand of its `Elastic`, in words of our own -----------------------------
+
+KINDS = ("SpawnDDP", "DaskDDP")
+OF_THE_USER = {
+    "PYTHONUNBUFFERED": "0",
+    "OMP_NUM_THREADS": "42",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "999",
+}
+
+
+def environment_of(kind: str, num_ranks: int = 2, **of_environment: Any) -> flyte.TaskEnvironment:
+    config: Any = SpawnDDP(nproc=num_ranks)
+    if kind == "DaskDDP":
+        config = DaskDDP(workers=WorkerGroup(number_of_workers=num_ranks))
+    return flyte.TaskEnvironment(kind.lower(), plugin_config=config, **of_environment)
+
+
+def look(seconds: int | None) -> tuple[dict[str, str], float]:
+    if seconds is not None:
+        dist.init_process_group(timeout=timedelta(seconds=seconds))  # as under torchrun
+    patience = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+    return {name: os.environ.get(name, "") for name in OF_THE_USER}, patience.total_seconds()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_flyte_is_told_of_the_ranks(kind: str) -> None:
+    context = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())
+    task = environment_of(kind, 3).task(look)
+    assert task.task_type == {"SpawnDDP": "python", "DaskDDP": "dask"}[kind]
+    asked = {"SpawnDDP": {}, "DaskDDP": {"scheduler": {}, "workers": {"numberOfWorkers": 3}}}[kind]
+    assert task.custom_config(context) == asked
+    assert (task.plugin_config.gang.max_restarts, task.plugin_config.gang.hang_timeout) == (3, "auto")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_have_threads_and_ways_to_end_a_stuck_collective(kind: str, tmp_path: Path) -> None:
+    seen, _ = run(environment_of(kind).task(look), tmp_path, seconds=None)
+    assert seen["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
+    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_the_only_rank_has_all_threads(tmp_path: Path) -> None:
+    seen, _ = run(environment_of("SpawnDDP", 1).task(look), tmp_path, seconds=None)
+    assert seen["OMP_NUM_THREADS"] == str(os.cpu_count())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variables_of_the_user_stay_and_so_does_a_collectives_timeout(kind: str, tmp_path: Path) -> None:
+    seen, patience = run(environment_of(kind, env_vars=OF_THE_USER).task(look), tmp_path, seconds=45)
+    assert (seen, patience) == (OF_THE_USER, 45.0)
+
+
+# ---- Kills -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Scheduler and workers as Flyte 2's backend starts them, with the variables that the task has in all its pods."""
+    with dask_cluster(tmp_path_factory.mktemp("cluster"), of_flyte2=flyte2_flow.train.env_vars) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_rank(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fault-2").write_text("die")
+    steps, value = run(environment_of(kind).task(flyte2_flow.train.func), tmp_path, folder=str(tmp_path))
+    assert (steps, value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
+    said = capfd.readouterr().err
+    assert "rank 1 dies" in said
+    assert "SIGKILL" in said
+
+
+def test_a_killed_worker(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its nanny starts another; the driver is this process."""
+    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", cluster.address)
+    (tmp_path / "fault-2").write_text("wait")
+
+    def kill() -> None:
+        until((tmp_path / "waiting").exists, "the step")
+        cluster.kill_worker_process(1)
+
+    with ThreadPoolExecutor(1) as thread:
+        killed = thread.submit(kill)
+        steps, value = run(environment_of("DaskDDP").task(flyte2_flow.train.func), tmp_path, folder=str(tmp_path))
+        killed.result()
+    assert (steps, value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
+
+
+# ---- Containers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Flow:
+    """Attempts of a task of the flow, each by the command that a backend starts in the container."""
+
+    folder: Path
+    task: str
+    scheduler: str | None = None
+    raw: str | None = None
+    """Where outputs go, and below it the checkpoints; None: into the folder."""
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.folder / "project").mkdir(parents=True)
+        shutil.copy(Path(flyte2_flow.__file__), self.folder / "project")
+        text = literals_pb2.Literal(scalar=literals_pb2.Scalar(primitive={"string_value": str(self.folder)}))
+        inputs = common_pb2.Inputs(literals=[common_pb2.NamedLiteral(name="folder", value=text)])
+        (self.folder / "inputs.pb").write_bytes(inputs.SerializeToString())
+
+    def fails(self, step: int, fault: str) -> None:
+        """Have this happen to rank 1 then, once."""
+        (self.folder / f"fault-{step}").write_text(fault)
+
+    def attempt(self, number: int, *, is_killed: bool = False) -> tuple[Path, str]:
+        """Where its outputs are, and what it said; `is_killed`: once rank 1 waits."""
+        (out := self.folder / f"out-{number}").mkdir()
+        above = self.raw or str(self.folder)
+        command = [
+            *(SCRIPTS / "a0", "--inputs", self.folder / "inputs.pb", "--outputs-path", out, "--version", "v1"),
+            *("--raw-data-path", f"{above}/raw", "--run-base-dir", self.folder, "--name", "a0", "--run-name", "run"),
+            *("--checkpoint-path", f"{above}/checkpoint-{number}", "--prev-checkpoint"),
+            f"{above}/checkpoint-{number - 1}" if number else "",
+            *("--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"),
+            *("mod", "flyte2_flow", "instance", self.task),
+        ]
+        env = {
+            "_U_ORG_NAME": "org",
+            "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
+            "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+            "_U_EP_OVERRIDE": "127.0.0.1:1",
+            "_UNION_EAGER_API_KEY": "",
+            "FLYTE_CLUSTERED_WORKER": "1",  # without a controller, which would want a backend
+            **({"DASK_SCHEDULER_ADDRESS": self.scheduler} if self.scheduler else {}),
+            **self.env,
+        }
+        said = self.folder / f"output-{number}.txt"
+        where = {"cwd": self.folder / "project", "env": os.environ | env}
+        with said.open("wb") as log:
+            process = warm_python().start([str(part) for part in command], stdout=log, stderr=log, **where)
+        try:
+            if is_killed:
+                until(lambda: (self.folder / "waiting").exists() or process.poll() is not None, "the step")
+                process.kill()
+            process.wait()
+        finally:
+            end(process)
+        return out, said.read_text()
+
+    def succeeds(self, number: int) -> str:
+        """This attempt has the result of an undisturbed run; what it said."""
+        out, said = self.attempt(number)
+        assert (out / "outputs.pb").exists(), said
+        outputs = common_pb2.Outputs.FromString((out / "outputs.pb").read_bytes())
+        steps, value = [each.value for each in outputs.literals]
+        done = [each.scalar.primitive.integer for each in steps.collection.literals]
+        assert (done, value.scalar.primitive.float_value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
+        return said
 
 
 def test_the_containers_command_on_workers_that_have_no_copy_of_the_code(cluster: Cluster, tmp_path: Path) -> None:
-    """The first attempt ends by a rank's error, the second goes on from its checkpoint beside Flyte's object."""
-    (cwd := tmp_path / "project").mkdir()
-    shutil.copy(Path(__file__).with_name("flyte2_flow.py"), cwd)
-    scale = literals_pb2.Literal(scalar=literals_pb2.Scalar(primitive=literals_pb2.Primitive(float_value=2.0)))
-    inputs = common_pb2.Inputs(literals=[common_pb2.NamedLiteral(name="scale", value=scale)])
-    (tmp_path / "inputs.pb").write_bytes(inputs.SerializeToString())
-
-    first = container(tmp_path, 0, cluster, cwd)
-    said = (tmp_path / "output-0.txt").read_text()
-    assert (first / "error.pb").exists(), said
-    document = execution_pb2.ErrorDocument.FromString((first / "error.pb").read_bytes())
+    """The first attempt ends by a rank's error, of the second the process is killed; checkpoints lie beside Flyte's."""
+    flow = Flow(tmp_path, "train", cluster.address)
+    flow.fails(1, "raise")
+    out, said = flow.attempt(0)
+    assert (out / "error.pb").exists(), said
+    document = execution_pb2.ErrorDocument.FromString((out / "error.pb").read_bytes())
     assert document.error.code == "KeyError"
     assert "not yet" in document.error.message
     assert document.error.kind == execution_pb2.ContainerError.RECOVERABLE
     assert (tmp_path / "checkpoint-0.daskpytorch" / "gang").is_dir()
 
-    second = container(tmp_path, 1, cluster, cwd)
-    said = (tmp_path / "output-1.txt").read_text()
-    assert (second / "outputs.pb").exists(), said
-    outputs = common_pb2.Outputs.FromString((second / "outputs.pb").read_bytes())
-    steps, total = [each.value for each in outputs.literals]
-    assert [each.scalar.primitive.integer for each in steps.collection.literals] == [0, 1]
-    assert total.scalar.primitive.float_value == 6.0
-    assert "Training" in (second / "report.html").read_text()
+    flow.fails(2, "wait")
+    out, said = flow.attempt(1, is_killed=True)
+    assert not list(out.glob("*.pb")), said
+
+    assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(2)
+    assert "Training" in (tmp_path / "out-2" / "report.html").read_text()
+
+
+def test_a_container_without_dask_is_killed_and_the_next_goes_on(tmp_path: Path) -> None:
+    flow = Flow(tmp_path, "train_here")
+    flow.fails(2, "wait")
+    with nothing_left_behind():
+        flow.attempt(0, is_killed=True)
+        assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(1)
