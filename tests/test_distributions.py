@@ -8,6 +8,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from conftest import REPOSITORY
 from tools import release
 
 PROJECT = (REPOSITORY / "pyproject.toml").read_text()
+HOOKS = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
 
 
 @pytest.fixture(scope="module")
@@ -85,24 +87,25 @@ def test_the_changelog_has_what_comes_next_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "files"),
-    [
-        ("github-workflows", [".github/workflows/ci.yml"]),
-        ("github-issue-forms", [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/wish.yml"]),
-        ("github-issue-config", [".github/ISSUE_TEMPLATE/config.yml"]),
-    ],
+    "hook", [hook for hook in HOOKS if hook["entry"].startswith("check-jsonschema")], ids=lambda hook: hook["id"]
 )
-def test_what_the_host_reads_is_as_it_wants_it(schema: str, files: list[str]) -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+def test_what_the_host_reads_is_as_it_wants_it(hook: dict[str, Any]) -> None:
+    files = [name for name in sorted(tracked()) if re.search(hook["files"], name)]
+    assert files
+    command = [str(Path(sys.executable).parent / hook["entry"].split()[0]), *hook["entry"].split()[1:], *files]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_commit_is_checked_by_what_ci_checks() -> None:
-    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     ci = (REPOSITORY / ".ci" / "run").read_text()
-    commands = {" ".join(hook["entry"].split()[:2]) for hook in hooks if hook["entry"].startswith("ruff")}
-    commands |= {hook["entry"].split()[0] for hook in hooks}
+    commands = {" ".join(hook["entry"].split()[:2]) for hook in HOOKS if hook["entry"].startswith("ruff")}
+    commands |= {hook["entry"].split()[0] for hook in HOOKS}
     assert commands >= {"ruff check", "ruff format", "lint-imports", "mypy"}
     assert all(command in ci for command in ("ruff check", "ruff format", "lint-imports", "mypy"))
-    assert all(hook["language"] == "system" for hook in hooks)  # nothing is downloaded
+    assert all(hook["language"] == "system" for hook in HOOKS)  # nothing is downloaded
+
+
+def test_hooks_run_programs_that_are_there() -> None:
+    bin_folder = Path(sys.executable).parent
+    assert [hook["entry"] for hook in HOOKS if not (bin_folder / hook["entry"].split()[0]).exists()] == []
