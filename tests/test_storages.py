@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flytekitplugins.daskpytorch.rank import storages
+from flytekitplugins.daskpytorch.protocol import storages
 
 
 class Pickler(cloudpickle.Pickler):

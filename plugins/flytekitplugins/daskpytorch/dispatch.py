@@ -67,7 +67,8 @@ def run(
     Args:
         client: Connected to any Dask cluster whose workers have this package.
         pytorch_function: What each rank calls. Its module need not exist on the workers.
-        *args: Its positional arguments, the same in every rank; they must pickle.
+        *args: Its positional arguments, the same in every rank; they must pickle. What is large in them (arrays,
+            tensors) reaches each worker once, and its ranks share the memory until they write to it.
         backend: Overrides `gang.backend` unless it is `auto`.
         pass_local_rank: Also pass `local_rank`, the rank's index among those of its worker.
         gang: How to form it.

@@ -536,6 +536,7 @@ class Brain:
             gang=hashlib.sha256(self._agents.token).hexdigest()[:16],
             attempt=self._number,
             call=self._request.call,
+            large=self._request.large.address if self._request.large is not None else None,
             pass_local_rank=self._request.pass_local_rank,
             backend=backend,
             store=self._rendezvous.address() if shape.world_size > 1 or backend == "nccl" else None,

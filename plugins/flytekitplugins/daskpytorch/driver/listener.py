@@ -18,14 +18,15 @@ from flytekitplugins.daskpytorch.driver.events import Event, Gone, RankSaid, Sai
 from flytekitplugins.daskpytorch.driver.received import Part
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
 from flytekitplugins.daskpytorch.protocol.reports import unpack
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
 __all__ = ["Listener"]
 
-FileServer = Callable[[Connection, Upload | Download], None]
-"""Sends or receives a checkpoint over a connection."""
+Transfer = Upload | Download | DownloadLarge
+FileServer = Callable[[Connection, Transfer], None]
+"""Sends or receives a checkpoint, or what is large in a call, over a connection."""
 PieceKeeper = Callable[[int, Piece], Part]
 """Keeps a piece of what a rank has submitted or returned."""
 MAX_WAITING = 3000
@@ -200,8 +201,8 @@ class Listener:
             del self._guests[file]
             self._receive(caller, pickle.loads(first_word))  # noqa: S301 - from our own agent, which has proved to be one
 
-    def _receive(self, caller: _Caller, message: FromAgent | Upload | Download) -> None:
-        if isinstance(message, (Upload, Download)):
+    def _receive(self, caller: _Caller, message: FromAgent | Transfer) -> None:
+        if isinstance(message, Transfer):
             self._poll.unregister(caller.connection)
             self._transfer(caller.connection, message)
             return
@@ -235,7 +236,7 @@ class Listener:
 
     # ---- files
 
-    def _transfer(self, connection: Connection, request: Upload | Download) -> None:
+    def _transfer(self, connection: Connection, request: Transfer) -> None:
         def work() -> None:
             try:
                 self._serve_file(connection, request)
@@ -254,7 +255,7 @@ class Listener:
         except RuntimeError as error:  # the system gives this process no more threads for now
             self._end_transfer(connection, request, error)
 
-    def _end_transfer(self, connection: Connection, request: Upload | Download, error: Exception | None) -> None:
+    def _end_transfer(self, connection: Connection, request: Transfer, error: Exception | None) -> None:
         with self._lock:
             connection.close()
             del self._transfers[connection]

@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
+from flytekitplugins.daskpytorch.protocol.shared_memory import SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 
 __all__ = ["Keys", "Request", "key_of", "named", "request_for", "storage_of", "take_keys"]
@@ -30,6 +31,8 @@ class Request:
 
     name: str
     call: bytes
+    large: SharedMemory | None = field(default=None, repr=False)
+    """What is large in the call; None: nothing is."""
     ranks_per_worker: int
     settings: Gang
     pass_local_rank: bool = False
@@ -64,9 +67,12 @@ def request_for(
 ) -> Request:
     """One gang's call of a function, ready to go, but for a name where its task has several."""
     execution = current_execution().in_ranks()
+    memory = _memory()
+    call = pack_call(function, args, kwargs, memory.add if memory is not None else None)
     return Request(
         name=name_of(function),
-        call=pack_call(function, args, kwargs),
+        call=call,
+        large=memory if memory is not None and memory.address.segments else None,
         execution=pickle.dumps(execution) if execution is not None else None,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
@@ -75,6 +81,12 @@ def request_for(
         keep=(function, args, kwargs),
         observers=[make() for make in settings.observers],
     )
+
+
+def _memory() -> SharedMemory | None:
+    with contextlib.suppress(OSError):  # of a thousand calls that wait, each may have some, which is an open file
+        return SharedMemory()
+    return None
 
 
 def check_function(function: Callable[..., Any], *, may_be_async: bool = False) -> None:

@@ -4,6 +4,7 @@ One `Supervisor` per gang. Agents dial in and live as long as the gang; what the
 """
 
 import contextlib
+import functools
 import os
 import queue
 import time
@@ -17,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Interrupted, NotLaunched, Preempted
-from flytekitplugins.daskpytorch.driver.listener import Listener
+from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -28,6 +29,7 @@ from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
@@ -105,6 +107,8 @@ class Supervisor:
                 stack.callback(checkpoints.close)
                 committer = self._committer(folder, storage)
                 stack.callback(committer.close)
+                if self._request.large is not None:
+                    stack.callback(self._request.large.close)
                 self._agents = self._listen(checkpoints, stack)
                 try:
                     results = self._see_through(checkpoints, committer)
@@ -138,7 +142,8 @@ class Supervisor:
 
     def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
         token = os.urandom(32)
-        listener = Listener(self._launcher.host, token, self._events, checkpoints.serve, self.received.keep)
+        serve = functools.partial(self._serve_file, checkpoints)
+        listener = Listener(self._launcher.host, token, self._events, serve, self.received.keep)
         agents = Agents(
             launcher=self._launcher,
             num_ranks=self._request.ranks_per_worker,
@@ -151,6 +156,12 @@ class Supervisor:
         stack.callback(self._dismiss)
         stack.callback(listener.close)
         return agents
+
+    def _serve_file(self, checkpoints: Checkpoints, connection: Connection, request: Transfer) -> None:
+        if not isinstance(request, messages.DownloadLarge):
+            checkpoints.serve(connection, request)
+        elif self._request.large is not None:
+            connection.send_file(self._request.large.address.path)
 
     def _see_through(self, checkpoints: Checkpoints, committer: Committer) -> list[Any]:
         self._agents.launch(self._launcher.workers)

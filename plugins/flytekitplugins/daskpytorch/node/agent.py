@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.sharded import modules_for
+from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 __all__ = ["dial", "run"]
@@ -159,6 +160,9 @@ class _Agent:
         """What the ranks of the next attempt will need besides, if there is one: asked for in time, and once."""
         self._archive = b""
         """The sources' copies, for when the user's own files cannot be used any more."""
+        self._large: SharedMemory | None = None
+        """What is large in the call, for all attempts, where the driver's own cannot be opened from here."""
+        self._large_lock = threading.Lock()
         self._server = fork_client.connect(start_method)
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
@@ -178,6 +182,8 @@ class _Agent:
         self._server.close()
         self._outcomes.close()
         self._outcome_from_thread.close()
+        if self._large is not None:
+            self._large.close()
         for rank in self._ranks.values():
             rank.close()
 
@@ -254,6 +260,8 @@ class _Agent:
             )
             with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
                 rank.channel.send(asked)
+        if order.job.large is not None:
+            self._in_background(self._bring_large, order.job.attempt, order.job.large)
         if order.job.checkpoint is not None:
             attempt = order.job.attempt
             missing = functools.partial(orders.NotProvided, attempt)
@@ -363,6 +371,26 @@ class _Agent:
         except OSError:
             return ""
 
+    # ---- what is large in the call
+
+    def _bring_large(self, attempt: int, original: Address) -> None:
+        try:
+            there = orders.Large(attempt, self._find_large(original))
+        except Exception as error:
+            there = orders.Large(attempt, None, f"{type(error).__name__}: {error}")
+        self._note_outcome(there)
+
+    def _find_large(self, original: Address) -> Address:
+        """Where it is in this node's memory, to which it comes once."""
+        with self._large_lock:  # the attempt before may have asked for it, and still be waiting
+            if original.is_here:
+                return original
+            if self._large is None:
+                with contextlib.closing(self._dial_patiently()) as connection:
+                    connection.send(messages.DownloadLarge())
+                    self._large = SharedMemory.received(connection, original)
+            return self._large.address
+
     # ---- checkpoints
 
     def _bring(self, file: CheckpointFile | None, there: orders.Order, missing: Callable[[str], orders.Order]) -> None:
@@ -371,6 +399,9 @@ class _Agent:
                 self._find(file)
         except Exception as error:
             there = missing(f"{type(error).__name__}: {error}")
+        self._note_outcome(there)
+
+    def _note_outcome(self, there: orders.Order) -> None:
         with self._outcome_lock, contextlib.suppress(OSError):  # the gang has ended
             self._outcome_from_thread.send(there)
 

@@ -325,7 +325,8 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     gc.disable()
     import torch.distributed  # noqa: F401
 
-    from flytekitplugins.daskpytorch.rank import loaders, main, process_group, storages  # noqa: F401
+    from flytekitplugins.daskpytorch.protocol import storages  # noqa: F401
+    from flytekitplugins.daskpytorch.rank import loaders, main, process_group  # noqa: F401
 
     process_group.install()
     for name in others:

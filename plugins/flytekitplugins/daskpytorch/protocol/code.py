@@ -107,15 +107,23 @@ def completed(returned: Any) -> Any:
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------
 
 
-def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pack_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    put_aside: Callable[[bytes | memoryview], object] | None = None,
+) -> bytes:
     """Pickle a call: the function by name where its module has it, else (`__main__`, closures) by value.
+
+    Where it can be put aside, what is large in it is: the memory of arrays and tensors, and then, if that alone is
+    large, all the rest, in whose place there are no bytes.
 
     Raises:
         TypeError: Something in it cannot be pickled; the message says which argument, or the function.
     """
     by_name = _by_name(function)
     try:
-        return pickling.dumps((by_name or function, tuple(args), dict(kwargs)))
+        data = pickling.dumps((by_name or function, tuple(args), dict(kwargs)), put_aside=put_aside)
     except Exception as error:
         parts = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
         parts["the function itself"] = by_name or function
@@ -124,6 +132,10 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             f"{name_of(function)} cannot be sent to the ranks, because {', '.join(culprits) or 'a part of it'} cannot "
             f"be pickled: {error}. Pass plain data, and open files, locks and connections inside the function."
         ) from error
+    if put_aside is None or len(data) < pickling.LARGE:
+        return data
+    put_aside(data)
+    return b""
 
 
 def pack_code() -> Code:
@@ -352,7 +364,7 @@ def _unpacked(code: Code, folder: Path) -> Path:
     return target
 
 
-def unpack_call(data: bytes) -> Call:
+def unpack_call(data: bytes, aside: Sequence[memoryview] = ()) -> Call:
     """The call that `pack_call` made, with its function found; the sources must be on `sys.path`."""
-    function, args, kwargs = pickling.loads(data)
+    function, args, kwargs = pickling.loads(data or aside[-1], aside)
     return Call(function=function.find() if isinstance(function, _ByName) else function, args=args, kwargs=kwargs)

@@ -205,3 +205,8 @@ class Download:
     """Please send a checkpoint."""
 
     file: CheckpointFile
+
+
+@dataclass(frozen=True)
+class DownloadLarge:
+    """Please send what is large in the call."""

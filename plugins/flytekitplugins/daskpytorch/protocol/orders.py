@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
+from flytekitplugins.daskpytorch.protocol.shared_memory import Address
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.settings import Profile
 
@@ -36,6 +37,8 @@ class Job:
     """Which incarnation of the gang; each has rendezvous keys of its own."""
     call: bytes
     """From `code.pack_call`."""
+    large: Address | None = None
+    """Where the driver has what is large in the call; None: nothing is."""
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
@@ -179,6 +182,16 @@ class NotProvided:
 
 
 @dataclass(frozen=True)
+class Large:
+    """Where this node has what is large in the call of this attempt."""
+
+    attempt: int
+    address: Address | None
+    failure: str | None = None
+    """Why it will not come."""
+
+
+@dataclass(frozen=True)
 class Chosen:
     """Which checkpoint a rank gets that has asked for one (`reports.Wanted`); it lies in the agent's folder."""
 
@@ -211,7 +224,7 @@ class Quit:
 
 
 OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
-Order = OrderToAll | Provided | NotProvided | Chosen | DrawFlameGraph | Quit
+Order = OrderToAll | Provided | NotProvided | Large | Chosen | DrawFlameGraph | Quit
 
 
 def environment(

@@ -8,35 +8,40 @@ as their globals, and whatever the bytes reach of the driver's is put there unde
 import io
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-__all__ = ["definitions", "dumps", "loads", "spare_parts"]
+__all__ = ["LARGE", "definitions", "dumps", "loads", "spare_parts"]
+
+LARGE = 1 << 20
+"""Bytes of an array's or a tensor's memory from which on it need not be in the pickle."""
 
 
-def dumps(value: object, max_size: int | None = None) -> bytes:
+def dumps(value: object, max_size: int | None = None, put_aside: Callable[[memoryview], object] | None = None) -> bytes:
     """Pickle a value together with all that it reaches in `__main__`.
+
+    What is large in it goes to `put_aside`, as it lies in memory; with None it is in the pickle, too.
 
     Raises:
         OverflowError: It takes more than `max_size` bytes, or something in it does.
     """
     file = io.BytesIO() if max_size is None else _Bounded(max_size)
-    pickler = _Pickler(file, max_size)
+    pickler = _Pickler(file, max_size, put_aside)
     pickler.dump(value)
     pickler.dump_definitions()
     return file.getvalue()
 
 
-def loads(data: bytes) -> Any:
-    """The value; definitions that came with it are in `__main__` from now on."""
+def loads(data: bytes | memoryview, aside: Iterable[memoryview] = ()) -> Any:
+    """The value, which uses what was put aside as it is; definitions with it are in `__main__` from now on."""
     namespace = vars(sys.modules["__main__"])
     present = dict(namespace)  # stays: functions that ask for `__file__` bring the driver's
     file = io.BytesIO(data)
-    unpickler = pickle.Unpickler(file)  # noqa: S301 - from our own driver, by our agent's pipe
+    unpickler = pickle.Unpickler(file, buffers=aside)  # noqa: S301 - from our own driver, by our agent's pipe
     value = unpickler.load()
     while file.tell() < len(data):
         namespace.update(unpickler.load())
@@ -66,9 +71,12 @@ def spare_parts(max_size: int) -> Mapping[str, bytes]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, max_size: int | None) -> None:
-        super().__init__(file)
+    def __init__(
+        self, file: io.BytesIO, max_size: int | None, put_aside: Callable[[memoryview], object] | None
+    ) -> None:
+        super().__init__(file, buffer_callback=self._takes if put_aside is not None else None)
         self._max_size = max_size
+        self._put_aside = put_aside
         self._namespace = vars(sys.modules["__main__"])
         self._reached: set[str] = set()
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
@@ -96,11 +104,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             size = getattr(obj, "nbytes", 0)
             if isinstance(size, int) and size > self._max_size:  # before it is copied
                 raise OverflowError
+        if self._put_aside is not None and type(obj).__module__ == "torch.storage":
+            from flytekitplugins.daskpytorch.protocol import storages
+
+            if (apart := storages.reduce(obj, at_least=LARGE)) is not None:
+                return apart
         reduced = super().reducer_override(obj)
         if name is not None and isinstance(obj, type) and isinstance(reduced, tuple):
             _, _, (attributes, _), *_ = reduced
             attributes["__qualname__"] = obj.__qualname__  # cloudpickle forgets of which class it is a part
         return reduced
+
+    def _takes(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether memory goes into the pickle, as pickle asks of each that could be left out."""
+        with buffer.raw() as memory:
+            if memory.nbytes < LARGE or self._put_aside is None:
+                return True
+            self._put_aside(memory)
+            return False
 
 
 class _MainNamespace(dict[str, Any]):

@@ -78,7 +78,7 @@ def main(channel: Connection) -> int:
             if order.data is not None:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
-            call = _unpack(order, observers)
+            call = _unpack(order, link, observers)
             process_group.join(order.place, order.job, _take_device(order))
             context.enter(rank)
             flight_recorder.call_before_abort(link.send_collectives)
@@ -129,14 +129,14 @@ def _report_returned(order: RankOrder, returned: Any, host: RankHost | None, lin
         link.send(reports.Returned(_payload(order, returned, host, link)))
 
 
-def _unpack(order: RankOrder, observers: Observers) -> Call:
+def _unpack(order: RankOrder, link: _Link, observers: Observers) -> Call:
     """The user's call, for which their modules are imported, and then what observers have in rank 0.
 
     These import in threads of their own, and two threads that import one package at once may wait for each other: where
     a module of the user's imports parts of wandb, its run was lost to such an error, and the training might have been.
     """
     try:
-        return unpack_call(order.job.call)
+        return unpack_call(order.job.call, link.large() if order.job.large is not None else ())
     finally:  # a call that cannot be imported is seen to fail
         if order.place.rank == 0:
             observers.open(order.job.observers)
@@ -155,6 +155,7 @@ class _Link:
         """Set when every rank of the gang has finished."""
         self.provided: Future[orders.Provided | orders.NotProvided] = Future()
         """Whether the checkpoint to start from is here, once that is known."""
+        self._large: Future[orders.Large] = Future()
         self.sharded: ShardedCheckpoints | None = None
         """Hears of what the driver has done with the rank's shards."""
         self.kept: Sequence[SavedCheckpoint] = ()
@@ -203,6 +204,17 @@ class _Link:
         if hint is not None and hint.kind not in self._hinted:
             self._hinted.add(hint.kind)
             self.send(hint)
+
+    def large(self) -> list[memoryview]:
+        """What is large in the call, once it is here, mapped from memory that all of the node's ranks share.
+
+        Raises:
+            OSError: It will not come.
+        """
+        told = self._large.result()
+        if told.address is None:
+            raise OSError(f"the large arguments of the call did not come: {told.failure}")
+        return told.address.mapped()
 
     def ask(self, wanted: reports.Wanted) -> Future[orders.Chosen]:
         """Ask for a checkpoint; which it is, once it is here."""
@@ -268,7 +280,12 @@ class _Link:
     def _follow(  # noqa: C901, PLR0912 - a case for each order
         self,
         rank: RankContext,
-        order: orders.OrderToAll | orders.Provided | orders.NotProvided | orders.Chosen | orders.DrawFlameGraph,
+        order: orders.OrderToAll
+        | orders.Provided
+        | orders.NotProvided
+        | orders.Large
+        | orders.Chosen
+        | orders.DrawFlameGraph,
         prompt: debugger.Prompt,
     ) -> None:
         match order:
@@ -292,6 +309,9 @@ class _Link:
             case orders.Provided(attempt) | orders.NotProvided(attempt):
                 if attempt == self._attempt:
                     self.provided.set_result(order)
+            case orders.Large(attempt):
+                if attempt == self._attempt:
+                    self._large.set_result(order)
             case orders.DrawFlameGraph(seconds):
                 self.draw_flame_graph(rank.rank, seconds)
             case orders.Chosen(attempt, number):
@@ -501,7 +521,7 @@ def _dump(value: Any, file: result_frames.Writer) -> None:
     """Pickle a result; CUDA tensors go as CPU tensors, since the driver may have no GPU."""
     import torch
 
-    from flytekitplugins.daskpytorch.rank import storages
+    from flytekitplugins.daskpytorch.protocol import storages
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:

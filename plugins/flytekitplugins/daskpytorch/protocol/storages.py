@@ -12,12 +12,15 @@ import torch
 __all__ = ["reduce"]
 
 
-def reduce(storage: object) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """What a pickler is to write for a storage; None where that is for torch to say, as of a GPU's memory."""
+def reduce(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """What a pickler is to write for a storage; None where that is for torch to say, as of a GPU's memory.
+
+    Of one of fewer bytes, too: a storage that comes of this cannot be resized.
+    """
     if isinstance(storage, torch.storage.TypedStorage):
         raw = storage._untyped_storage  # noqa: SLF001 - torch warns of every other way to it
-        return (_typed, (raw, storage.dtype)) if raw.device.type == "cpu" else None
-    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+        return (_typed, (raw, storage.dtype)) if raw.device.type == "cpu" and raw.nbytes() >= at_least else None
+    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu" and storage.nbytes() >= at_least:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return _raw, (pickle.PickleBuffer(memory.numpy().data),)
     return None
@@ -27,7 +30,7 @@ def _typed(raw: torch.storage.TypedStorage, dtype: torch.dtype) -> torch.storage
     return _of_type(raw._untyped_storage, dtype)  # noqa: SLF001 - as above
 
 
-def _raw(memory: bytearray) -> torch.storage.TypedStorage:
+def _raw(memory: bytearray | memoryview) -> torch.storage.TypedStorage:
     """An untyped storage comes out of torch's own pickles as one of bytes, too, and that is what it rebuilds from."""
     tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
     return _of_type(tensor.untyped_storage(), torch.uint8)

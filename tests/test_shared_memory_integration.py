@@ -1,0 +1,81 @@
+"""Large arguments of real ranks: each node gets them once, whatever becomes of its ranks, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flytekitplugins.daskpytorch import Gang, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.pickling import LARGE
+from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
+
+
+def add_up(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> tuple[int, int, list[int]]:
+    """The sums of the arguments, and what this rank has in them once all have written to theirs."""
+    rank = current_rank().rank
+    sums = int(array.sum()), int(tensor.sum())
+    array[0] = tensor[0] = 10 + rank
+    torch.distributed.barrier()
+    if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(9)
+    return *sums, [int(array[0]), int(tensor[0])]
+
+
+def run(max_restarts: int) -> GangFutures:
+    array, tensor = np.ones(3 * LARGE, dtype=np.uint8), torch.ones(2 * LARGE, dtype=torch.uint8)
+    request = request_for(add_up, (array,), {"tensor": tensor}, Gang(ranks_per_worker=2, max_restarts=max_restarts))
+    return GangFutures(Supervisor(request, OwnNode()), 2)
+
+
+def memories() -> list[str]:
+    """Those that this process keeps, which is driver and agent."""
+    links = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return [link for link in links if link.startswith("/memfd:daskpytorch-")]
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
+    """What comes by a connection."""
+    noted: list[Address] = []
+    receive: Callable[[Connection, Address], SharedMemory] = SharedMemory.received
+
+    def received(connection: Connection, original: Address) -> SharedMemory:
+        noted.append(original)
+        return receive(connection, original)
+
+    monkeypatch.setattr(SharedMemory, "received", received)
+    return noted
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_restart_has_the_arguments_again_which_came_once_if_at_all(
+    transfers: list[Address], monkeypatch: pytest.MonkeyPatch, *, is_elsewhere: bool
+) -> None:
+    if is_elsewhere:  # the driver, as its agent sees it
+        monkeypatch.setattr(Address, "is_here", False)
+    results = run(max_restarts=1).result()
+    assert results == [(3 * LARGE, 2 * LARGE, [10 + rank] * 2) for rank in range(2)]
+    assert [address.size for address in transfers] == ([5 * LARGE] if is_elsewhere else [])
+    assert memories() == []
+
+
+def test_arguments_that_do_not_come_fail_the_gang_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(connection: Connection, original: Address) -> SharedMemory:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Address, "is_here", False)
+    monkeypatch.setattr(SharedMemory, "received", no_memory)
+    error = run(max_restarts=0).exception()
+    assert isinstance(error, OSError)
+    assert "large arguments of the call did not come: OSError: [Errno 28] No space left on device" in str(error)
