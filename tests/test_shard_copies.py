@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
+from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from shards import Rank
 from test_sharded import assert_is, do_harm, state
 
@@ -85,6 +88,17 @@ def test_copies_of_the_driver_before_are_read_and_go_with_the_first_new_ones(sto
     assert_is(content, 2.0)
     new = rank.save(state(3.0), 2)
     assert folders_in(cache) == {Path(kept.uri).name for kept in (other, new)}
+
+
+def test_all_ranks_of_a_node_clear_it_at_the_same_time(cache: Path) -> None:
+    copies = ShardCopies(Sharding(base="s3://there", nonce="nonce", cache=str(cache)), 0)
+    for step in range(300):
+        with copies.beside(f"s3://there/step-{step}/0-{step}-nonce/__0_0.distcp", io.BytesIO()) as file:
+            file.write(b"shard")
+    with ThreadPoolExecutor(4) as pool:
+        for cleared in [pool.submit(copies.clear) for _ in range(4)]:
+            cleared.result()
+    assert list(cache.iterdir()) == []
 
 
 def folders_in(cache: Path) -> set[str]:

@@ -60,7 +60,7 @@ class ShardCopies:
     def _remove_own(self, is_over: Callable[[tuple[int, int]], bool]) -> None:
         if self._folder is None:
             return
-        for folder in self._folder.glob("step-*/*"):
+        for folder in (save for step in _listed(self._folder) for save in _listed(step)):
             found = save_of(f"{folder.parent.name}/{folder.name}")
             if found is not None and found[1] == self._nonce and is_over(found[0]):
                 _remove(folder)
@@ -111,6 +111,13 @@ class _Both:
             self._complain(error)
             Path(self._copy.name).unlink(missing_ok=True)
             self._copy = None
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in there, if it still is: all ranks of a node remove what is over, at the same time."""
+    with contextlib.suppress(OSError):
+        return list(folder.iterdir())
+    return []
 
 
 def _remove(folder: Path) -> None:
