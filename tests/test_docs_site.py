@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from browser import look_at_files, search
-from examples import MODULES, OF_FLYTES_DASK_PLUGIN, PACKAGE
+from docstring_examples import MODULES, OF_FLYTES_DASK_PLUGIN, PACKAGE
 from pages import PAGES, REPOSITORY
 
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("docs/reference/")}

@@ -10,7 +10,7 @@ import distributed
 import pytest
 from PIL import Image
 
-from examples import examples, needs, run
+from docstring_examples import examples, needs, run
 from seaweed import Weed
 
 EXAMPLES = examples()

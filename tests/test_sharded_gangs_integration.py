@@ -96,6 +96,23 @@ def count(steps: int, pids: str | None = None) -> list[int]:
     return [first, int(state["sum"])]
 
 
+def count_and_die(base: str) -> list[int]:
+    """As `count` does; once step 3 is committed a rank damages all that is stored, and dies."""
+    rank, state = current_rank(), {"sum": torch.zeros(1)}
+    first = rank.checkpoint.load_sharded(state) or 0
+    for step in range(first, 5):
+        dist.all_reduce(torch.ones(1))
+        state["sum"] += step + 1
+        rank.checkpoint.save_sharded(state, step + 1)
+        if first == 0 and step == 2:
+            until(lambda: any(kept.step == 3 for kept in rank.checkpoint.list()), "the commit")
+            if rank.rank == 1:
+                for part in Path(base).rglob("*.distcp"):
+                    part.write_bytes(bytes(part.stat().st_size))
+                os.kill(os.getpid(), signal.SIGKILL)
+    return [first, int(state["sum"])]
+
+
 def gang(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **settings: Any) -> tuple[Supervisor, Notes]:
     notes = Notes()
     request = request_for(function, args, {}, Gang(ranks_per_worker=num_ranks, **settings))
@@ -152,7 +169,14 @@ def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_a
     assert len(notes.resumed_steps) >= 2, notes.texts
     assert killed["first"] == notes.resumed_steps[-1]
     assert notes.kept_steps[-1] == NUM_STEPS
-    assert not [path for path in cache.rglob("*") if path.is_file()]
+    until(lambda: not list(cache.glob("*")), "the ranks, which end once they have delivered, to clear up")
+
+
+def test_gang_that_starts_again_reads_its_nodes_copies(tmp_path: Path) -> None:
+    where = {"checkpoint_uri": str(tmp_path / "kept"), "shard_cache": str(tmp_path / "cache")}
+    supervisor, notes = gang(count_and_die, where["checkpoint_uri"], **where)
+    assert GangFutures(supervisor, 2).result()[0] == [3, 15]
+    assert notes.resumed_steps == [3]
 
 
 @pytest.mark.parametrize("kind", ["folder", "S3"])

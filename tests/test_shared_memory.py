@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import threading
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
+from flytekitplugins.daskpytorch.settings import Gang
 from processes import ends
 
 
@@ -125,3 +128,13 @@ def test_it_is_found_by_its_name_alone_and_goes_with_its_keeper() -> None:
     memory.close()
     assert not address.is_here
     assert data == b"data"  # mapped before
+
+
+def test_calls_that_wait_leave_half_of_the_files_that_may_be_open_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.zeros(1 << 20)
+    request = request_for(take, (data,), {}, Gang())
+    assert request.large is not None
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))
+    request = request_for(take, (data,), {}, Gang())
+    assert request.large is None
+    assert len(request.call) > data.nbytes

@@ -142,11 +142,11 @@ class Committer:
     say: Callable[[Committed], object]
     """Hears what came of a commit, in the worker's thread."""
     keep: Keep = field(default_factory=Keep)
-    cache: str | None = None
-    """A folder of each node's for copies of its shards."""
     worker: Worker = field(default_factory=Worker)
     retry_after: float = RETRY_AFTER
     """Seconds before storage that failed is tried again; doubled each time, up to a minute."""
+    cache: str | None = None
+    """A folder of each node's for copies of its shards."""
     _nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     _kept: list[ShardedCheckpoint] = field(default_factory=list)
     """In the order in which they were committed."""
@@ -168,7 +168,7 @@ class Committer:
     ) -> "Committer":
         """That of a gang with these settings, whose other checkpoints go to these paths."""
         place = ShardStorage.of(paths, filesystem, scratch, is_users=settings.checkpoint_uri is not None)
-        return cls(place, manifest, say, settings.keep, settings.shard_cache)
+        return cls(place, manifest, say, settings.keep, cache=settings.shard_cache)
 
     def begin(self) -> None:
         """Go on from the checkpoints that the manifest has by now.

@@ -5,11 +5,13 @@ import hashlib
 import inspect
 import pickle
 import re
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.files import Files
@@ -69,10 +71,13 @@ def request_for(
     execution = current_execution().in_ranks()
     memory = _memory()
     call = pack_call(function, args, kwargs, memory.add if memory is not None else None)
+    if memory is not None and not memory.address.segments:
+        memory.close()  # now: picklers live on until garbage is collected, and hold what they were given
+        memory = None
     return Request(
         name=name_of(function),
         call=call,
-        large=memory if memory is not None and memory.address.segments else None,
+        large=memory,
         execution=pickle.dumps(execution) if execution is not None else None,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
@@ -85,7 +90,8 @@ def request_for(
 
 def _memory() -> SharedMemory | None:
     with contextlib.suppress(OSError):  # of a thousand calls that wait, each may have some, which is an open file
-        return SharedMemory()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return SharedMemory() if len(list(Path("/proc/self/fd").iterdir())) < limit // 2 else None
     return None
 
 

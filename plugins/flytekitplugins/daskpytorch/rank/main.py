@@ -107,8 +107,7 @@ def main(channel: Connection) -> int:
         link.send(_failure(error, progress, is_final=has_returned and not _is_of_storage(error)))
         _wind_up(observers, 1)
         return 1
-    # Nobody leaves before all have finished: the others may still be talking to this rank.
-    link.ended.wait()
+    link.see_out(is_over=not rank.stop_signal.has_fired)
     if observers:
         with contextlib.suppress(TimeoutError):
             observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
@@ -258,6 +257,12 @@ class _Link:
         self.send(reports.FolderWanted())
         return host.results_folder()
 
+    def see_out(self, *, is_over: bool) -> None:
+        """Wait until all ranks have finished: they may be talking to this one. `is_over`: nobody goes on later."""
+        self.ended.wait()
+        if self.sharded is not None and is_over:
+            self.sharded.drop_copies()
+
     def obey(self, rank: RankContext, observers: Observers, prompt: debugger.Prompt) -> None:
         """Follow orders from now on, in a thread, since the main thread may be inside a collective."""
         how = (rank, observers, prompt)
@@ -271,7 +276,7 @@ class _Link:
         except (EOFError, OSError):  # the agent died
             os._exit(STOPPED)
         if self.sharded is not None:
-            self.sharded.close(is_over=order.reason is None)
+            self.sharded.close()
         rank.checkpoint.flush(0.6 * order.grace)
         self.send_records()
         observers.tell("close", 1 if order.reason is None else 0, None if self._has_delivered else order.reason)

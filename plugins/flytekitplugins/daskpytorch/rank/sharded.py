@@ -159,11 +159,13 @@ class ShardedCheckpoints:
         self._slots.settle(number)
         self._copies.prune(self._attempt, number)
 
-    def close(self, *, is_over: bool = False) -> None:
-        """The driver will say nothing more; `is_over`: no gang goes on from here."""
+    def close(self) -> None:
+        """The driver will say nothing more."""
         self._slots.close()
-        if is_over:
-            self._copies.clear()
+
+    def drop_copies(self) -> None:
+        """Nobody starts again: the gang has succeeded."""
+        self._copies.clear()
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the newest save is written, or for `timeout` seconds."""
