@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import fsspec
-
+from flytekitplugins.daskpytorch import url_to_fs
 from tasks.embedded_names import EMBEDDED_NAMES
 
 __all__ = ["ALPHABET", "CleanNames", "clean_names", "load_names", "split_by_hash", "split_by_name"]
@@ -171,7 +170,8 @@ def _place(name: str) -> float:
 
 def _read(uri: str) -> bytes:
     try:
-        with fsspec.open(uri, "rb") as file:
+        filesystem, path = url_to_fs(uri)
+        with filesystem.open(path, "rb") as file:
             return bytes(file.read())
     except FileNotFoundError as error:
         shown = _without_secrets(uri)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 
-import fsspec
+from flytekitplugins.daskpytorch import url_to_fs
 
 __all__ = ["newest_uri"]
 
@@ -35,7 +35,7 @@ def newest_uri(data: str, day: date) -> str:
         ) from error
     if not uri or uri.startswith(("http://", "https://")):  # which have no folders
         return uri
-    filesystem, path = fsspec.url_to_fs(uri)
+    filesystem, path = url_to_fs(uri)
     filesystem.invalidate_cache()
     if not filesystem.isdir(path):
         return uri

@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
+
+from flytekitplugins.daskpytorch import url_to_fs
 
 __all__ = ["Bucket", "Folder", "Store", "open_store"]
 

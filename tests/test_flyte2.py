@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import fsspec
 import obstore.fsspec
 import pytest
+from fsspec.registry import _registry
+from fsspec.spec import AbstractFileSystem
 from s3fs import S3FileSystem
 
 pytest.importorskip("flyteplugins.dask")
@@ -34,6 +37,9 @@ from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, Worker
 from flytekitplugins.daskpytorch.protocol import host
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
 from flyteplugins.daskpytorch import task as task_module
+from tasks.names import load_names
+from tasks.newest_names import newest_uri
+from tasks.stores import open_store
 
 SERIALIZED = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())
 
@@ -328,9 +334,12 @@ def test_secrets_are_found_as_flyte_mounts_them(tmp_path: Path, monkeypatch: pyt
 @pytest.fixture
 def of_the_sdk() -> Iterator[None]:
     """What an import of the SDK does to fsspec."""
-    obstore.fsspec.register("s3", asynchronous=True)
+    obstore.fsspec.register(["s3", "gs", "abfs", "abfss"], asynchronous=True)
     yield
+    for name in ("gs", "abfs", "abfss"):
+        _registry.pop(name)
     fsspec.register_implementation("s3", S3FileSystem, clobber=True)
+    S3FileSystem.clear_instance_cache()  # what was opened here speaks for nobody else
 
 
 def test_s3_is_read_by_functions_and_by_the_keys_that_flyte_was_given(of_the_sdk: None) -> None:
@@ -343,3 +352,54 @@ def test_s3_is_read_by_functions_and_by_the_keys_that_flyte_was_given(of_the_sdk
         "secret": "hush",
         "endpoint_url": "http://127.0.0.1:1",
     }
+    assert type(context.FlyteStorage(given).filesystem("/here")).__name__ == "LocalFileSystem"
+
+
+class Bucket(AbstractFileSystem):
+    """In place of gcsfs's and adlfs's, which look for credentials."""
+
+    protocol = ("gs", "abfs")
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, str]:
+        return {"of_url": path}
+
+
+@pytest.mark.parametrize(("protocol", "package", "kind"), [("gs", "gcsfs", "GCS"), ("abfs", "adlfs", "AzureBlob")])
+def test_other_buckets_are_opened_as_without_the_sdk(
+    of_the_sdk: None, monkeypatch: pytest.MonkeyPatch, protocol: str, package: str, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{f"{kind}FileSystem": Bucket}))
+    uri = f"{protocol}://bucket/a/b"
+    files, path = for_flyte2.url_to_fs(uri, own="x")
+    assert (type(files), path) == (Bucket, "bucket/a/b")
+    assert files.storage_options == {"of_url": uri, "own": "x"}
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"{protocol}:// needs the package {package}: pip install {package}"):
+        host.open_filesystem(uri)
+
+
+def test_azure_is_opened_by_the_keys_that_flyte_was_given(of_the_sdk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", SimpleNamespace(AzureBlobFileSystem=Bucket))
+    given = flyte.storage.ABFS(account_name="account", account_key="hush")
+    found = context.FlyteStorage(given).filesystem("abfs://bucket/a").storage_options
+    assert found == {"of_url": "abfs://bucket/a", "account_name": "account", "account_key": "hush"}
+
+
+@pytest.mark.parametrize("uri", ["names.csv", "memory://names.csv"])
+def test_what_lies_elsewhere_is_opened_by_fsspec(uri: str) -> None:
+    assert [type(each) for each in for_flyte2.url_to_fs(uri)] == [type(each) for each in fsspec.url_to_fs(uri)]
+    assert for_flyte2.url_to_fs(uri) == fsspec.url_to_fs(uri)
+
+
+def test_the_repositorys_tasks_read_s3_beside_the_sdk(
+    of_the_sdk: None, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, s3[name])
+    S3FileSystem.clear_instance_cache()
+    folder = f"s3://{s3['bucket']}/names"
+    open_store(folder).write("names.csv", b"Animal's Name,Species\n" + 3 * b"Rex,Dog\n")
+    uri = newest_uri(folder, date(2026, 1, 1))
+    assert uri == f"{folder}/names.csv"
+    assert load_names(uri).names == ["rex"] * 3

@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from s3fs import S3FileSystem
 
 from seaweed import Weed
 from tasks.newest_names import newest_uri
@@ -46,6 +47,7 @@ def test_of_a_folder_it_is_the_file_written_last(tmp_path: Path) -> None:
 def test_of_a_prefix_it_is_the_object_written_last(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
     weed.make_bucket("newest")
     weed.put("newest", "names/z.csv", b"name\nmax")
     assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/z.csv"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.mlflow import MLflow
     from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
+    from flytekitplugins.daskpytorch.protocol.host import url_to_fs
     from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape, Training
     from flytekitplugins.daskpytorch.rank.export import export_safetensors
     from flytekitplugins.daskpytorch.task.inputs import StrictInputs
@@ -73,6 +74,7 @@ __all__ = [
     "current_client",
     "current_rank",
     "export_safetensors",
+    "url_to_fs",
 ]
 
 
@@ -111,6 +113,7 @@ HOMES = {
     "Training": f"{__name__}.protocol.observer",
     "WorkerGroup": "flytekitplugins.dask",
     "export_safetensors": f"{__name__}.rank.export",
+    "url_to_fs": f"{__name__}.protocol.host",
 }
 """The modules of what is imported when it is first named, with all that it needs."""
 OF_FLYTEKIT = {"flytekitplugins.dask", f"{__name__}.flyte.config"}

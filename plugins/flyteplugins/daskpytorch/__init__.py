@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         TensorBoard,
         Training,
         export_safetensors,
+        url_to_fs,
     )
     from flyteplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
 
@@ -88,6 +89,7 @@ __all__ = [
     "current_client",
     "current_rank",
     "export_safetensors",
+    "url_to_fs",
 ]
 
 HOMES = dict.fromkeys(("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"), f"{__name__}.config")

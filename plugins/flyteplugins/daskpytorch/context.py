@@ -11,7 +11,7 @@ import flyte
 from flyte._initialize import _get_init_config
 from flyte._secret import secrets_from_request
 from flyte.models import RawDataPath, TaskContext
-from flyte.storage import S3, Storage, is_remote
+from flyte.storage import ABFS, S3, Storage, is_remote
 
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
@@ -22,6 +22,8 @@ BESIDE = ".daskpytorch"
 """For Flyte an attempt's checkpoint is one object, which the user may write; ours lie beside it: its name, and this."""
 SECRETS_FOLDER = Path("/etc/flyte/secrets")
 """Where Flyte mounts those that are files."""
+OF_AZURE = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
+"""What adlfs takes, and Flyte knows by the same names."""
 INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
 
 
@@ -161,11 +163,13 @@ def storage() -> Storage | None:
 
 
 def _opened(uri: str, storage: Storage | None) -> Any:
-    """Its file system, by the keys that Flyte was given; of S3 by the names that s3fs has for them."""
-    if isinstance(storage, S3):
+    """Its file system, by the keys that Flyte was given, under the names that s3fs and adlfs have for them."""
+    told: dict[str, str | None] = {}
+    if isinstance(storage, S3) and uri.startswith(("s3://", "s3a://")):
         told = {"key": storage.access_key_id, "secret": storage.secret_access_key, "endpoint_url": storage.endpoint}
-        return host.open_filesystem(uri, **{name: value for name, value in told.items() if value})
-    return host.open_filesystem(uri, **(storage.get_fsspec_kwargs() if storage is not None else {}))
+    elif isinstance(storage, ABFS) and uri.startswith(("abfs://", "abfss://")):
+        told = {name: getattr(storage, name) for name in OF_AZURE}
+    return host.open_filesystem(uri, **{name: value for name, value in told.items() if value})
 
 
 def current() -> Flyte2Execution:

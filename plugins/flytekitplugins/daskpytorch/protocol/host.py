@@ -16,6 +16,7 @@ __all__ = [
     "preempt_all",
     "provide",
     "running",
+    "url_to_fs",
 ]
 
 
@@ -97,16 +98,42 @@ class RankHost(Protocol):
 
 
 def open_filesystem(uri: str, **options: Any) -> Any:
-    """The fsspec file system of a folder or an fsspec URL.
-
-    Of S3 it is s3fs's, whatever else is registered: an import of Flyte 2's SDK has fsspec give out one whose functions
-    are coroutines.
-    """
-    if uri.startswith(("s3://", "s3a://")):
-        return import_module("s3fs").S3FileSystem(**options)  # an extra
-    from fsspec.core import url_to_fs
-
+    """The fsspec file system of a folder or an fsspec URL; see `url_to_fs`."""
     return url_to_fs(uri, **options)[0]
+
+
+def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path there: `fsspec.url_to_fs`, also beside Flyte 2's SDK.
+
+    An import of that SDK has fsspec give out, for `s3://`, `gs://` and `abfs://`, a file system whose functions are
+    coroutines. Here it is the one that fsspec itself has: s3fs's, gcsfs's, adlfs's.
+
+    Args:
+        uri: A path, or an fsspec URL such as `s3://bucket/prefix`.
+        options: What the file system needs besides what the environment says, by its own names.
+
+    Raises:
+        ImportError: The package of that file system is not installed; the message names it.
+
+    Examples:
+        >>> from flytekitplugins.daskpytorch import url_to_fs
+        >>> files, path = url_to_fs("memory://names/2026.csv")
+        >>> files.pipe_file(path, b"Rex")
+        >>> files.cat_file(path)
+        b'Rex'
+    """
+    from fsspec.core import url_to_fs as of_fsspec
+    from fsspec.registry import known_implementations, registry
+
+    protocol, is_url, _ = uri.partition("://")
+    if not is_url or not getattr(registry.get(protocol), "asynchronous", False):
+        return of_fsspec(uri, **options)  # type: ignore[no-any-return]
+    package, _, name = known_implementations[protocol]["class"].rpartition(".")
+    try:
+        kind = getattr(import_module(package), name)
+    except ImportError as error:
+        raise ImportError(f"{protocol}:// needs the package {package}: pip install {package}") from error
+    return kind(**kind._get_kwargs_from_urls(uri) | options), kind._strip_protocol(uri)  # noqa: SLF001 - as fsspec does
 
 
 def current_execution() -> Execution:
