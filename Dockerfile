@@ -14,11 +14,14 @@
 
 ARG BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
 
-FROM ubuntu:24.04 AS dependencies
+# hadolint ignore=DL3006 # BASE has a tag
+FROM ${BASE}
 
+# torch.compile builds kernels: for CPUs with g++, for GPUs with gcc.
 # hadolint ignore=DL3008 # the distribution's newest fixes, not a version that it withdraws
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3-venv \
+    && apt-get install -y --no-install-recommends ca-certificates g++ libc6-dev python3-dev python3-venv \
+    && find /usr/lib -name 'libpython*.a' -delete \
     && rm -rf /var/lib/apt/lists/*
 
 # What pyproject.toml asks for, installed for a package that is still empty: a layer of gigabytes, which a change of
@@ -37,26 +40,9 @@ RUN python3 -m venv /opt/venv \
     && find /opt/venv -name '*.a' -delete \
     && find /opt/venv -type d -name tests -not -path '*/numpy/*' -prune -exec rm -r {} +
 
-
-FROM dependencies AS package
-
 COPY README.md LICENSE ./
 COPY plugins ./plugins
-RUN /opt/venv/bin/pip install --no-cache-dir --no-deps --root /installed .
-
-
-# hadolint ignore=DL3006 # BASE has a tag
-FROM ${BASE}
-
-# torch.compile builds kernels: for CPUs with g++, for GPUs with gcc.
-# hadolint ignore=DL3008 # as above
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates g++ libc6-dev python3 python3-dev \
-    && find /usr/lib -name 'libpython*.a' -delete \
-    && rm -rf /var/lib/apt/lists/*
-
-COPY --from=dependencies /opt/venv /opt/venv
-COPY --from=package /installed /
+RUN /opt/venv/bin/pip install --no-cache-dir --no-deps . && rm -r /build/*
 
 # Flyte unpacks fast-registered code into /root; pyflyte-execute and dask-worker must both find it there.
 ENV PYTHONPATH=/root \

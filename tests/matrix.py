@@ -1,10 +1,11 @@
 """Which versions pass: tests of what leans on libraries, and a gang of either kind, in each corner of what is promised.
 
-    python tests/matrix.py                      # all corners, and the table in docs/versions.md
+    python tests/matrix.py                      # all corners
     python tests/matrix.py lowest --keep        # one, whose environment is left for a closer look
 
-Each corner is installed by uv into a virtual environment of its own, which is removed again; torch with its CUDA takes
-6 GB of disk per version in uv's cache. A Python that is not found here is said to be missing, not passed over.
+Writes the rows of these corners into docs/versions.md, each as soon as it is known. Each corner is installed by uv into
+a virtual environment of its own, which is removed again; torch with its CUDA takes 6 GB of disk per version in uv's
+cache (`uv cache clean`). A Python that is not found here is said to be missing, not passed over.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "versions.md"
 BEGIN, END = "<!-- tests/matrix.py -->", "<!-- end -->"
 """In the page, around what this writes."""
 SHOWN = ("torch", "distributed", "flytekit", "numpy")
+COLUMNS = ("corner", "Python", *SHOWN, "tests", "gangs", "on")
 GANGS = (
     "tests/test_spawn_integration.py::test_what_a_rank_is_given_and_gives",
     "tests/test_task_integration.py::test_a_workflow_runs_locally_and_leaves_nothing",
@@ -95,29 +99,39 @@ def install(corner: Corner, python: Path, venv: Path) -> None:
     subprocess.run([*command, "--resolution", corner.resolution, *what], check=True)
 
 
-def test(corner: Corner, venv: Path, log: Path, *, everything: bool) -> str:
-    """Run its tests; the last line of what pytest says."""
+def run(corner: Corner, venv: Path, log: Path, *, everything: bool) -> list[str]:
+    """Run its tests, and then its gangs; what came of either."""
     unit = tuple(f"tests/test_{name}.py" for name in OF_LIBRARIES)
     if everything:
         unit = ("tests", "--ignore-glob=*_integration.py", *(f"--ignore={name}" for name in NOT_OF_VERSIONS))
-    environment = os.environ | {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
-    runs = [corner.tests] if corner.tests else [unit, GANGS]
-    lines = []
-    with log.open("w") as file:
-        for tests in runs:
-            command = [venv / "bin" / "python", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
-            subprocess.run(
-                command,
-                cwd=REPOSITORY,
-                env=environment | {"WANDB_MODE": "offline"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT,
-                check=False,
-            )
-            file.flush()
-            lines.append(re.sub(r" in [\d.]+s.*|=+ ?", "", log.read_text().strip().rpartition("\n")[2]))
-    return "; ".join(lines)
+    with log.open("w+") as file:
+        if corner.tests:
+            return ["none", pytest(venv, corner.tests, file)]
+        return [pytest(venv, unit, file), pytest(venv, GANGS, file)]
+
+
+def pytest(venv: Path, tests: Iterable[str], log: IO[str]) -> str:
+    """What comes of these tests."""
+    environment = {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(venv)}
+    command = [venv / "bin" / "python", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+    start = log.tell()
+    subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | environment | {"WANDB_MODE": "offline"},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        timeout=LIMIT,
+        check=False,
+    )
+    log.seek(start)
+    return verdict(log.read())
+
+
+def verdict(said: str) -> str:
+    """How many have passed and failed; a process that ends later may say something after that."""
+    summaries = re.findall(r"^(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s", said, re.MULTILINE)
+    return summaries[-1] if summaries else f"broke: {said.strip().rpartition(chr(10))[2]}"
 
 
 def versions(venv: Path) -> list[str]:
@@ -127,41 +141,48 @@ def versions(venv: Path) -> list[str]:
     return [said.split()[1], *(there.get(name, "none") for name in SHOWN)]
 
 
-def row(corner: Corner, folder: Path, *, keep: bool, everything: bool) -> str:
-    """Install a corner, run its tests, and say in a line of the table how it went."""
+def row(corner: Corner, folder: Path, *, keep: bool, everything: bool) -> list[str]:
+    """Install a corner, run its tests, and say column by column how it went."""
+    today = str(datetime.now(tz=UTC).date())
     python = next((path for path in found_pythons(corner.python) if works(path, corner.python)), None)
     if python is None:
-        return f"| {corner.name} | {corner.python} |{' |' * len(SHOWN)} not tried: no such Python here |"
+        return [corner.name, corner.python, *("" for _ in SHOWN), "not tried: no such Python here", "", today]
     venv = folder / corner.name
     log = Path(tempfile.gettempdir(), f"matrix-{corner.name}.log")
     try:
         install(corner, python, venv)
-        verdict = test(corner, venv, log, everything=everything)
+        verdicts = run(corner, venv, log, everything=everything)
         shown = versions(venv)
     finally:
         if not keep:
             shutil.rmtree(venv, ignore_errors=True)
-    print(f"{corner.name}: {verdict} (all that they said: {log})", file=sys.stderr, flush=True)
-    return f"| {corner.name} | {' | '.join(shown)} | {verdict} |"
+    print(f"{corner.name}: {'; '.join(verdicts)} (all that they said: {log})", file=sys.stderr, flush=True)
+    return [corner.name, *shown, *verdicts, today]
+
+
+def with_rows(page: str, rows: Mapping[str, str]) -> str:
+    """The page, with these corners' rows anew, in the order of the corners."""
+    before, _, rest = page.partition(BEGIN)
+    written, _, after = rest.partition(END)
+    known = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("| ")} | rows
+    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    table = "\n".join([*head, *(known[corner.name] for corner in CORNERS if corner.name in known)])
+    return f"{before}{BEGIN}\nOn {platform.system()} {platform.machine()}, without a GPU:\n\n{table}\n{END}{after}"
 
 
 def main() -> None:
-    """Try the corners that were asked for; of all, write the page's table."""
+    """Try the corners that were asked for, and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corners", nargs="*", help=f"of {', '.join(corner.name for corner in CORNERS)}; all by default")
     parser.add_argument("--keep", action="store_true", help="leave the environments where they are, and say where")
     parser.add_argument("--all", action="store_true", help="run all tests that start no process of their own")
     asked = parser.parse_args()
-    chosen = [corner for corner in CORNERS if not asked.corners or corner.name in asked.corners]
     folder = Path(tempfile.mkdtemp(prefix="matrix-"))
-    rows = [row(corner, folder, keep=asked.keep, everything=asked.all) for corner in chosen]
-    head = [f"| corner | Python | {' | '.join(SHOWN)} | tests |", "|---" * (len(SHOWN) + 3) + "|"]
-    table = "\n".join([*head, *rows])
-    print(table)
-    if not asked.corners:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        machine = f"On {platform.system()} {platform.machine()}, without a GPU:"
-        PAGE.write_text(f"{before}{BEGIN}\n{machine}\n\n{table}\n{END}{rest.partition(END)[2]}")
+    for corner in CORNERS:
+        if not asked.corners or corner.name in asked.corners:
+            written = f"| {' | '.join(row(corner, folder, keep=asked.keep, everything=asked.all))} |"
+            print(written, flush=True)
+            PAGE.write_text(with_rows(PAGE.read_text(), {corner.name: written}))
     print(f"environments: {folder}" if asked.keep else "", file=sys.stderr)
 
 

@@ -35,13 +35,12 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 def test_hadolint_would_say_something(tmp_path: Path) -> None:
     bad = tmp_path / "Dockerfile"
-    bad.write_text(TEXT.replace("ubuntu:24.04 AS", "ubuntu AS"))
-    assert "DL3006" in lint(bad).stdout
+    bad.write_text(TEXT.replace("${BASE}", "ubuntu:latest"))
+    assert "DL3007" in lint(bad).stdout
 
 
-def test_it_is_built_in_stages_and_runs_as_nobody_in_particular() -> None:
+def test_it_runs_as_nobody_in_particular() -> None:
     words = [word for word, _ in instructions()]
-    assert words.count("FROM") == 3
     assert "ENTRYPOINT" not in words
     [user] = [rest for word, rest in instructions() if word == "USER"]
     uid, gid = map(int, user.split(":"))
@@ -52,16 +51,16 @@ def test_it_is_built_in_stages_and_runs_as_nobody_in_particular() -> None:
 def test_it_holds_no_secret() -> None:
     copied = {source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]}
     ours = {"pyproject.toml", "README.md", "LICENSE", "plugins", "tasks", "workflows", "--chown=1000:1000"}
-    assert copied == ours | {"--from=dependencies", "/opt/venv", "--from=package", "/installed"}
+    assert copied == ours
     assert {rest.partition("=")[0] for word, rest in instructions() if word == "ARG"} == {"BASE", "TORCH_INDEX"}
     assert not re.search(r"(?i)secret|password|token|api_?key", TEXT)
     ignored = (REPOSITORY / ".dockerignore").read_text().split()
     assert {".git", ".env*", ".netrc"} <= set(ignored)
 
 
-def test_its_bases_are_found_whatever_the_build_arguments() -> None:
-    assert image.bases(()) == ["nvidia/cuda:13.0.1-base-ubuntu24.04", "ubuntu:24.04"]
-    assert image.bases(("BASE=ubuntu:22.04", "TORCH_INDEX=https://example.com")) == ["ubuntu:22.04", "ubuntu:24.04"]
+def test_its_base_is_found_whatever_the_build_arguments() -> None:
+    assert image.bases(()) == ["nvidia/cuda:13.0.1-base-ubuntu24.04"]
+    assert image.bases(("BASE=ubuntu:26.04", "TORCH_INDEX=https://example.com")) == ["ubuntu:26.04"]
 
 
 @pytest.mark.slow
