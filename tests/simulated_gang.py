@@ -12,6 +12,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
@@ -61,16 +62,6 @@ STOPPED = 143
 
 class OwnError(Exception):
     """What a simulated rank's function raises."""
-
-
-class Clock:
-    """Goes forward when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Cluster(AgentLauncher):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from clock import Clock
 from flytekitplugins.daskpytorch.driver import agents as roster_module
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Agents, Peer
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -53,15 +54,6 @@ class Cluster(AgentLauncher):
 @pytest.fixture
 def cluster() -> Cluster:
     return Cluster(W1, W2)
-
-
-class Clock:
-    """Stands still but where a test moves it."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

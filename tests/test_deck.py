@@ -7,13 +7,14 @@ import pickle
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from any_records import records
+from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Metrics, base_of, better
@@ -28,16 +29,6 @@ from flytekitplugins.daskpytorch.report.html import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of
 
 Points = list[tuple[float, float]]
-
-
-@dataclass
-class Clock:
-    """Goes forward when it is told to."""
-
-    now: float = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def record(step: int, rank: int = 0, num_steps: int | None = None, time: float = 0.0, **metrics: Any) -> LogRecord:
@@ -623,22 +614,7 @@ def test_no_name_breaks_the_page_or_gets_into_it_unescaped() -> None:
     assert len(chart_data(page)) == len(ODD_NAMES)
 
 
-NUMBERS = st.one_of(
-    st.floats(),
-    st.integers(),
-    st.booleans(),
-    st.sampled_from([10**400, -(10**400), 1e308, -1e308, 5e-324, math.nan, math.inf, -math.inf, -0.0]),
-)
-NAMES = st.one_of(st.sampled_from(["loss", "epoch", "held_out_loss", "samples_per_second", *ODD_NAMES[:8]]), st.text())
-STEPS = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-3, 10)
-RECORDS = st.builds(
-    LogRecord,
-    rank=st.integers(0, 1),
-    step=STEPS,
-    num_steps=st.none() | STEPS,
-    time=st.floats(),
-    metrics=st.dictionaries(NAMES, NUMBERS | st.text() | st.just("x" * 100_000), max_size=4),
-)
+RECORDS = records(ODD_NAMES[:8])
 USAGES = st.builds(
     RankUsage,
     rank=st.integers(0, 6),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from browser import Inspected, inspect
+from clock import Clock
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.goodput import Goodput
-from test_deck import Clock, record, shape, usage
+from test_deck import record, shape, usage
 
 WIDTHS = (1200, 600)
 LONG = "a-long-name/without-any-place-to-break_it" * 5

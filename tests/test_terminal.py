@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import any_records
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import terminal as terminal_display
 from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay, describe_record
@@ -254,23 +255,12 @@ def test_what_is_written_goes_to_standard_error(capfd: pytest.CaptureFixture[str
 
 
 ODD_NAMES = ["", "[bold]", "\\", "\x1b[2J", "a\nb", "x" * 10_000, "\ud800"]
-ODD_NUMBERS = [math.nan, 10**400, -(10**400), 1e308, 5e-324, math.inf, -math.inf, True, -1]
-NUMBERS = st.floats() | st.integers() | st.sampled_from(ODD_NUMBERS)
-NAMES = st.sampled_from(["loss", "epoch", "samples_per_second", "held_out_loss", *ODD_NAMES]) | st.text()
-STEPS = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-3, 10)
-RECORDS = st.builds(
-    LogRecord,
-    rank=st.integers(0, 1),
-    step=STEPS,
-    num_steps=st.none() | STEPS,
-    time=st.floats(),
-    metrics=st.dictionaries(NAMES, NUMBERS | st.text() | st.just("x" * 100_000), max_size=4),
-)
+RECORDS = any_records.records(ODD_NAMES)
 
 
 @settings(max_examples=50, deadline=None)
 @given(records=st.lists(RECORDS, max_size=5))
-@example(records=[record(0, epoch=number, loss=number) for number in ODD_NUMBERS])
+@example(records=[record(0, epoch=number, loss=number) for number in any_records.ODD_NUMBERS])
 @example(records=[record(step, num_steps=num_steps) for step in (-5, 0, 2**62) for num_steps in (-5, 0, 3, 2**62)])
 @example(records=[record(0, **dict.fromkeys([*ODD_NAMES, "loss"], 1.0)), record(0, loss=1.0, note="x" * 100_000)])
 @pytest.mark.parametrize("terminal", [False, True])

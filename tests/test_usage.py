@@ -12,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from clock import Clock
 from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
-
-
-class Clock:
-    """Goes forward when it is told to."""
-
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
