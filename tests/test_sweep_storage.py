@@ -75,9 +75,9 @@ def test_what_was_kept_is_there_again(uri: str) -> None:
     storage = SweepStorage(uri, "grid")
     assert storage.open(train, [1, 2, 3]) == {}
     for index, stopped in ((0, None), (1, STOPPED)):
-        model_of(storage, index, index + 1).note_begin()
+        model_of(storage, index, index + 1).note_progress()
         model_of(storage, index, index + 1).note_end([index], stopped, pytest.fail)
-    model_of(storage, 2, 3).note_begin()
+    model_of(storage, 2, 3).note_progress()
 
     kept = SweepStorage(uri, "grid").open(train, [1, 2, 3, 4])
     assert sorted(kept) == [0, 1, 2]
@@ -94,7 +94,7 @@ def test_what_was_kept_is_there_again(uri: str) -> None:
 def test_who_was_stopped_and_then_trained_on_for_a_while_has_the_later_records(tmp_path: Path) -> None:
     storage = SweepStorage(str(tmp_path), "grid")
     storage.model(0, lambda: {"experiment": 1, "records": RECORDS[:1]}).note_end(None, STOPPED, pytest.fail)
-    model_of(storage, 0, 1).note_begin()
+    model_of(storage, 0, 1).note_progress()
     kept = storage.open(train, [1])[0]
     assert kept.stopped is not None
     assert kept.records == RECORDS
@@ -139,7 +139,7 @@ def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
 def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     storage = SweepStorage(str(tmp_path), "grid")
     leave(storage, [1])
-    model_of(storage, 0, 1).note_begin()
+    model_of(storage, 0, 1).note_progress()
     torn = next((tmp_path / "grid").rglob(file))
     torn.write_bytes(torn.read_bytes()[:-9])
     kept = SweepStorage(str(tmp_path), "grid").open(train, [1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def test_a_sweep_that_is_killed_goes_on_and_trains_no_model_twice_to_its_end(
     assert f"{limits[-1]} of {num_models} models have ended before, as {kept} has it" in done.stderr
 
 
+def is_stored(trace: Path, epoch: int) -> bool:
+    manifest = trace.parent / "kept" / "grid" / trace.name / "manifest.json"
+    return manifest.exists() and f'"step": {epoch}' in manifest.read_text()
+
+
 def follow(experiment: dict[str, object]) -> float:
     """Epochs with a checkpoint after each, and a line in a file; the number that it is to fail in, once."""
     rank, trace = current_rank(), Path(str(experiment["trace"]))
@@ -64,6 +70,8 @@ def follow(experiment: dict[str, object]) -> float:
             file.write(f"{epoch}\n")
         rank.checkpoint.save(epoch, epoch)
         rank.checkpoint.flush()
+        while epoch == experiment.get("fails_in") and not is_stored(trace, epoch):
+            time.sleep(0.01)  # so that what is logged now belongs to no checkpoint
         rank.log({"epoch": epoch, "loss": experiment["loss"]}, step=epoch)
         if epoch == experiment.get("fails_in") and not trace.with_suffix(".failed").exists():
             trace.with_suffix(".failed").touch()
@@ -130,6 +138,8 @@ def test_a_failed_model_is_trained_on_and_others_are_appended(client: Client, tm
     models = dispatch.map(client, follow, grid[:2], gang=once, storage=str(tmp_path / "kept"), name="grid")
     assert isinstance(models[0].exception(), LookupError)
     assert models[1].result() == 2.0
+    begun = pickle.loads((tmp_path / "kept" / "grid" / "0" / "begun.pkl").read_bytes())
+    assert numbered(begun["records"]) == [1, 2, 3]  # the last, after the checkpoint
     models = dispatch.map(client, follow, grid, gang=once, storage=str(tmp_path / "kept"), name="grid")
     assert models.result() == [1.0, 2.0, 3.0]
     assert [traced(tmp_path, number) for number in range(3)] == [[1, 2, 3, 4]] * 3

@@ -334,8 +334,11 @@ class ModelFutures(Futures[ModelFuture]):
             self._pool.release(model)
             self._changed.notify_all()
         stopped = error if isinstance(error, StoppedEarlyError) else None
-        if model.storage is not None and error is stopped:
-            model.storage.note_end(result, stopped, model.line.noted)
+        if model.storage is not None:
+            if error is stopped:
+                model.storage.note_end(result, stopped, model.line.noted)
+            else:  # what it has logged after its last checkpoint
+                self._sweep.note_progress(model, model.storage)
         if error is not None and stopped is None:  # which says it itself
             error.add_note(f"in experiment {model.index} of {len(self)}")
         model.settle(result, error)

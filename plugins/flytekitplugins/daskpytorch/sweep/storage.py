@@ -131,7 +131,7 @@ class ModelStorage:
         """Where the checkpoints come from and go to."""
         return StoragePaths(file_access=self, previous=self.folder, own=self.folder)
 
-    def note_begin(self) -> None:
+    def note_progress(self) -> None:
         """Write what the model is trained with, and what it has logged by now."""
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
@@ -152,7 +152,7 @@ class ModelStorage:
     def put_data(self, local_path: str, remote_path: str) -> None:
         """Upload a file; before the manifest, which makes a checkpoint count, what was logged until then."""
         if remote_path.endswith(f"/{MANIFEST}"):
-            self.note_begin()
+            self.note_progress()
         self.files.put_data(local_path, remote_path)
 
     def get_data(self, remote_path: str, local_path: str) -> None:

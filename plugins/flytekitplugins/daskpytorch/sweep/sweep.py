@@ -100,13 +100,14 @@ class Sweep:
         self.prepare(model, experiment)
         self.name(model)
         if model.storage is not None:
-            self._note_begin(model, model.storage)
+            self.note_progress(model, model.storage)
 
-    def _note_begin(self, model: Model, storage: ModelStorage) -> None:
+    def note_progress(self, model: Model, storage: ModelStorage) -> None:
+        """Write what it is trained with, and what it has logged by now."""
         try:
-            storage.note_begin()
-        except Exception as error:  # whatever a store's client raises: its first checkpoint will note it
-            model.line.noted(f"its trial could not be kept in {storage.folder} ({type(error).__name__}: {error})")
+            storage.note_progress()
+        except Exception as error:  # whatever a store's client raises: its next checkpoint will note it
+            model.line.noted(f"its records could not be kept in {storage.folder} ({type(error).__name__}: {error})")
 
     def prepare(self, model: Model, experiment: Any) -> None:
         """Have a model ready to be trained, but for its name.
