@@ -9,9 +9,11 @@ import contextlib
 import json
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -219,9 +221,16 @@ def signal_after(execution: Execution, epochs: int, target: Callable[[Process], 
 
 
 def test_41_sigterm_to_the_task(execution: Execution, tmp_path: Path) -> None:
-    env = {"TRACKED": str(tmp_path / "tracked")}
+    env, end = {"TRACKED": str(tmp_path / "tracked")}, signal_after(execution, 3, lambda process: process)
+
+    def meddle(process: Process) -> None:
+        """Not before MLflow has made its database, for which a busy machine takes longer than pods are given to end."""
+        is_there = partial(_has_points, tmp_path / "tracked" / "mlflow.db")
+        until(lambda: is_there() or process.poll() is not None, "MLflow")
+        end(process)
+
     with nothing_left_behind():
-        first = execution.attempt(0, **LONG, env=env, meddle=signal_after(execution, 3, lambda process: process))
+        first = execution.attempt(0, **LONG, env=env, meddle=meddle)
         step = check_stopped(execution, first, "the task was told to end (SIGTERM)")
         second = execution.attempt(1, epochs=step + 2, env=env, previous=first.checkpoint)
     assert first.seconds < MAX_SECONDS
@@ -238,6 +247,12 @@ def test_41_sigterm_to_the_task(execution: Execution, tmp_path: Path) -> None:
     for attempt in (first, second):
         assert f"  MLflow: run {run.info.run_id} in sqlite:///" in attempt.output
         assert "  TensorBoard: " in attempt.output
+
+
+def _has_points(database: Path) -> bool:
+    with contextlib.suppress(sqlite3.OperationalError), sqlite3.connect(f"file:{database}?mode=ro", uri=True) as read:
+        return bool(read.execute("select count(*) from metrics where key = 'value'").fetchone()[0])
+    return False
 
 
 def test_41_sigterm_to_a_worker(wandb_folder: Path, tmp_path: Path) -> None:
