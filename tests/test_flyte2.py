@@ -237,7 +237,7 @@ def caused(cause: GangError) -> Exception:
 
 
 def test_what_an_error_is_to_flyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote"))
+    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote", output_path="memory://none"))
     task = made(SpawnDDP())
     assert executed(task, None, monkeypatch) == "outputs"
     for lost in (WorkerLostError("gone"), PreemptedError("told"), for_flyte2.GangStartError("none came")):
@@ -263,7 +263,7 @@ class Preempted:
 
 
 def test_sigterm_ends_the_gang_through_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote"))
+    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote", output_path="memory://none"))
     before = signal.getsignal(signal.SIGTERM)
     gang, task = Preempted(), made(SpawnDDP())
 
@@ -284,7 +284,7 @@ def test_sigterm_ends_the_gang_through_the_event_loop(monkeypatch: pytest.Monkey
 
 
 def test_sigterm_without_a_gang_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote"))
+    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote", output_path="memory://none"))
     task = made(SpawnDDP())
 
     async def run(_: object) -> None:

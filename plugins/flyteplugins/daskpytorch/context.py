@@ -9,14 +9,26 @@ from typing import Any
 
 import flyte
 from flyte._initialize import _get_init_config
+from flyte._internal.runtime.io import error_path
 from flyte._secret import secrets_from_request
 from flyte.models import RawDataPath, TaskContext
 from flyte.storage import ABFS, S3, Storage, is_remote
 
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
-__all__ = ["Files", "Flyte2Execution", "current", "known_to_threads", "name_of_secret", "rank_environment", "storage"]
+__all__ = [
+    "Files",
+    "Flyte2Execution",
+    "current",
+    "earlier_system_errors",
+    "known_to_threads",
+    "name_of_secret",
+    "rank_environment",
+    "storage",
+]
 
 BESIDE = ".daskpytorch"
 """For Flyte an attempt's checkpoint is one object, which the user may write; ours lie beside it: its name, and this."""
@@ -79,12 +91,10 @@ class Flyte2Execution(host.Execution):
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
         if paths is None or not paths.checkpoint_path:
             return None
-        previous = (paths.prev_checkpoint_path or "").strip().rstrip("/")
-        return host.StoragePaths(
-            file_access=Files(self._ctx.raw_data_path),
-            previous=f"{previous}{BESIDE}/{key}" if previous else None,
-            own=f"{paths.checkpoint_path.strip().rstrip('/')}{BESIDE}/{key}",
-        )
+        own, previous = (_beside(path, key) for path in (paths.checkpoint_path, paths.prev_checkpoint_path))
+        if _is_there(f"{own}/{MANIFEST}"):  # written by an earlier start of this attempt: see `earlier_system_errors`
+            previous = own
+        return host.StoragePaths(file_access=Files(self._ctx.raw_data_path), previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
         """As Flyte's own data."""
@@ -121,6 +131,42 @@ class FlyteStorage(host.Execution):
     def filesystem(self, uri: str) -> Any:
         """As Flyte opens it there."""
         return _opened(uri, self.storage)
+
+
+def earlier_system_errors() -> int:
+    """How often this very attempt has ended by a system error before; what these have left is put aside.
+
+    After a system error Flyte 2 does not go on to the next attempt: it starts the same one again, by the same names and
+    without a limit, and then takes the error that lies there for what becomes of it, whatever it returns.
+    """
+    path = error_path(flyte.ctx().output_path)
+    files, aside = _opened(path, storage()), path.removesuffix(".pb")
+    try:
+        number = len(files.glob(f"{aside}-*.pb"))
+        if files.exists(path):
+            number += 1
+            files.mv(path, f"{aside}-{number}.pb")
+    except Exception as error:  # whatever a store's client raises
+        say(
+            f"cannot see whether an earlier start of this attempt has left {path}, or put it aside "
+            f"({type(error).__name__}: {error}); if it is there, Flyte takes it for what becomes of this one"
+        )
+        return 0
+    return number
+
+
+def _is_there(path: str) -> bool:
+    """Whether storage has it; not where it cannot say."""
+    try:
+        return bool(_opened(path, storage()).exists(path))
+    except Exception as error:  # whatever a store's client raises
+        say(f"cannot see whether {path} is there ({type(error).__name__}: {error})")
+        return False
+
+
+def _beside(checkpoint: str | None, key: str) -> str | None:
+    path = (checkpoint or "").strip().rstrip("/")
+    return f"{path}{BESIDE}/{key}" if path else None
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ __all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
+MAX_SYSTEM_RESTARTS = 3
+"""How often an attempt may start again for what the infrastructure did; as in Flyte 1 unless its administrator asks."""
 _attempts: dict[tuple[str | None, str], Path] = {}
 """Where the newest checkpoints are of what was tried here before, by run and action."""
 
@@ -58,11 +60,14 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task; what the infrastructure did becomes a system error."""
         exit_quickly()
+        may_start_again = flyte.ctx().mode == "local" or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
         inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
         try:
             with self._begun(inputs), context.known_to_threads():
                 return await _heeding_sigterm(self._run(inputs))
         except in_ranks.INFRASTRUCTURE_ERRORS as error:
+            if not may_start_again:  # counts towards the task's retries
+                raise
             raise RuntimeSystemError(type(error).__name__, str(error)) from error
         except Exception as error:
             gang_error = error if isinstance(error, GangError) else error.__cause__
