@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -63,6 +64,19 @@ def test_the_cluster_is_the_one_that_flytes_own_plugin_asks_for() -> None:
         assert ours.task_type == theirs.task_type == "dask"
     assert ours.plugin_config.num_workers == 3
     assert made(DaskDDP(workers=WorkerGroup(**pods))).plugin_config.ranks_per_worker == 2
+
+
+def test_gpus_that_flyte_would_ask_for_by_a_wrong_name_are_told_and_those_of_the_environment_are_the_workers() -> None:
+    gpus = flyte.Resources(cpu=8, gpu="A100:4")
+    for kind in (DaskDDP, DaskCluster):
+        with pytest.warns(UserWarning, match=r"made.one: Flyte 2's plugin for Dask, as of 2\.0\.43, .* `gpu`"):
+            made(kind(workers=WorkerGroup(number_of_workers=2, resources=gpus)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inherited = made(DaskDDP(workers=WorkerGroup(number_of_workers=2)), resources=gpus)
+        asked = made(DaskDDP(gang=Gang(ranks_per_worker=2)), resources=gpus)
+        none = made(DaskDDP())
+    assert [task._num_ranks_per_worker() for task in (inherited, asked, none)] == [4, 2, 1]
 
 
 def test_one_node_is_an_ordinary_task() -> None:

@@ -14,7 +14,7 @@ from flyteplugins.dask import Scheduler, WorkerGroup
 
 from flytekitplugins.daskpytorch.settings import Problems
 from flytekitplugins.daskpytorch.task import config
-from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask
+from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask, num_gpus
 
 __all__ = ["DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"]
 
@@ -35,8 +35,7 @@ class _OnDask(config.OnDask):
         problems.unless(is_one, f"{name}.resources", "None or a flyte.Resources")
 
     def _num_gpus(self) -> int:
-        device = self.workers.resources.get_device() if self.workers.resources is not None else None
-        return device.quantity if device is not None and device.device_class == "GPU" else 0
+        return num_gpus(self.workers.resources)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import pickle
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +106,19 @@ class _OnDask(DaskTask):  # type: ignore[misc]
     def __post_init__(self) -> None:
         super().__post_init__()
         self.env_vars: Any = {**self._cluster_settings(), **(self.env_vars or {})}
+        self._warn_of_gpus()
+
+    def _warn_of_gpus(self) -> None:
+        """Say so where no worker would start: tests/backend/README.md has what Flyte makes of it."""
+        is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # neither a pod nor a rank
+        if is_users and num_gpus(self.plugin_config.workers.resources):
+            warnings.warn(
+                f"{self.name}: Flyte 2's plugin for Dask, as of 2.0.43, asks for GPUs of WorkerGroup(resources=...) by "
+                "the name `gpu`, which Kubernetes refuses. Ask for them by the environment instead, whose resources "
+                "workers have that say nothing: flyte.TaskEnvironment(resources=flyte.Resources(gpu=...), "
+                "plugin_config=...(workers=WorkerGroup(number_of_workers=...), scheduler=Scheduler(resources=...)))",
+                stacklevel=2,
+            )
 
     def _cluster_settings(self) -> Mapping[str, str]:
         return in_ranks.GANG_SETTINGS | PRELOAD
@@ -194,6 +209,13 @@ class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
 
     task_type: str = "dask"
 
+    def _num_ranks_per_worker(self) -> int:
+        """Where the workers' group says nothing, workers have what the environment asks for."""
+        config = self.plugin_config
+        if config.gang.ranks_per_worker == "auto" and config.workers.resources is None:
+            return max(1, num_gpus(self.resources))
+        return super()._num_ranks_per_worker()
+
 
 @dataclass(kw_only=True)
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
@@ -250,6 +272,12 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
         raise PreemptedError(f"{SIGTERM}, while no gang was running", cause=SIGTERM) from None
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+def num_gpus(resources: Any) -> int:
+    """As many as a `flyte.Resources` asks for; none where there is none."""
+    device = resources.get_device() if resources is not None else None
+    return device.quantity if device is not None and device.device_class == "GPU" else 0
 
 
 def _identity(value: Any) -> bytes:
