@@ -28,7 +28,6 @@ This process imports nothing but the standard library; what is measured runs in 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -112,6 +111,7 @@ def train(folder, device, tools):
             spent[name] += time.thread_time() - used
 
         wait_for_all(device)
+        used = time.process_time()
         times = [time.perf_counter()]
         for number, batch in enumerate(batches):
             logits = gang_model(batch[:, :-1])
@@ -130,9 +130,11 @@ def train(folder, device, tools):
         wait_for_all(device)
         mean = (time.perf_counter() - times[0]) / len(batches)
         median = statistics.median(after - before for before, after in itertools.pairwise(times))
+        busy = torch.tensor([time.process_time() - used], dtype=torch.float64, device=device)
+        distributed.all_reduce(busy)
         if uses is not None:
             spent["counting"] = counting() * len(batches)
-        return mean, median, spent
+        return mean, median, spent, float(busy)
 
     follow(folder, take_turn)
 """
@@ -167,6 +169,8 @@ class Block:
     it is the host's part."""
     spent: dict[str, float]
     """Processor seconds in each kind of call, altogether."""
+    used: dict[str, float]
+    """Processor seconds of all ranks together, with all their threads, and of others meanwhile."""
 
 
 ARMS = ("torchrun", "bare", "watched", "full")
@@ -204,10 +208,15 @@ def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
         gangs["full"] = gangs["watched"]
         for arm in ARMS:  # not counted: whatever is done at a first step
             gangs[arm].take_turn(arm)
-        watchers = [gangs["watched"].program.pid, *(cluster.worker_pid(nanny) for nanny in cluster.nannies)]
+        around = {
+            "the driver": [gangs["watched"].program.pid],
+            "the workers": [cluster.worker_pid(nanny) for nanny in cluster.nannies],
+            "Dask's scheduler and nannies": [cluster.scheduler, *cluster.nannies],
+        }
+        watchers = around["the driver"] + around["the workers"]
         began_at, used = time.monotonic(), sum(map(cpu_seconds, watchers))
         for done in range(1, num_rounds + 1):
-            measured.rounds.append({arm: Block(*gangs[arm].take_turn(arm)) for arm in rng.sample(ARMS, len(ARMS))})
+            measured.rounds.append({arm: turn(gangs[arm], arm, around) for arm in rng.sample(ARMS, len(ARMS))})
             times = ", ".join(f"{arm} {measured.rounds[-1][arm].mean * 1e3:.2f}" for arm in ARMS)
             print(f"start {number} of {num_starts}, round {done} of {num_rounds}: {times} ms per step", file=sys.stderr)
         measured.background.append((sum(map(cpu_seconds, watchers)) - used) / (time.monotonic() - began_at))
@@ -217,10 +226,17 @@ def measure(num_starts: int, num_rounds: int, folder: Path) -> Measured:
     return measured
 
 
+def turn(gang: Gang, arm: str, around: dict[str, list[int]]) -> Block:
+    """One block of this contestant, and what all the others used meanwhile."""
+    before = {name: sum(map(cpu_seconds, pids)) for name, pids in around.items()}
+    mean, median, spent, ranks = gang.take_turn(arm)
+    used = {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in around.items()}
+    return Block(mean, median, spent, {"the ranks": ranks, **used})
+
+
 def cpu_seconds(pid: int) -> float:
-    """The processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """The processor time that a process has used, to the nanosecond: see clock_getcpuclockid(3)."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 # ---- Reporting ------------------------------------------------------------------------------------------------------
@@ -267,6 +283,9 @@ def calls(measured: Measured) -> Iterator[str]:
         what = "counting where the time goes" if name == "counting" else f"`{name}`"
         yield f"- processor time of a rank in {what}: {each}, {seconds / BLOCK * 1e6:.1f} µs per step"
     yield f"- together: {total * 1e6:.0f} µs per step, {total / step:.2%}"
+    for name in measured.rounds[0]["full"].used:
+        more = statistics.median(turns["full"].used[name] - turns["watched"].used[name] for turns in measured.rounds)
+        yield f"- processor time of {name}, in `full` beside `watched`: {more / BLOCK * 1e6:+,.0f} µs per step"
     busy = statistics.median(measured.background)
     yield f"- in the background, driver and Dask workers use {busy * 1e3:.0f} ms of processor time per second"
 
