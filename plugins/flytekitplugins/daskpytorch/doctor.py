@@ -258,7 +258,8 @@ def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 6
         except (OSError, TimeoutError, ValueError) as error:
             advice = (
                 "Is the address right (tcp://HOST:8786), and the port open to this machine? Has the scheduler started: "
-                "in Kubernetes see its pod's log; an image without this package has no dask-scheduler command."
+                "in Kubernetes see its pod's log; an image without this package lacks the command that Flyte starts "
+                "(Flyte 1: dask-scheduler, Flyte 2: dask scheduler)."
             )
             value = f"no answer from {address}: {error}{_because(error.__cause__)}"
             yield Finding("scheduler", value, "problem", advice)
@@ -278,7 +279,7 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
     agents = DaskAgents(client)
     yield Finding("scheduler", f"{agents.scheduler}, workers: {len(agents.workers)}")
     if not agents.workers:
-        advice = "Start dask-worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
+        advice = "Start dask worker with this package; in Kubernetes: are the worker pods pending, or do they crash?"
         yield Finding("workers", "none", "problem", advice)
         return
     yield from (versions := _versions_on(client, agents.workers, min(timeout, CONNECT_TIMEOUT)))

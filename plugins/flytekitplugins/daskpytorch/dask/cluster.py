@@ -160,8 +160,9 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
             if time.monotonic() + 1.0 >= deadline:
                 raise GangStartError(
                     f"no Dask scheduler answered at {address} ({SCHEDULER_VARIABLE}) in time: {error}. "
-                    "Look at the scheduler pod's log; an image without this package or its dask-scheduler command "
-                    "does not start, and one with other TLS settings than here (DASK_DISTRIBUTED__COMM__...) hangs up."
+                    "Look at the scheduler pod's log; an image without this package, and so without the command that "
+                    "Flyte starts (Flyte 1: dask-scheduler, Flyte 2: dask scheduler), does not start, and one with "
+                    "other TLS settings than here (DASK_DISTRIBUTED__COMM__...) hangs up."
                 ) from error
             notice.give(f"waiting for the Dask scheduler at {address}")
             time.sleep(min(1.0, max(0.0, left)))
@@ -188,8 +189,8 @@ def _wait_for_workers(
             raise GangStartError(
                 f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s; "
                 f"{least} are needed. Likely causes: the worker pods are still pending (kubectl get pods; GPUs, spot "
-                "capacity, tolerations), their image cannot be pulled, or their image lacks this package, whose "
-                "dask-worker command they start. Raise Gang(start_timeout=...) if they only need longer."
+                "capacity, tolerations), their image cannot be pulled, or their image lacks this package, "
+                "and so the command that Flyte starts (Flyte 1: dask-worker, Flyte 2: dask worker). Raise Gang(start_timeout=...) if they only need longer."
             )
         notice.give(f"{here} of {wanted} Dask workers are here, waiting for the others")
         time.sleep(POLL_INTERVAL)
