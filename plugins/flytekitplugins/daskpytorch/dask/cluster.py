@@ -189,8 +189,9 @@ def _wait_for_workers(
             raise GangStartError(
                 f"{here} of {wanted} Dask workers came to {client.scheduler.address} within {start_timeout:g} s; "
                 f"{least} are needed. Likely causes: the worker pods are still pending (kubectl get pods; GPUs, spot "
-                "capacity, tolerations), their image cannot be pulled, or their image lacks this package, "
-                "and so the command that Flyte starts (Flyte 1: dask-worker, Flyte 2: dask worker). Raise Gang(start_timeout=...) if they only need longer."
+                "capacity, tolerations), their image cannot be pulled, or their image lacks this package, and so the "
+                "command that Flyte starts (Flyte 1: dask-worker, Flyte 2: dask worker). Raise Gang(start_timeout=...) "
+                "if they only need longer."
             )
         notice.give(f"{here} of {wanted} Dask workers are here, waiting for the others")
         time.sleep(POLL_INTERVAL)
