@@ -1,6 +1,6 @@
 """How long until a gang trains: from its launch to the end of its first all-reduce, beside its peers.
 
-    pip install '.[bench]'                                # Ray, for its row; the others need only the package
+    pip install '.[bench,flyte2]'                         # Ray and Flyte 2, for their rows
     python benchmarks/launch.py                           # five rounds, some ten minutes, a table at the end
     python benchmarks/launch.py --quick --skip ray        # one round: does it still run?
     python benchmarks/launch.py --backend nccl            # one rank per GPU, also where there is one GPU
@@ -112,6 +112,18 @@ from flytekitplugins.daskpytorch import DaskDDP, Gang, WorkerGroup
 workers, gang = WorkerGroup(number_of_workers=NUM_WORKERS), Gang(backend=BACKEND, ranks_per_worker=RANKS_PER_WORKER)
 
 @task(task_config=DaskDDP(workers=workers, gang=gang))
+def launch() -> None:
+    meet()
+"""
+
+FLYTE = f"""{MEET}
+import flyte
+from flyteplugins.daskpytorch import DaskDDP, Gang, WorkerGroup
+
+workers, gang = WorkerGroup(number_of_workers=NUM_WORKERS), Gang(backend=BACKEND, ranks_per_worker=RANKS_PER_WORKER)
+env = flyte.TaskEnvironment("launching", plugin_config=DaskDDP(workers=workers, gang=gang))
+
+@env.task
 def launch() -> None:
     meet()
 """
@@ -351,8 +363,9 @@ ROWS = (
     Row("ray", "Ray Train `fit()`, warm", lambda at: Driver(script(at, RAY), at)),
     Row("fresh", "**`dispatch.run`, first gang on a cluster**", lambda at: Driver(script(at, DASK), at, stays=False)),
     Row("pyflyte", "**`pyflyte run`, cold**", lambda at: Command(pyflyte(at), at)),
+    Row("flyte", "**`flyte run --local`, cold**", lambda at: Command(flyte2(at), at)),
 )
-TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, FRESH_ROW, PYFLYTE_ROW = ROWS
+TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, FRESH_ROW, PYFLYTE_ROW, FLYTE_ROW = ROWS
 
 
 def torchrun(folder: Path) -> list[str]:
@@ -368,6 +381,11 @@ def torchrun(folder: Path) -> list[str]:
 def pyflyte(folder: Path) -> list[str]:
     """A local `pyflyte run` command line."""
     return [console_script("pyflyte"), "run", written(folder, PYFLYTE), "launch"]
+
+
+def flyte2(folder: Path) -> list[str]:
+    """A `flyte run --local` command line."""
+    return [console_script("flyte"), "run", "--local", written(folder, FLYTE), "launch"]
 
 
 def script(folder: Path, text: str) -> list[str]:
@@ -442,10 +460,10 @@ def figures(times: Times) -> Iterator[Figure]:
     if FRESH_ROW in times:
         goals = [Goal(bound=1.0, of="here", at_most=True)]
         yield Figure.beside(peer, theirs, what=f"{gang}, first gang on a cluster", here=times[FRESH_ROW], goals=goals)
-    if PYFLYTE_ROW in times:
-        goals = [Goal(bound=0.8, at_most=True)]
-        what = f"{gang}, cold `pyflyte run`"
-        yield Figure.beside(peer, theirs, share=True, what=what, here=times[PYFLYTE_ROW], goals=goals)
+    for row, command in ((PYFLYTE_ROW, "`pyflyte run`"), (FLYTE_ROW, "`flyte run --local`")):
+        if row in times:
+            goals = [Goal(bound=0.8, at_most=True)]
+            yield Figure.beside(peer, theirs, share=True, what=f"{gang}, cold {command}", here=times[row], goals=goals)
 
 
 def verdict(reached: bool) -> str:
@@ -455,7 +473,7 @@ def verdict(reached: bool) -> str:
 
 def machine() -> str:
     """What this was measured on, and when."""
-    packages = ("flytekitplugins-daskpytorch", "torch", "distributed", "flytekit", "ray")
+    packages = ("flytekitplugins-daskpytorch", "torch", "distributed", "flytekit", "flyte", "ray")
     versions = ", ".join(f"{name} {version_of(name)}" for name in packages)
     return (
         f"{time.strftime('%Y-%m-%d')}; {len(os.sched_getaffinity(0))} cores, {cpu_model()}, {gpu_models()}, "
@@ -504,6 +522,9 @@ def chosen(skipped: list[str]) -> list[Row]:
     if "ray" not in skipped and find_spec("ray") is None:
         print("Ray is not installed, its row is skipped: pip install '.[bench]'", file=sys.stderr)
         skipped = [*skipped, "ray"]
+    if find_spec("flyte") is None:
+        print("Flyte 2 is not installed, its row is skipped: pip install '.[flyte2]'", file=sys.stderr)
+        skipped = [*skipped, "flyte"]
     return [row for row in ROWS if row.name not in skipped]
 
 

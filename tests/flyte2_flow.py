@@ -8,6 +8,8 @@ from pathlib import Path
 import flyte
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from flyteplugins.daskpytorch import DaskDDP, Gang, SpawnDDP, current_rank
 
@@ -23,14 +25,7 @@ def train(folder: str) -> tuple[list[int], float]:
     rank = current_rank()
     state = rank.checkpoint.load() or {"steps": [], "value": 0.0}
     for step in range(len(state["steps"]), STEPS):
-        if rank.rank == 1 and (order := Path(folder, f"fault-{step}")).exists():
-            fault = order.read_text()
-            order.unlink()
-            print(f"rank 1 {fault}s")
-            _fail(fault, order)
-        total = torch.tensor([float((step + 1) * (rank.rank + 1))])
-        dist.all_reduce(total)
-        state = {"steps": [*state["steps"], step], "value": 0.5 * state["value"] + float(total)}
+        state = {"steps": [*state["steps"], step], "value": 0.5 * state["value"] + _total(folder, step)}
         rank.log({"value": state["value"]}, step=step)
         rank.checkpoint.save(state, step=step)
         rank.checkpoint.flush()
@@ -38,7 +33,38 @@ def train(folder: str) -> tuple[list[int], float]:
     return state["steps"], state["value"]
 
 
+@on_dask.task(retries=2)
+def train_sharded(folder: str) -> tuple[list[int], float]:
+    """The same; each rank keeps its part of the state."""
+    rank = current_rank()
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    value = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
+    state = {"value": value, "steps": torch.zeros(STEPS, dtype=torch.bool)}
+    last = rank.checkpoint.load_sharded(state)
+    for step in range(0 if last is None else last + 1, STEPS):
+        value.mul_(0.5).add_(_total(folder, step))
+        state["steps"][step] = True
+        rank.checkpoint.save_sharded(state, step)
+        rank.checkpoint.flush()
+        dist.barrier()
+    [final] = set(value.full_tensor().tolist())
+    return state["steps"].nonzero().flatten().tolist(), final
+
+
 train_here = on_one_node.task(retries=2)(train.func)
+
+
+def _total(folder: str, step: int) -> float:
+    """What all ranks have of a step, unless something happens to rank 1."""
+    rank = current_rank().rank
+    if rank == 1 and (order := Path(folder, f"fault-{step}")).exists():
+        fault = order.read_text()
+        order.unlink()
+        print(f"rank 1 {fault}s")
+        _fail(fault, order)
+    total = torch.tensor([float((step + 1) * (rank + 1))])
+    dist.all_reduce(total)
+    return float(total)
 
 
 def _fail(fault: str, order: Path) -> None:

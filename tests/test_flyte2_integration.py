@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,10 +42,11 @@ from flyteplugins.daskpytorch import (
     dispatch,
     results,
 )
-from processes import SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, until
+from processes import SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
+from seaweed import Weed
 from warm import warm_python
 
-pytestmark = pytest.mark.usefixtures("one_fork_server", "below")
+pytestmark = pytest.mark.usefixtures("weed", "one_fork_server", "below")  # the server before what looks for processes
 
 spawned = flyte.TaskEnvironment("spawned", plugin_config=SpawnDDP(nproc=2), env_vars={"OF_THE_TASK": "set"})
 on_dask = flyte.TaskEnvironment("on_dask", plugin_config=DaskDDP())
@@ -302,6 +305,7 @@ class Flow:
     raw: str | None = None
     """Where outputs go, and below it the checkpoints; None: into the folder."""
     env: dict[str, str] = field(default_factory=dict)
+    """What the container has besides, and its workers have not."""
 
     def __post_init__(self) -> None:
         (self.folder / "project").mkdir(parents=True)
@@ -314,8 +318,8 @@ class Flow:
         """Have this happen to rank 1 then, once."""
         (self.folder / f"fault-{step}").write_text(fault)
 
-    def attempt(self, number: int, *, is_killed: bool = False) -> tuple[Path, str]:
-        """Where its outputs are, and what it said; `is_killed`: once rank 1 waits."""
+    def attempt(self, number: int, *, kill_when: Callable[[], bool] | None = None) -> tuple[Path, str]:
+        """Where its outputs are, and what it said; `kill_when`: once rank 1 waits, and this is so."""
         (out := self.folder / f"out-{number}").mkdir()
         above = self.raw or str(self.folder)
         command = [
@@ -341,8 +345,9 @@ class Flow:
         with said.open("wb") as log:
             process = warm_python().start([str(part) for part in command], stdout=log, stderr=log, **where)
         try:
-            if is_killed:
+            if kill_when is not None:
                 until(lambda: (self.folder / "waiting").exists() or process.poll() is not None, "the step")
+                until(lambda: kill_when() or process.poll() is not None, "what is killed then")
                 process.kill()
             process.wait()
         finally:
@@ -373,7 +378,8 @@ def test_the_containers_command_on_workers_that_have_no_copy_of_the_code(cluster
     assert (tmp_path / "checkpoint-0.daskpytorch" / "gang").is_dir()
 
     flow.fails(2, "wait")
-    out, said = flow.attempt(1, is_killed=True)
+    manifest = tmp_path / "checkpoint-1.daskpytorch" / "gang" / "manifest.json"
+    out, said = flow.attempt(1, kill_when=lambda: manifest.exists() and '"step": 1' in manifest.read_text())
     assert not list(out.glob("*.pb")), said
 
     assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(2)
@@ -383,6 +389,90 @@ def test_the_containers_command_on_workers_that_have_no_copy_of_the_code(cluster
 def test_a_container_without_dask_is_killed_and_the_next_goes_on(tmp_path: Path) -> None:
     flow = Flow(tmp_path, "train_here")
     flow.fails(2, "wait")
+    manifest = tmp_path / "checkpoint-0.daskpytorch" / "gang" / "manifest.json"
     with nothing_left_behind():
-        flow.attempt(0, is_killed=True)
+        flow.attempt(0, kill_when=lambda: manifest.exists() and '"step": 1' in manifest.read_text())
         assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(1)
+
+
+@pytest.mark.parametrize(("task", "kind"), [("train", "checkpoints"), ("train_sharded", "sharded")])
+def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(
+    cluster: Cluster, weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, kind: str
+) -> None:
+    """The keys are the container's alone, from which the ranks have them; the first ends by an error, one is killed."""
+    for name in weed.env():
+        monkeypatch.delenv(name, raising=False)
+    weed.make_bucket("attempts")
+    keys = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": weed.keys.access, "SECRET_ACCESS_KEY": weed.keys.secret}
+    env = {f"FLYTE_AWS_{name}": value for name, value in keys.items()}
+    flow = Flow(tmp_path, task, cluster.address, f"s3://attempts/{tmp_path.name}", env)
+
+    def kept(number: int) -> list[int]:
+        """The steps that an attempt's manifest names."""
+        key = f"{tmp_path.name}/checkpoint-{number}.daskpytorch/gang/manifest.json"
+        try:
+            body = weed.client.get_object(Bucket="attempts", Key=key)["Body"].read()
+        except weed.client.exceptions.NoSuchKey:
+            return []
+        return [entry["step"] for entry in json.loads(body).get(kind, ())]
+
+    flow.fails(1, "raise")
+    out, said = flow.attempt(0)
+    assert (out / "error.pb").exists(), said
+    assert kept(0) == [0], said
+
+    flow.fails(2, "wait")
+    out, said = flow.attempt(1, kill_when=lambda: 1 in kept(1))
+    assert not list(out.glob("*.pb")), said
+    assert "going on from the previous attempt's checkpoint of step 0" in said
+
+    assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(2)
+
+
+# ---- Files written for flytekit --------------------------------------------------------------------------------------
+
+OF_FLYTEKIT = """
+import torch
+import torch.distributed as dist
+from flytekit import task, workflow
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, SpawnDDP, WorkerGroup
+from flytekitplugins.daskpytorch import current_client, current_rank, dispatch
+
+
+def total(scale: float) -> float:
+    summed = torch.tensor([scale * (current_rank().rank + 1)])
+    dist.all_reduce(summed)
+    return float(summed)
+
+
+@task(task_config=SpawnDDP(nproc=2))
+def spawned(scale: float) -> float:
+    return total(scale)
+
+
+@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)), retries=1)
+def on_dask(scale: float) -> float:
+    return total(scale)
+
+
+@task(task_config=DaskCluster())
+def with_client(scale: float) -> float:
+    return sum(dispatch.map(current_client(), total, [scale, scale]).result())
+
+
+@workflow
+def all_three(scale: float) -> float:
+    return with_client(scale=on_dask(scale=spawned(scale=scale)))
+"""
+
+
+def test_a_file_written_for_flytekit_runs_by_flyte_migrate(tmp_path: Path) -> None:
+    """Its gangs of two triple what they have, twice; then two gangs of one return it."""
+    pytest.importorskip("flyte_migrate")
+    (tmp_path / "training.py").write_text(OF_FLYTEKIT)
+    command = [SCRIPTS / "pyflyte-migrate", "run", "training.py", "all_three", "--scale", "2.0"]
+    with nothing_left_behind():
+        done = run_program(command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "36.0" in done.stdout, done.stdout + done.stderr
+    assert len(re.findall("(?:spawned|on_dask): all ranks have met", done.stderr)) == 2, done.stderr

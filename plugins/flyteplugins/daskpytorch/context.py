@@ -203,18 +203,20 @@ def name_of_secret(secret: Any) -> str:
 
 
 def storage() -> Storage | None:
-    """What Flyte was told of its storage; None: all that the cloud's own clients find."""
+    """What Flyte was told of its storage; None: all that is in the environment, or the cloud's own clients find."""
     config = _get_init_config()
     return config.storage if config is not None else None
 
 
 def _opened(uri: str, storage: Storage | None) -> Any:
-    """Its file system, by the keys that Flyte was given, under the names that s3fs and adlfs have for them."""
+    """Its file system, by the keys that Flyte was given or finds in the environment, under s3fs's and adlfs's names."""
     told: dict[str, str | None] = {}
-    if isinstance(storage, S3) and uri.startswith(("s3://", "s3a://")):
-        told = {"key": storage.access_key_id, "secret": storage.secret_access_key, "endpoint_url": storage.endpoint}
-    elif isinstance(storage, ABFS) and uri.startswith(("abfs://", "abfss://")):
-        told = {name: getattr(storage, name) for name in OF_AZURE}
+    if uri.startswith(("s3://", "s3a://")):
+        s3 = storage if isinstance(storage, S3) else S3.auto()
+        told = {"key": s3.access_key_id, "secret": s3.secret_access_key, "endpoint_url": s3.endpoint}
+    elif uri.startswith(("abfs://", "abfss://")):
+        azure = storage if isinstance(storage, ABFS) else ABFS.auto()
+        told = {name: getattr(azure, name) for name in OF_AZURE}
     return host.open_filesystem(uri, **{name: value for name, value in told.items() if value})
 
 

@@ -67,6 +67,8 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         try:
             with self._begun(inputs), context.known_to_threads():
                 return await _heeding_sigterm(self._run(inputs))
+        except KeyboardInterrupt:  # from the thread that trains; Flyte's event loop would end by it
+            raise asyncio.CancelledError from None
         except in_ranks.INFRASTRUCTURE_ERRORS as error:
             if not may_start_again:  # counts towards the task's retries
                 raise
