@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from flytekitplugins.daskpytorch.errors import GangError, PreemptedError, Worker
 from flytekitplugins.daskpytorch.protocol import host
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
 from flyteplugins.daskpytorch import task as task_module
+from pages import block
 from tasks.names import load_names
 from tasks.newest_names import newest_uri
 from tasks.stores import open_store
@@ -76,6 +78,9 @@ def test_gpus_that_flyte_would_ask_for_by_a_wrong_name_are_told_and_those_of_the
         inherited = made(DaskDDP(workers=WorkerGroup(number_of_workers=2)), resources=gpus)
         asked = made(DaskDDP(gang=Gang(ranks_per_worker=2)), resources=gpus)
         none = made(DaskDDP())
+        names: dict[str, Any] = {}
+        exec(block("resources=flyte.Resources(cpu=16"), names)
+    assert isinstance(names["training"].plugin_config, DaskDDP)
     assert [task._num_ranks_per_worker() for task in (inherited, asked, none)] == [4, 2, 1]
 
 
@@ -171,9 +176,9 @@ def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         for_flyte2.DaskDDP  # noqa: B018
 
 
+@pytest.mark.skipif(find_spec("flyte_migrate") is None, reason="flyte-migrate is not installed")
 def test_flyte_migrate_takes_our_configs_of_flytekit() -> None:
     """In a process of its own, since it puts others in the place of flytekit's functions."""
-    pytest.importorskip("flyte_migrate")
     script = """
 import flyte_migrate
 from flytekit import Resources, task

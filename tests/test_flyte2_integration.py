@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -466,9 +467,9 @@ def all_three(scale: float) -> float:
 """
 
 
+@pytest.mark.skipif(find_spec("flyte_migrate") is None, reason="flyte-migrate is not installed")  # it patches flytekit
 def test_a_file_written_for_flytekit_runs_by_flyte_migrate(tmp_path: Path) -> None:
     """Its gangs of two triple what they have, twice; then two gangs of one return it."""
-    pytest.importorskip("flyte_migrate")
     (tmp_path / "training.py").write_text(OF_FLYTEKIT)
     command = [SCRIPTS / "pyflyte-migrate", "run", "training.py", "all_three", "--scale", "2.0"]
     with nothing_left_behind():

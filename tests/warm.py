@@ -85,15 +85,19 @@ class Program:
     def wait(self) -> int:
         """Until it has ended; its exit code."""
         if self.returncode is None:
-            self.returncode = int(self._keeper.recv(32, socket.MSG_PEEK))  # another thread may wait, too
+            self.returncode = self._heard(socket.MSG_PEEK)  # another thread may wait, too
         return self.returncode
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
         if self.returncode is None:
             with contextlib.suppress(BlockingIOError):
-                self.returncode = int(self._keeper.recv(32, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+                self.returncode = self._heard(socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return self.returncode
+
+    def _heard(self, flags: int) -> int:
+        """What its keeper says; nothing where that was ended, as by Ctrl-C."""
+        return int(self._keeper.recv(32, flags) or -signal.SIGKILL)
 
     def send_signal(self, signum: int) -> None:
         """Nothing if it has ended."""
