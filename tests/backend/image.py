@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKERFILE = REPOSITORY / "Dockerfile"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 REGISTRY = "https://registry-1.docker.io/v2/"
-SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
+SUITE = "bookworm"
 STAND_IN = f"localhost/stand-in:{SUITE}"
 FOR_GPUS = ("cuda", "nvidia", "torch/lib/*cuda*", "triton")
 """Packages and files that a torch without CUDA has not."""
@@ -100,7 +100,7 @@ class Buildah:
         if STAND_IN in self("images", "--format", "{{.Name}}:{{.Tag}}"):
             return
         root = self.storage / SUITE
-        subprocess.run(["debootstrap", "--variant=minbase", SUITE, str(root), MIRROR], check=True)
+        subprocess.run(["debootstrap", "--variant=minbase", SUITE, str(root)], check=True)  # from its own mirror
         for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
             shutil.rmtree(root / waste)
         container = self("from", "scratch")

@@ -57,6 +57,7 @@ def _environments(module: Any) -> Iterator[flyte.TaskEnvironment]:
 def _serialised(task: Any) -> bytes:
     template: TaskTemplate = get_proto_task(task, CONTEXT)
     template.metadata.discovery_version = template.metadata.runtime.version = ""
+    template.container.image = examples_flyte2.IMAGE  # Flyte's default is named after Python and the SDK
     return template.SerializeToString(deterministic=True)
 
 
