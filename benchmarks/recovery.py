@@ -7,7 +7,7 @@
 The parts, each with two ranks on the CPU:
 
 rank      A rank is killed (SIGKILL). The seconds end when the slower rank has done its first optimizer step in the
-          next incarnation, from a checkpoint. `dispatch.run` on a running Dask cluster, and `torchrun --max-restarts`
+          next attempt, from a checkpoint. `dispatch.run` on a running Dask cluster, and `torchrun --max-restarts`
           with a checkpoint file that rank 0 writes; the same model, data, steps and checkpoint interval. `torchrun`
           runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which a restart of gloo ranks often fails.
 lost      A worker is killed with its nanny, as when its pod is lost, and the other is enough (`min_workers=1`).
@@ -230,7 +230,7 @@ class Notes:
     folder: Path
 
     def steps(self, rank: int) -> list[Step]:
-        """The steps of all the incarnations of a rank."""
+        """The steps of all the attempts of a rank."""
         path = self.folder / f"steps-{rank}"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = (line.split() for line in lines if line.endswith("\n"))
@@ -310,7 +310,7 @@ def kill_a_rank(bench: Bench, number: int) -> Seconds:
     folder = bench.next_folder()
     (folder / "program.py").write_text(TORCHRUN)
     options = ["--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=3"]
-    # Else torch 2.15 keeps one store for all incarnations, and gloo finds the addresses of the dead ranks in it: it
+    # Else torch 2.15 keeps one store for all attempts, and gloo finds the addresses of the dead ranks in it: it
     # fails once more, or waits for minutes.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     program = Program([console_script("torchrun"), *options, "program.py"], folder, own_store)

@@ -1,11 +1,13 @@
 """A sweep in a process of its own, for tests that kill it: python sweep_victim.py SCHEDULER FOLDER NUM_MODELS.
 
 A model of three epochs saves a checkpoint after each, and ends when the file `limit` allows models of its index to.
+Files called `pid-0` and so on say in which process each model is.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ def train(experiment: tuple[int, str]) -> int:
     """Leaves a line for each epoch, and one for its end."""
     index, folder = experiment
     rank, trace = current_rank(), Path(folder, f"trace-{index}")
+    Path(folder, f"pid-{index}").write_text(str(os.getpid()))
     first = (rank.checkpoint.load() or 0) + 1
     for epoch in range(first, NUM_EPOCHS + 1):
         with trace.open("a") as file:

@@ -1,4 +1,4 @@
-"""One incarnation of a gang: what the reports and exits of its ranks add up to."""
+"""One attempt of a gang: what the reports and exits of its ranks add up to."""
 
 from __future__ import annotations
 

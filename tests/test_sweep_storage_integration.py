@@ -15,7 +15,7 @@ from distributed import Client
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver.files import Files
-from processes import Cluster, end, run_program, until
+from processes import Cluster, end, is_alive, run_program, until
 from warm import warm_python
 
 VICTIM = REPOSITORY / "tests" / "sweep_victim.py"
@@ -44,6 +44,8 @@ def test_a_sweep_that_is_killed_goes_on_and_trains_no_model_twice_to_its_end(
             until(lambda: all(b'"step": 3' in path.read_bytes() for path in begun), "their last checkpoints")  # noqa: B023
         finally:
             end(driver)
+        ranks = [int((tmp_path / f"pid-{index}").read_text()) for index in (limit, limit + 1)]
+        until(lambda: not any(map(is_alive, ranks)), "the ranks to end as their driver has")  # noqa: B023
 
     allow(tmp_path, num_models)
     done = run_program(command, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""One incarnation of a gang: which ranks there are, and what has become of them. Runs in the driver.
+"""One attempt of a gang: which ranks there are, and what has become of them. Runs in the driver.
 
 Holds no connection: the supervisor tells it what happens, and it says what that means.
 """

@@ -20,7 +20,7 @@ class CheckpointFile:
     """A whole checkpoint, written by `torch.save`."""
 
     attempt: int
-    """The incarnation of the gang that wrote it."""
+    """The attempt of the gang that wrote it."""
     step: int
     size: int
     """In bytes."""

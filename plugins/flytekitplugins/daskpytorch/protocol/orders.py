@@ -34,7 +34,7 @@ class Job:
 
     gang: str
     attempt: int
-    """Which incarnation of the gang; each has rendezvous keys of its own."""
+    """Which attempt of the gang; each has rendezvous keys of its own."""
     call: bytes
     """From `code.pack_call`."""
     large: Address | None = None

@@ -65,7 +65,7 @@ class WrittenShards:
     """What one rank has written of a checkpoint."""
 
     attempt: int
-    """The incarnation of the gang that wrote it."""
+    """The attempt of the gang that wrote it."""
     number: int
     """Which of the attempt's calls of `save_sharded` it was, from 0: a step may be saved more than once."""
     step: int
