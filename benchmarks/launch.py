@@ -12,8 +12,9 @@ not counted goes first: it warms the caches of files and the clusters.
 
 Warm launches are asked of a process that is up, and has imported what it needs: `dispatch.run` on a running Dask
 cluster (`dask scheduler` and `dask worker`, processes of their own: a worker for each rank, or one for all GPUs),
-`torch.multiprocessing.spawn`, Ray Train on a running Ray (with gloo only). Cold ones begin with the start of the
-command. `torchrun` knows only the cold way, and is the measure of all. The idle clusters run all the while, in the
+`torch.multiprocessing.spawn`, Ray Train on a running Ray (with gloo only). First gangs have a new cluster each, whose
+workers wait, or have been told to preload what ranks need, and are up for 15 seconds. Cold ones begin with the start of
+the command. `torchrun` knows only the cold way, and is the measure of all. The idle clusters run all the while, in the
 background of every row.
 
 This process imports nothing but the standard library; what is measured runs in processes of its own.
@@ -49,6 +50,8 @@ TIME_LIMIT = 180.0
 """Seconds for any one launch, or for a cluster to come up; the process is killed then."""
 PAUSE = 0.5
 """Seconds between two launches, for the last one's processes to be gone."""
+UP_FOR = 15.0
+"""Seconds that workers are up before their first gang where they get ready for it."""
 MARKS = "LAUNCH_MARKS"
 """Names the folder in which every rank notes when it has done its all-reduce."""
 SIZE, BACKEND = "LAUNCH_SIZE", "LAUNCH_BACKEND"
@@ -149,6 +152,11 @@ finally:
         process.terminate()
         process.wait()
 """
+
+PRELOADED = DASK.replace(
+    '"worker", "--no-dashboard"', '"worker", "--preload", "flytekitplugins.daskpytorch.preload", "--no-dashboard"'
+).replace("        serve(", f"        time.sleep({UP_FOR})\n        serve(")
+"""The same, where workers get ready as soon as they start, and have had the time to."""
 
 SPAWN = f"""{MEET}{SERVE}
 import tempfile
@@ -362,10 +370,15 @@ ROWS = (
     Row("spawn", "`torch.multiprocessing.spawn`, warm", lambda at: Driver(script(at, SPAWN), at)),
     Row("ray", "Ray Train `fit()`, warm", lambda at: Driver(script(at, RAY), at)),
     Row("fresh", "**`dispatch.run`, first gang on a cluster**", lambda at: Driver(script(at, DASK), at, stays=False)),
+    Row(
+        "preload",
+        "**`dispatch.run`, first gang on workers that preload**",
+        lambda at: Driver(script(at, PRELOADED), at, stays=False),
+    ),
     Row("pyflyte", "**`pyflyte run`, cold**", lambda at: Command(pyflyte(at), at)),
     Row("flyte", "**`flyte run --local`, cold**", lambda at: Command(flyte2(at), at)),
 )
-TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, FRESH_ROW, PYFLYTE_ROW, FLYTE_ROW = ROWS
+TORCHRUN_ROW, WARM_ROW, _, RAY_ROW, FRESH_ROW, PRELOAD_ROW, PYFLYTE_ROW, FLYTE_ROW = ROWS
 
 
 def torchrun(folder: Path) -> list[str]:
@@ -457,9 +470,10 @@ def figures(times: Times) -> Iterator[Figure]:
     if WARM_ROW in times and RAY_ROW in times:
         what = f"{gang}, warm, beside Ray Train on a running Ray"
         yield Figure.beside("Ray Train", times[RAY_ROW], what=what, here=times[WARM_ROW], goals=[Goal(bound=250)])
-    if FRESH_ROW in times:
-        goals = [Goal(bound=1.0, of="here", at_most=True)]
-        yield Figure.beside(peer, theirs, what=f"{gang}, first gang on a cluster", here=times[FRESH_ROW], goals=goals)
+    for row, cluster in ((FRESH_ROW, "a cluster"), (PRELOAD_ROW, "workers that preload")):
+        if row in times:
+            goals = [Goal(bound=1.0, of="here", at_most=True)]
+            yield Figure.beside(peer, theirs, what=f"{gang}, first gang on {cluster}", here=times[row], goals=goals)
     for row, command in ((PYFLYTE_ROW, "`pyflyte run`"), (FLYTE_ROW, "`flyte run --local`")):
         if row in times:
             goals = [Goal(bound=0.8, at_most=True)]

@@ -10,7 +10,18 @@ from importlib import import_module
 from typing import Any
 
 PACKAGE = "flytekitplugins.daskpytorch"
-MODULES = ("", ".data", ".dispatch", ".errors", ".lightning", ".report", ".results", ".testing", ".transformers")
+MODULES = (
+    "",
+    ".data",
+    ".dispatch",
+    ".errors",
+    ".lightning",
+    ".preload",
+    ".report",
+    ".results",
+    ".testing",
+    ".transformers",
+)
 OF_FLYTES_DASK_PLUGIN = {f"{PACKAGE}.Scheduler", f"{PACKAGE}.WorkerGroup"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.REPORT_ONLY_FIRST_FAILURE
 

@@ -556,9 +556,16 @@ def num_inherited_folders() -> int:
     return sum(entry.func == cleanup for entry in weakref.finalize._registry.values())
 
 
-@pytest.mark.slow
-def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
-    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}
+@pytest.mark.parametrize(
+    "module",
+    [
+        "flytekitplugins.daskpytorch.preload",
+        pytest.param("flytekitplugins.daskpytorch.flyte.preload", marks=pytest.mark.slow),
+        pytest.param("flyteplugins.daskpytorch.preload", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path, module: str) -> None:
+    preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": module}
     with (
         nothing_left_behind(),
         dask_cluster(tmp_path, worker_environments={0: preload, 1: preload}, is_warm=False) as cluster,

@@ -1,10 +1,11 @@
-"""Has a Dask worker start its fork server as soon as it starts itself, and so before the first gang asks for it.
+"""The preload of workers in whose ranks a task of Flyte runs, which import flytekit.
 
 For Dask's setting `distributed.worker.preload`; the task types set it for their clusters.
 """
 
 from typing import Any
 
+from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
 __all__ = ["IMPORTED_AHEAD", "dask_setup"]
@@ -16,6 +17,4 @@ IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.import_ahead"
 def dask_setup(worker: Any) -> None:
     """Called by Dask in the worker."""
     fork_client.import_ahead(IMPORTED_AHEAD)
-    if worker.nanny is not None:
-        fork_client.hand_over(worker.nanny)
-    fork_client.start_ahead()
+    preload.dask_setup(worker)

@@ -1,0 +1,36 @@
+"""Has a Dask worker get ready for its first gang as soon as it starts, instead of when the gang comes.
+
+`dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`. The first
+gang then starts as fast as all others: it waits for no import of torch, and its first optimizer for none of dynamo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flytekitplugins.daskpytorch.node import fork_client
+
+__all__ = ["dask_setup"]
+
+
+def dask_setup(worker: Any) -> None:
+    """Start the worker's fork server. Called by Dask in the worker.
+
+    Args:
+        worker: A `distributed.Worker`, as Dask passes it.
+
+    Raises:
+        GangStartError: This is not Linux.
+
+    Examples:
+        >>> import dask
+        >>> from distributed import Client
+        >>> from flytekitplugins.daskpytorch import current_rank, dispatch
+        >>> with dask.config.set({"distributed.worker.preload": ["flytekitplugins.daskpytorch.preload"]}):
+        ...     client = Client(n_workers=2)
+        >>> dispatch.run(client, lambda: current_rank().rank).result()
+        [0, 1]
+    """
+    if worker.nanny is not None:
+        fork_client.hand_over(worker.nanny)
+    fork_client.start_ahead()
