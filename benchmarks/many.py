@@ -8,7 +8,7 @@
 best packing of them is known: all of size four alone, the others side by side without a gap. Its makespan is the
 measure. Every round runs the same grid by `dispatch.map` and by Ray Tune (a placement group per trial), in turn, on
 clusters that are up. The cost of a model is the time of many that do nothing, divided by their number: starting,
-meeting, ending.
+meeting, ending; and the processor time that each kind of process spends on it.
 
 Ranks are processes that form a process group; Ray Tune's trials are functions in actors that do not. The ranks of one
 gang share this machine's cores, as their start does, so the fewer the cores, the dearer a large gang.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from figures import Figure, Goal, reported
 from launch import machine
-from running import Cluster, Program, nothing_left
+from running import Cluster, Program, children_of, nothing_left, read
 
 NUM_WORKERS = 4
 NUM_EXPERIMENTS = 27
@@ -148,12 +149,37 @@ def packing(grid: str, best: float, ours: list[float], rays: Sequence[float] = (
     return Figure.beside("Ray Tune", theirs, share=True, what=what, here=here, unit="×", goals=goals)
 
 
-def measure_cost(program: Program, count: int, rounds: int) -> Iterator[str]:
+def processor_times(program: Program, cluster: Cluster) -> dict[str, float]:
+    """Seconds that processes of each kind have used so far; of ranks those that have ended."""
+    workers = [cluster.worker_pid(nanny) for nanny in cluster.nannies]
+    servers = [server for worker in workers for server in children_of(worker)]
+    return {
+        "driver": seconds_of(program.pid)[0],
+        "Dask's scheduler": seconds_of(cluster.scheduler)[0],
+        "workers with their agents": sum(seconds_of(worker)[0] for worker in workers),
+        "fork servers": sum(seconds_of(server)[0] for server in servers),
+        "ranks": sum(seconds_of(server)[1] for server in servers),
+    }
+
+
+def seconds_of(pid: int) -> tuple[float, float]:
+    """The processor time of a process, and that of its children which have ended; see proc_pid_stat(5)."""
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    own, own_in_kernel, of_ended, of_ended_in_kernel = map(int, fields[11:15])
+    hertz = os.sysconf("SC_CLK_TCK")
+    return (own + own_in_kernel) / hertz, (of_ended + of_ended_in_kernel) / hertz
+
+
+def measure_cost(program: Program, cluster: Cluster, count: int, rounds: int) -> Iterator[str]:
     """What a model costs besides its training."""
-    before = run(program, grid_of([1] * 8, 0.0))[1]
+    before, used_before = run(program, grid_of([1] * 8, 0.0))[1], processor_times(program, cluster)
     taken = [run(program, grid_of([1] * count, 0.0)) for _ in range(rounds)]
     costs, grown = [1000 * seconds / count for seconds, _ in taken], (taken[-1][1] - before) / 2**20
     yield f"{count} models that do nothing, {rounds} times: the driver's memory grew by {grown:.1f} MiB"
+    used = processor_times(program, cluster)
+    shares = {name: 1000 * (seconds - used_before[name]) / count / rounds for name, seconds in used.items()}
+    parts = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in shares.items())
+    yield f"processor time of a model that does nothing: {parts}; altogether {sum(shares.values()):.1f} ms"
     goals = [Goal(bound=10, of="here", at_most=True)]
     yield from reported([Figure(what=f"a model that does nothing, one of {count}", here=costs, unit="ms", goals=goals)])
 
@@ -181,7 +207,7 @@ def main() -> None:
             run(program, grid_of([1] * 8, 0.0))
             print(f"{name} is warm", file=sys.stderr)
         rows = [row for sizes in mixes for row in measure_packing(programs, sizes, asked.work, asked.rounds)]
-        rows += measure_cost(programs["dispatch.map"], asked.trivial, asked.rounds)
+        rows += measure_cost(programs["dispatch.map"], cluster, asked.trivial, asked.rounds)
         cluster.close()
     print("\n".join([machine(), *rows]))
 

@@ -1,11 +1,12 @@
-"""Where the time of a cold `pyflyte run` and of a training step on the CPU goes, before and after what was gained most.
+"""Where the time of a cold start and of a training step on the CPU goes, before and after what was gained most.
 
-    python benchmarks/profiles.py                         # five rounds of each, some three minutes
+    python benchmarks/profiles.py                         # five rounds of each, some five minutes
     python benchmarks/profiles.py --quick                 # one round: does it still run?
 
-launch     the stages of a cold `pyflyte run` of two ranks up to their first all-reduce. Ahead: the fork server, which
-           imports torch for the ranks, starts as soon as flytekit is imported. Late: the same command under another
-           name, with which nothing is started ahead, so that the ranks' import waits for the workflow's file.
+launch     the stages of a cold `pyflyte run`, and of `flyte run --local` where Flyte 2 is installed, of two ranks up
+           to their first all-reduce. Ahead: the fork server, which imports torch for the ranks, starts before the
+           tasks' file is imported. Late: the same command under another name, with which nothing is started ahead, so
+           that the ranks' import waits for that file. They take turns.
 step       one optimizer step of the pet-names model on all cores, per 128 windows. Recipe: `nn.LSTM` over one-hot
            floats. Prefixes: `tasks.char_lstm.CharLSTM`, which goes through the distinct prefixes of the batch, with
            128 windows and with 512. The operators are those of `torch.profiler` by their own time; it slows all of
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch import console_script, machine
@@ -30,14 +32,14 @@ from running import ROOT, TIME_LIMIT, Program, nothing_left
 
 MARKS = "PROFILE_MARKS"
 STAGES = {
-    "file": "Python, flytekit and `pyflyte`",
+    "file": "Python, Flyte's SDK and its command line",
     "imported": "the workflow's file, and torch with it",
     "rank": "cluster, agents, ranks and rendezvous",
     "met": "the first all-reduce",
 }
 """What is over when a mark is made."""
 
-WORKFLOW = f"""
+NOTES = f"""
 import os
 import time
 
@@ -48,16 +50,35 @@ def note(mark):
 note("file")
 import torch
 from torch import distributed
-from flytekit import task
-from flytekitplugins.daskpytorch import DaskDDP, WorkerGroup
 
-@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)))
-def launch() -> None:
+def meet():
     note("rank")
     total = torch.ones(1)
     distributed.all_reduce(total)
     assert total.item() == 2
     note("met")
+"""
+
+PYFLYTE = f"""{NOTES}
+from flytekit import task
+from flytekitplugins.daskpytorch import DaskDDP, WorkerGroup
+
+@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)))
+def launch() -> None:
+    meet()
+
+note("imported")
+"""
+
+FLYTE = f"""{NOTES}
+import flyte
+from flyteplugins.daskpytorch import DaskDDP, WorkerGroup
+
+env = flyte.TaskEnvironment("launching", plugin_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)))
+
+@env.task
+def launch() -> None:
+    meet()
 
 note("imported")
 """
@@ -142,23 +163,27 @@ def stages_of(command: list[str], folder: Path) -> dict[str, float]:
     return taken | {"all": before - began}
 
 
-def launch_rows(folder: Path, rounds: int) -> list[str]:
-    """A row for each stage, ahead and late."""
-    (folder / "workflow.py").write_text(WORKFLOW)
+def launch_rows(folder: Path, rounds: int, command: str, text: str) -> list[str]:
+    """A row for each stage, ahead and late, of `pyflyte run` or of `flyte run --local`."""
+    folder.mkdir()
+    (folder / "workflow.py").write_text(text)
+    name, *options = command.split()
     late = folder / "late"
-    late.symlink_to(console_script("pyflyte"))
-    commands = {"ahead": console_script("pyflyte"), "late": str(late)}
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    late.symlink_to(console_script(name))
+    programs = {"ahead": console_script(name), "late": str(late)}
+    taken: dict[str, list[dict[str, float]]] = {when: [] for when in programs}
     for number in range(rounds + 1):
-        for name, program in commands.items():
-            stages = stages_of([sys.executable, program, "run", "workflow.py", "launch"], folder)
-            print(f"round {number}: {name} {stages['all']:.2f} s", file=sys.stderr)
+        for when, program in programs.items():
+            stages = stages_of([sys.executable, program, *options, "workflow.py", "launch"], folder)
+            print(f"round {number}: `{command}`, {when}: {stages['all']:.2f} s", file=sys.stderr)
             if number:  # the first warms the caches of files
-                taken[name].append(stages)
-    rows = ["| a cold `pyflyte run`, 2 ranks | late | ahead |", "| --- | --- | --- |"]
-    for stage, text in (STAGES | {"all": "all"}).items():
-        cells = [f"{statistics.median(run[stage] for run in taken[name]):.2f} s" for name in ("late", "ahead")]
-        rows.append(f"| {text} | {' | '.join(cells)} |")
+                taken[when].append(stages)
+    rows = [f"| a cold `{command}`, 2 ranks | late | ahead |", "| --- | --- | --- |"]
+    for stage, what in (STAGES | {"all": "all"}).items():
+        cells = [f"{statistics.median(run[stage] for run in taken[when]):.2f} s" for when in ("late", "ahead")]
+        rows.append(f"| {what} | {' | '.join(cells)} |")
+    shares = [ahead["all"] / late["all"] for ahead, late in zip(taken["ahead"], taken["late"], strict=True)]
+    rows.append(f"| within a round | 1 | {statistics.median(shares):.2f} ({min(shares):.2f}-{max(shares):.2f}) |")
     return rows
 
 
@@ -183,7 +208,10 @@ def main() -> None:
     if asked.quick:
         asked.rounds = 1
     with nothing_left("profiles") as folder:
-        rows = [*launch_rows(folder, asked.rounds), "", *step_rows(folder / "step", asked.rounds)]
+        rows = [*launch_rows(folder / "pyflyte", asked.rounds, "pyflyte run", PYFLYTE), ""]
+        if find_spec("flyte") is not None:
+            rows += [*launch_rows(folder / "flyte", asked.rounds, "flyte run --local", FLYTE), ""]
+        rows += step_rows(folder / "step", asked.rounds)
     print("\n".join([machine(), "", *rows]))
 
 
