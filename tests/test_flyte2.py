@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import obstore.fsspec
@@ -372,6 +373,24 @@ def test_s3_is_read_by_functions_and_by_the_keys_that_flyte_was_given(of_the_sdk
         "endpoint_url": "http://127.0.0.1:1",
     }
     assert type(context.FlyteStorage(given).filesystem("/here")).__name__ == "LocalFileSystem"
+
+
+def test_s3_is_asked_in_the_region_and_by_the_names_of_buckets_that_flyte_was_told(
+    of_the_sdk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = flyte.storage.S3(
+        endpoint="http://storage.example",
+        access_key_id="access",
+        secret_access_key="hush",
+        region="eu-central-1",
+        addressing_style="virtual",
+    )
+    signed = context.FlyteStorage(given).filesystem("s3://bucket/prefix").sign("s3://bucket/a")
+    assert signed.startswith("http://bucket.storage.example/a?")
+    assert "/eu-central-1/s3/" in unquote(signed)
+    monkeypatch.setenv("FLYTE_AWS_S3_ADDRESSING_STYLE", "virtual")
+    found = context.FlyteStorage(None).filesystem("s3://bucket/prefix").storage_options
+    assert found == {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}
 
 
 class Bucket(AbstractFileSystem):

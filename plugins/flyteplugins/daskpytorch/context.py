@@ -210,10 +210,14 @@ def storage() -> Storage | None:
 
 def _opened(uri: str, storage: Storage | None) -> Any:
     """Its file system, by the keys that Flyte was given or finds in the environment, under s3fs's and adlfs's names."""
-    told: dict[str, str | None] = {}
+    told: dict[str, Any] = {}
     if uri.startswith(("s3://", "s3a://")):
         s3 = storage if isinstance(storage, S3) else S3.auto()
         told = {"key": s3.access_key_id, "secret": s3.secret_access_key, "endpoint_url": s3.endpoint}
+        if s3.region:
+            told["client_kwargs"] = {"region_name": s3.region}
+        if s3.addressing_style:
+            told["config_kwargs"] = {"s3": {"addressing_style": s3.addressing_style}}
     elif uri.startswith(("abfs://", "abfss://")):
         azure = storage if isinstance(storage, ABFS) else ABFS.auto()
         told = {name: getattr(azure, name) for name in OF_AZURE}
