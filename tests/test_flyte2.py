@@ -424,7 +424,7 @@ def test_azure_is_opened_by_the_keys_that_flyte_was_given(of_the_sdk: None, monk
     assert found == {"of_url": "abfs://bucket/a", "account_name": "account", "account_key": "hush"}
 
 
-@pytest.mark.parametrize("uri", ["names.csv", "memory://names.csv"])
+@pytest.mark.parametrize("uri", ["names.csv", "memory://names.csv", "simplecache::memory://names.csv"])
 def test_what_lies_elsewhere_is_opened_by_fsspec(uri: str) -> None:
     assert [type(each) for each in for_flyte2.url_to_fs(uri)] == [type(each) for each in fsspec.url_to_fs(uri)]
     assert for_flyte2.url_to_fs(uri) == fsspec.url_to_fs(uri)
