@@ -313,21 +313,40 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
     assert parts(world.brain.final_account(None)) == {"starting": 2.0, "data": 3.0}
 
 
+def answers(world: Trained, worker: str) -> list[tuple[int, float]]:
+    """The numbers of the requests that ranks there had answered, and the seconds of steps that they were told."""
+    told = [getattr(order, "order", None) for order in world.agent(worker).orders]
+    return [(each.number, each.goodput.stepping) for each in told if isinstance(each, Accounted)]
+
+
 def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: Callable[..., Trained]) -> None:
     world = world_of()
     world.go(1.0)
-    world.report(world.agent(W2), 1, GoodputWanted(1))
     world.spend(stepping=5.0)
     world.report(world.agent(W1), 0, GoodputWanted(1))
+    world.spend(stepping=7.0)
+    world.report(world.agent(W2), 1, GoodputWanted(1))
     world.report(world.agent(W1), 0, GoodputWanted(2))
-    answers = [
-        [order.order for order in agent.orders if isinstance(getattr(order, "order", None), Accounted)]
-        for agent in (world.agent(W1), world.agent(W2))
-    ]
-    assert [[(answer.number, answer.goodput.stepping) for answer in of_one] for of_one in answers] == [
-        [(1, 0.0), (2, 5.0)],
-        [(1, 0.0)],
-    ]
+    assert (answers(world, W1), answers(world, W2)) == ([(1, 5.0), (2, 12.0)], [(1, 5.0)])
+
+
+def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(1.0)
+    world.report(world.agent(W2), 1, GoodputWanted(1))
+    assert answers(world, W2) == []
+    world.spend(stepping=5.0)  # as rank 0 says before it asks itself, and now and then in any case
+    world.report(world.agent(W1), 0, GoodputWanted(1))
+    assert answers(world, W1) == answers(world, W2) == [(1, 5.0)]
+
+
+def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: Callable[..., Trained]) -> None:
+    world = world_of()
+    world.go(1.0)
+    world.spend(stepping=5.0)
+    world.report(world.agent(W1), 0, Spent({"stepping": 5.0}, is_last=True))
+    world.report(world.agent(W2), 1, GoodputWanted(1))
+    assert answers(world, W2) == [(1, 5.0)]
 
 
 # ---- The accountant alone -------------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     `output_dir`, as often as its `save_strategy` says, goes to `current_rank().checkpoint`, too, with the random
     generators of all ranks. When the gang is to stop, it saves once more and returns.
 
+    Its evaluations count as such where the gang's time has gone, `trainer.evaluate()` and `trainer.predict()` from
+    their second batch on.
+
     What it saves right after an evaluation has that one's numbers as metrics (`eval_loss`, say), by which
     `Gang(keep=Keep(best=..., metric=...))` keeps the best.
 
@@ -51,6 +54,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._is_evaluating = False
         self._evaluating = contextlib.ExitStack()
 
     @cached_property
@@ -78,6 +82,24 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         """Count what follows as evaluation, if it is one."""
         self._note_evaluation(control)
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count as evaluation what a program has asked for itself, from its second batch on: none says it begins."""
+        if not self._is_evaluating:
+            self._begin_evaluation()
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        """End what counts as evaluation."""
+        self._end_evaluation()
+
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -87,7 +109,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Remember what came of it, and at which step."""
-        self._evaluating.close()
+        self._end_evaluation()
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = state.global_step, numbers
 
@@ -111,6 +133,14 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     def _note_evaluation(self, control: TrainerControl) -> None:
         """The Trainer says when an evaluation has ended, but not that it begins: at once, if it is to evaluate."""
-        self._evaluating.close()
+        self._end_evaluation()
         if control.should_evaluate:
-            self._evaluating.enter_context(current_rank().evaluating())
+            self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        self._is_evaluating = True
+        self._evaluating.enter_context(current_rank().evaluating())
+
+    def _end_evaluation(self) -> None:
+        self._is_evaluating = False
+        self._evaluating.close()

@@ -53,6 +53,8 @@ class Attempt:
     """By the numbers of such requests, what rank 0 has got, and others get."""
     accounts: dict[int, Goodput] = field(default_factory=dict)
     """By the numbers of such requests, where ranks were told that the time has gone."""
+    accounts_wanted: list[tuple[Peer, int]] = field(default_factory=list)
+    """Such requests of other ranks than rank 0, answered when that one has next said what its time went into."""
     has_saved: bool = False
     """A checkpoint of its own is safe."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)

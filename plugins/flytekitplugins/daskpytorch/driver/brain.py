@@ -339,13 +339,22 @@ class Brain:
     ) -> None:
         """Note what a rank has used and done, and tell one where the time has gone that wants to know."""
         if isinstance(said, reports.GoodputWanted):
-            account = attempt.accounts.setdefault(said.number, self._accountant.goodput())
-            peer.send(messages.Tell(orders.Accounted(said.number, account)))
+            if rank and self._accountant.is_training and said.number not in attempt.accounts:
+                attempt.accounts_wanted.append((peer, said.number))
+            else:
+                self._tell_account(peer, attempt, said.number)
             return
         if isinstance(said, reports.Used):
             self._observe("used", said.usage)
         if rank == 0:
             self._accountant.hear(said)
+            wanted, attempt.accounts_wanted = attempt.accounts_wanted, []
+            for other, number in wanted:
+                self._tell_account(other, attempt, number)
+
+    def _tell_account(self, peer: Peer, attempt: Attempt, number: int) -> None:
+        account = attempt.accounts.setdefault(number, self._accountant.goodput())
+        peer.send(messages.Tell(orders.Accounted(number, account)))
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)

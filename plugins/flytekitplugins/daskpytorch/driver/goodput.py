@@ -75,6 +75,11 @@ class Accountant:
         self._training = _Training()
         self._shown_at = asked_at
 
+    @property
+    def is_training(self) -> bool:
+        """Whether rank 0 is in the middle of its work, and goes on saying what its time goes into."""
+        return self._phase == "training"
+
     def enter(self, phase: Literal["starting", "training", "waiting"]) -> None:
         """What the gang is in the middle of from now on; training: rank 0 has met the others."""
         self._go_on()
