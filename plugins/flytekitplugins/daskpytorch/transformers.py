@@ -89,14 +89,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         if not self._is_evaluating:
             self._begin_evaluation()
 
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any],
-        **kwargs: Any,
-    ) -> None:
+    def on_predict(self, *args: Any, **kwargs: Any) -> None:
         """End what counts as evaluation."""
         self._end_evaluation()
 
