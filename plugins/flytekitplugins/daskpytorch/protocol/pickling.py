@@ -8,10 +8,11 @@ as their globals, and whatever the bytes reach of the driver's is put there unde
 import io
 import pickle
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from types import FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -70,7 +71,21 @@ def spare_parts(max_size: int) -> Mapping[str, bytes]:
     return parts
 
 
+def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+    _, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _code, (code.co_filename, *parts)
+
+
+def _code(file_name: str, *parts: Any) -> CodeType:
+    """Code that knows its file, for tracebacks, debuggers and `inspect`: since 3.1.3 cloudpickle leaves that out."""
+    return CodeType(*parts).replace(co_filename=file_name)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar[ChainMap[type, Callable[..., Any]]] = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
+
     def __init__(
         self, file: io.BytesIO, max_size: int | None, put_aside: Callable[[memoryview], object] | None
     ) -> None:
