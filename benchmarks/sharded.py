@@ -7,6 +7,8 @@
 A model and its AdamW are sharded by FSDP2 over gloo; see `sharded_ways.py` for what each way does. The ways:
 
 ours         `rank.checkpoint.save_sharded`; committed when the driver says so.
+cached       The same with `Gang(shard_cache=...)`, on the disk of temporary files; restored by the next attempt of the
+             same gang, after a rank was killed, while the others' new ranks are another gang's and read the bucket.
 gathered     Our `rank.checkpoint.save` of the whole state, gathered on rank 0; kept when it is on the driver's disk.
 dcp          `torch.distributed.checkpoint.async_save`, in a thread, with torch's fsspec writer.
 dcp process  The same in a process.
@@ -47,6 +49,7 @@ TIME_LIMIT = 900.0
 IN_GANG = ("ours", "gathered", "dcp", "dcp process", "connector")
 LABELS = {
     "ours": "**`save_sharded`**",
+    "cached": "the same, with copies on the nodes",
     "gathered": "`save` of the gathered state",
     "dcp": "`async_save` (thread), fsspec",
     "dcp process": "`async_save` (process), fsspec",
@@ -67,7 +70,7 @@ Figures = dict[tuple[str, str], list[float]]
 
 def cell(way: str, what: str, values: list[float]) -> str:
     """The median, and from where to where they go; a peer's driver has nothing to do with it."""
-    if not values or (what in BYTES and what != "rank 0's memory" and way not in ("ours", "gathered")):
+    if not values or (what in BYTES and what != "rank 0's memory" and way not in ("ours", "cached", "gathered")):
         return "–"
     if what in BYTES:
         return f"{statistics.median(values) / 1e6:.1f} MB"
@@ -92,6 +95,10 @@ def rows(title: str, found: Figures) -> Iterator[Figure]:
             peer, goals = " or ".join(LABELS[each] for each in peers), [Goal(bound=1.0, at_most=True)]
             here, described = found["ours", what], f"sharded state, {title}: {SECONDS[what]}"
             yield Figure.beside(peer, best, share=True, what=described, here=here, goals=goals)
+    if ("cached", "same size") in found:
+        what = f"sharded state, {title}: restored from copies on the nodes' disks"
+        from_bucket = found["ours", "same size"]
+        yield Figure.beside("from the bucket", from_bucket, share=True, what=what, here=found["cached", "same size"])
     if through := found.get(("ours", "through the driver")):
         described = f"sharded state, {title}: through the driver, which are messages"
         yield Figure(what=described, here=[each / 1e6 for each in through], unit="MB")
@@ -161,7 +168,7 @@ def main() -> None:
                         "ranks": num_ranks,
                         "ways": ways[number % len(ways) :] + ways[: number % len(ways)],
                     }
-                    programs = ["gang", *(["ray"] if "ray" not in asked.skip else [])]
+                    programs = ["gang", *(way for way in ("cached", "ray") if way not in asked.skip)]
                     found = tables.setdefault(title, defaultdict(list))
                     here = folder / f"{number}-{num_ranks}-{place}"
                     for key, values in measured(order, programs, place, here).items():

@@ -1,6 +1,6 @@
 """The ways to keep a sharded state that `sharded.py` compares; its programs run this file.
 
-    python benchmarks/sharded_ways.py gang|ray ORDER       # ORDER is JSON; says "@record" and JSON for all it finds
+    python benchmarks/sharded_ways.py gang|cached|ray ORDER   # ORDER is JSON; says "@record" and JSON for all it finds
 
 The state is that of a model of linear layers, sharded by FSDP2, and of its AdamW: a third each are parameters and the
 two moments. Each way saves it twice, to a folder of its own in the bucket: the first warms up. Then new ranks with
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -184,12 +185,13 @@ class Connector(Dcp):
 
 WAYS: dict[str, Any] = {
     "ours": Ours(),
+    "cached": Ours(),
     "gathered": Gathered(),
     "dcp": Dcp(),
     "dcp process": Dcp(in_process=True),
     "connector": Connector(),
 }
-KEPT = ("ours", "gathered")
+KEPT = ("ours", "cached", "gathered")
 """Those of which the driver says when they are kept."""
 
 
@@ -269,6 +271,24 @@ def load_all(order: dict[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
+def save_and_start_again(order: dict[str, Any]) -> tuple[dict[str, Any]]:
+    """Save, and be killed; in the next attempt of the gang, in new ranks, load what was saved."""
+    from torch import distributed
+
+    rank, folder = distributed.get_rank(), Path(order["folder"])
+    saved = [folder / f"{number}.json" for number in range(distributed.get_world_size())]
+    if not saved[rank].exists():
+        [record] = save_all(order)
+        saved[rank].write_text(json.dumps(record))
+        distributed.barrier()  # all have written theirs
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.barrier()  # which fails, as a training's next collective would
+    record = json.loads(saved[rank].read_text())
+    [loaded] = load_all(order | {"checksum": record["checksum"]})
+    return (record | loaded,)
+
+
 # ---- Drivers --------------------------------------------------------------------------------------------------------
 
 
@@ -301,52 +321,81 @@ class Counted:
         self.num_bytes, self.peak = 0, Peak()
 
 
+class Launch:
+    """Runs functions as gangs that have one state, and sees when their saves are kept."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self._counted = Counted()
+        self._kept: dict[int, tuple[float, int, int]] = {}
+
+    def run(
+        self, function: Any, num_ranks: int, told: dict[str, Any], **settings: Any
+    ) -> list[tuple[dict[str, Any], ...]]:
+        """What its ranks return, way by way."""
+        from flytekitplugins.daskpytorch.driver.futures import GangFutures
+        from flytekitplugins.daskpytorch.driver.request import named, request_for
+        from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+        from flytekitplugins.daskpytorch.node.own_node import OwnNode
+        from flytekitplugins.daskpytorch.settings import Gang
+
+        uri = f"{self._order['uri']}/gang"
+        options = {"max_restarts": 0} | settings
+        request = request_for(
+            function, (self._order | told,), {}, Gang(ranks_per_worker=num_ranks, checkpoint_uri=uri, **options)
+        )
+        supervisor = Supervisor(named(request, "state"), OwnNode(), [self._clock()])
+        return list(zip(*GangFutures(supervisor, num_ranks).result(), strict=True))
+
+    def _clock(self) -> Any:
+        from flytekitplugins.daskpytorch.protocol.observer import Observer
+
+        counted, kept = self._counted, self._kept
+
+        class Clock(Observer):
+            def logged(self, record: Any) -> None:
+                if record.rank == 0:
+                    counted.begin()
+
+            def kept(self, step: int) -> None:
+                kept[step] = (time.time(), counted.num_bytes, counted.peak.grown())
+
+        return Clock()
+
+    def said(self, together: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+        """What saving by one way took, of what all ranks have found."""
+        way, step = together[0]["way"], together[0]["step"]
+        by_driver = self._kept[step] if way in KEPT else (max(record["ended"] for record in together), 0, 0)
+        return {
+            "way": way,
+            "stall": max(record["stall"] for record in together),
+            "committed": by_driver[0] - min(record["began"] for record in together),
+            "through the driver": by_driver[1],
+            "driver's memory": by_driver[2],
+            "rank 0's memory": together[0]["memory"],
+        }
+
+
 def gang(order: dict[str, Any]) -> None:
     """Save in one gang, load in two others."""
-    from flytekitplugins.daskpytorch.driver.futures import GangFutures
-    from flytekitplugins.daskpytorch.driver.request import named, request_for
-    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-    from flytekitplugins.daskpytorch.node.own_node import OwnNode
-    from flytekitplugins.daskpytorch.protocol.observer import Observer
-    from flytekitplugins.daskpytorch.settings import Gang
-
-    counted = Counted()
-    kept: dict[int, tuple[float, int, int]] = {}
-
-    class Clock(Observer):
-        def logged(self, record: Any) -> None:
-            if record.rank == 0:
-                counted.begin()
-
-        def kept(self, step: int) -> None:
-            kept[step] = (time.time(), counted.num_bytes, counted.peak.grown())
-
-    def run(function: Any, num_ranks: int, ways: list[str], **more: Any) -> list[tuple[dict[str, Any], ...]]:
-        told = order | {"ways": ways} | more
-        settings = Gang(ranks_per_worker=num_ranks, checkpoint_uri=f"{order['uri']}/gang", max_restarts=0)
-        request = named(request_for(function, (told,), {}, settings), "state")
-        by_rank = GangFutures(Supervisor(request, OwnNode(), [Clock()]), num_ranks).result()
-        return list(zip(*by_rank, strict=True))
-
-    saved = run(save_all, order["ranks"], order["ways"])
+    launch = Launch(order)
+    saved = launch.run(save_all, order["ranks"], {})
     for together in saved:
-        way, step = together[0]["way"], together[0]["step"]
-        began = min(record["began"] for record in together)
-        by_driver = kept[step] if way in KEPT else (max(record["ended"] for record in together), 0, 0)
-        say(
-            {
-                "way": way,
-                "stall": max(record["stall"] for record in together),
-                "committed": by_driver[0] - began,
-                "through the driver": by_driver[1],
-                "driver's memory": by_driver[2],
-                "rank 0's memory": together[0]["memory"],
-            }
-        )
+        say(launch.said(together))
     total = saved[0][0]["checksum"]
     for what, num_ranks in (("same size", order["ranks"]), ("half size", order["ranks"] // 2)):
-        for together in run(load_all, num_ranks, order["ways"], checksum=total):
+        for together in launch.run(load_all, num_ranks, {"checksum": total}):
             say({"way": together[0]["way"], what: max(record["load"] for record in together)})
+
+
+def cached(order: dict[str, Any]) -> None:
+    """Save, and load in the next attempt of the same gang, whose nodes have copies of what they wrote."""
+    launch = Launch(order)
+    folder = tempfile.mkdtemp(dir=os.environ["TMPDIR"])
+    told = {"ways": ["cached"], "folder": folder}
+    settings = {"shard_cache": f"{folder}/shards", "max_restarts": 1}
+    [together] = launch.run(save_and_start_again, order["ranks"], told, **settings)
+    say(launch.said(together) | {"same size": max(record["load"] for record in together)})
 
 
 def ray(order: dict[str, Any]) -> None:
@@ -451,5 +500,5 @@ def ray_load(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {"gang": gang, "ray": ray}[sys.argv[1]](json.loads(sys.argv[2]))
+    {"gang": gang, "cached": cached, "ray": ray}[sys.argv[1]](json.loads(sys.argv[2]))
     say({})
