@@ -129,6 +129,17 @@ def lightning_fabric(_: Path) -> dict[str, Any]:
 
     fabric = Fabric()
     fabric.launch()
+    return trained_by(fabric)
+
+
+def fabric_run(_: Path) -> dict[str, Any]:
+    """A program for `fabric run`, which leaves the launch to that."""
+    from lightning.fabric import Fabric
+
+    return trained_by(Fabric())
+
+
+def trained_by(fabric: Any) -> dict[str, Any]:
     model = network()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     num_batches = 0
@@ -139,7 +150,7 @@ def lightning_fabric(_: Path) -> dict[str, Any]:
             optimizer.step()
             num_batches += 1
     ranks = float(fabric.all_reduce(torch.tensor(float(fabric.global_rank + 1)), reduce_op="sum"))
-    three = refusal(lambda: Fabric(devices=3, accelerator="cpu"))
+    three = refusal(lambda: type(fabric)(devices=3, accelerator="cpu"))
     return found(model, alone(), num_batches=num_batches, size=fabric.world_size, ranks=ranks, three=three)
 
 
@@ -285,6 +296,7 @@ EXAMPLES: dict[str, Callable[[Path], dict[str, Any]]] = {
     for example in (
         lightning_trainer,
         lightning_fabric,
+        fabric_run,
         accelerate,
         transformers,
         torchmetrics,

@@ -120,6 +120,9 @@ def test_a_fabric_that_does_not_fit_is_an_error_when_it_is_made(monkeypatch: pyt
         def __init__(self, devices: int) -> None:
             self.strategy = strategy(devices)
 
+        def _validate_launched(self) -> None:
+            """As Fabric's own methods call it."""
+
     module_with(monkeypatch, "lightning_fabric.fabric", Fabric=Fabric)
     libraries.guide()
     assert Fabric(2)

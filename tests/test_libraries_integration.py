@@ -42,7 +42,7 @@ from flytekitplugins.daskpytorch.protocol import host
 from pages import PAGES, block
 from processes import Cluster, dask_cluster, nothing_left_behind
 
-PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning"}
+PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning", "fabric_run": "lightning"}
 """What an example needs that is not called like it; those of torch need nothing."""
 OF_TORCH = ("fsdp2", "tensor_parallel", "zero", "dcp")
 HERE = [
@@ -150,6 +150,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     )
     * 2,
     "lightning_fabric": ({"size": 2, "num_batches": 3, "ranks": 3.0, "three": ALONE},) * 2,
+    "fabric_run": ({"size": 2, "num_batches": 3, "ranks": 3.0, "three": ALONE},) * 2,
     "accelerate": ({"size": 2, "num_batches": 3, "ranks": 3.0},) * 2,
     "transformers": ({"size": 2, "num_batches": 3},) * 2,
     "fsdp2": ({"num_batches": 3, "mine": 38},) * 2,  # of 76 weights

@@ -523,9 +523,28 @@ def test_a_local_dask_cluster_task_says_where_its_deck_is(
 def test_a_process_that_ran_a_task_looks_for_no_garbage_at_its_end(
     without_processes: type[_Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_exit: list[object] = []
+    at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
     signals.exit_quickly.cache_clear()
     for _ in range(2):
         with_deck(steps=8)
-    assert at_exit == [gc.freeze]
+    [leave_garbage] = [function for function in at_exit if function.__module__ == signals.__name__]
+    left: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: left.append(True))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    leave_garbage()
+    assert left == [True]
+
+
+def test_a_process_in_which_triton_is_imported_ends_without_a_list_of_its_garbage() -> None:
+    pytest.importorskip("triton", reason="torch brings triton where it is built for CUDA alone")
+    program = """
+import atexit, sys
+atexit.register(lambda: print("the last word", file=sys.stderr))
+import torch._dynamo, triton
+from flytekitplugins.daskpytorch.task.signals import exit_quickly
+exit_quickly()
+sys.exit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.stderr, ended.stdout, ended.returncode) == ("the last word\n", "", 3)

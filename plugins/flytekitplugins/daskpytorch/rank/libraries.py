@@ -92,6 +92,20 @@ def _check_fabrics(module: ModuleType) -> None:
         _check_strategy(module, "Fabric", fabric.strategy)
 
     module.Fabric.__init__ = begin_checked
+    _launch_fabrics(module.Fabric)
+
+
+def _launch_fabrics(fabrics: type[Any]) -> None:
+    """When they are first used: a program for `fabric run` leaves that to it, and here the gang has done its work."""
+    check = fabrics._validate_launched  # noqa: SLF001 - which all of its methods call that need processes
+
+    @functools.wraps(check)
+    def launch_and_check(fabric: Any) -> None:
+        if not fabric._launched:  # noqa: SLF001
+            fabric.launch()
+        check(fabric)
+
+    fabrics._validate_launched = launch_and_check  # noqa: SLF001
 
 
 def _check_strategy(module: ModuleType, name: str, strategy: Any) -> None:

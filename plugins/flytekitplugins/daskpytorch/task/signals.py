@@ -4,7 +4,9 @@ import atexit
 import contextlib
 import functools
 import gc
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -20,7 +22,26 @@ SIGTERM = "the task was told to end (SIGTERM)"
 @functools.cache
 def exit_quickly() -> None:
     """Have this process end without a last search for garbage, which takes two seconds where torch is imported."""
-    atexit.register(gc.freeze)
+    atexit.register(_leave_garbage)
+
+
+def _leave_garbage() -> None:
+    gc.freeze()
+    if "triton" in sys.modules:
+        globals()["_silence"] = _Silence()
+
+
+class _Silence:
+    """Ends standard error when the last of Python's modules are cleared, after all that writes there by then.
+
+    The library by which triton is bound to Python counts what garbage was left, and lists it in 30 lines.
+    """
+
+    def __init__(self) -> None:
+        self._redirect = functools.partial(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
+
+    def __del__(self) -> None:
+        self._redirect()
 
 
 @contextlib.contextmanager
