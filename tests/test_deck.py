@@ -474,6 +474,18 @@ def test_each_rank_has_its_usage_and_its_lines() -> None:
     assert ["1", "40", "10", "1.5", "0.2", "2.00", "3.00"] in rows_of(page)
 
 
+def test_a_program_that_logs_nothing_is_told_how_and_its_steps_are_counted() -> None:
+    recorder = Recorder(clock=Clock())
+    recorder.used(usage(0, 1_000.0, 10))
+    page = body(recorder)
+    assert "Nothing has been logged yet. What current_rank().log({...}) is given is drawn here" in page
+    assert re.search(r"steps</dt>\s*<dd[^>]*>10<", page)
+    recorder.ended(None)
+    assert "Nothing was logged." in body(recorder)
+    recorder.logged(record(0, loss=1.0))
+    assert "logged" not in body(recorder)
+
+
 def test_of_many_ranks_the_slowest_the_middle_and_the_fastest_are_drawn() -> None:
     recorder = Recorder(clock=Clock())
     recorder.placed(shape(9))

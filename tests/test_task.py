@@ -517,7 +517,9 @@ def test_a_local_dask_cluster_task_says_where_its_deck_is(
     with contextlib.suppress(ValueError):
         orchestrate()
     [line] = capfd.readouterr().err.splitlines()
-    assert "<p>so far</p>" in Path(line.removeprefix("orchestrate: Deck: ")).read_text()
+    page = Path(line.removeprefix("orchestrate: Deck: ")).read_text()
+    assert "<p>so far</p>" in page
+    assert re.findall(r"<li[^>]*>\s*(\w+)", page)[:2] == ["Mine", "Timeline"]  # the tabs
 
 
 def test_a_process_that_ran_a_task_looks_for_no_garbage_at_its_end(

@@ -115,6 +115,8 @@ def _figures(training: Training) -> dict[str, object]:
         left = _seconds_left(training)
         if left is not None:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
+    elif num_steps := max((rank.usage.num_steps for rank in training.ranks), default=0):
+        figures["steps"] = num_steps
     figures["took" if training.state.is_over else "running for"] = report.duration(training.seconds)
     if training.goodput is not None:
         figures["goodput"] = (f"{training.goodput.share:.0%}", "of the time in steps")
@@ -159,6 +161,8 @@ def _num_done(record: LogRecord) -> int:
 def _learning(training: Training) -> Iterable[str]:
     charts = [chart for chart in training.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
     if not charts:
+        if training.record is None and training.ranks:
+            yield report.section("Is it learning?", report.text(_nothing_logged(training.state), quiet=True))
         return
     charts.sort(key=_is_level)
     num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in training.charts)
@@ -174,6 +178,13 @@ def _learning(training: Training) -> Iterable[str]:
     if training.is_crowded:
         pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
     yield report.section("Is it learning?", *pieces)
+
+
+def _nothing_logged(state: State) -> str:
+    return (
+        f"Nothing {'was' if state.is_over else 'has been'} logged{'' if state.is_over else ' yet'}. What "
+        "current_rank().log({...}) is given is drawn here, and what the callbacks for Lightning and Transformers take."
+    )
 
 
 def _is_level(chart: Chart) -> bool:

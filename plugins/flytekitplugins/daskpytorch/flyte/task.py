@@ -66,7 +66,11 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
             self._deck_fields.remove(DeckField.DEPENDENCIES)
 
     def _write_decks(self, *args: Any) -> None:
-        """Write them with a list of packages of our own: for flytekit's, pip runs twice, which takes seconds."""
+        """Write them, those that the task's code has made before flytekit's.
+
+        With a list of packages of our own: for flytekit's, pip runs twice, which takes seconds.
+        """
+        args[-1].decks.sort(key=lambda deck: deck.name == DeckField.TIMELINE.value)
         if self._lists_packages:
             from flytekitplugins.daskpytorch.report import card, page, table
 
