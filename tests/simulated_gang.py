@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,22 @@ from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer, ShardStorage, Worker
-from flytekitplugins.daskpytorch.driver.events import Committed, Event, Gone, NotLaunched, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.events import (
+    Beaten,
+    Committed,
+    Event,
+    Gone,
+    NotLaunched,
+    RankSaid,
+    Said,
+    Uploaded,
+)
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import heartbeat, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
@@ -119,6 +128,7 @@ class Agent:
     brought: list[Chosen] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     """The steps that are kept, as it was told."""
+    heard_at: float = 0.0
     is_suspended: bool = False
     is_gone: bool = False
     is_closed: bool = False
@@ -304,7 +314,7 @@ class World:
             self.clock.now = min(end, self.clock.now + (1.0 if beats else seconds))
             for agent in self.connected() if beats else ():
                 if not agent.is_suspended:
-                    self.say(agent, messages.Heartbeat())
+                    agent.heard_at = self.clock()
             self.feed()
 
     # ---- agents
@@ -318,6 +328,7 @@ class World:
 
     def say(self, agent: Agent, message: messages.FromAgent) -> None:
         if not agent.is_gone and not agent.is_hung_up:
+            agent.heard_at = self.clock()
             self.feed(Said(agent, message))  # type: ignore[arg-type]
 
     def join(self, worker: str) -> Agent:
@@ -443,7 +454,14 @@ class World:
 
     def report(self, agent: Agent, rank: int, report: ShortReport | Part) -> None:
         if not agent.is_gone and not agent.is_hung_up:
+            agent.heard_at = self.clock()
             self.feed(RankSaid(agent, rank, [report]))  # type: ignore[arg-type]
+
+    def beat(self, agent: Agent, num_moves: Mapping[int, int]) -> None:
+        """It tells of its ranks' signs of life."""
+        if not agent.is_gone and not agent.is_hung_up:
+            agent.heard_at = self.clock()
+            self.feed(Beaten({agent: heartbeat.packed(num_moves)}))  # type: ignore[dict-item]
 
     def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False) -> None:
         if agent.ranks.pop(rank, None) is not None:

@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import cloudpickle
 import pytest
 
-from flytekitplugins.daskpytorch.driver.events import Gone, RankSaid, Said
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.agent import MAX_LINE, _Lines
-from flytekitplugins.daskpytorch.protocol import code, messages
+from flytekitplugins.daskpytorch.protocol import code, heartbeat, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -54,6 +55,12 @@ def meet() -> str:
     return "trained"
 
 
+def log_three_times() -> None:
+    for step in range(3):
+        current_rank().log({"loss": 1.0}, step=step)
+    wait_for_ever()
+
+
 def wait_for_ever() -> None:
     threading.Event().wait()
 
@@ -75,29 +82,45 @@ class Driver:
             while self.unheard:
                 if isinstance(each := self.unheard.popleft(), wanted):
                     return each
-            match self.events.get(timeout=60):
-                case Said(connection, message):
-                    self.unheard.append(message)
-                    if isinstance(message, messages.Hello):
-                        self.connection, self.node = connection, message.node
-                case RankSaid(_, _, reports):  # those that came together
-                    self.unheard.extend(reports)
-                case Gone(connection) if connection is self.connection:
-                    raise EOFError("the agent has gone")
+            self._take(self.events.get(timeout=60))
+
+    def hear_beat(self) -> None:
+        """Wait for the agent's next heartbeat; keep what comes before it."""
+        assert self.connection is not None
+        before = self.connection.heard_at
+        until(lambda: self.connection is not None and self.connection.heard_at > before, "a heartbeat")
+        while not self.events.empty():
+            self._take(self.events.get())
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Said(connection, message):
+                self.unheard.append(message)
+                if isinstance(message, messages.Hello):
+                    self.connection, self.node = connection, message.node
+            case RankSaid(_, _, reports):  # those that came together
+                self.unheard.extend(reports)
+            case Beaten(newest):
+                self.unheard.extend(dict(heartbeat.unpacked(beat)) for beat in newest.values())
+            case Gone(connection) if connection is self.connection:
+                raise EOFError("the agent has gone")
 
     def send(self, message: messages.ToAgent) -> None:
         assert self.connection is not None
         self.connection.send(message)
 
-    def start(self, function: Callable[[], object] = meet, sources: code.Code | None = None) -> None:
+    def start(
+        self, function: Callable[[], object] = meet, sources: code.Code | None = None, pulse: float | None = None
+    ) -> None:
         """Have the only rank started."""
         assert self.node is not None
         [[place]] = place_ranks([self.node], 1)
-        self.send(messages.Start(job(function), sources or code.pack_code(), [place]))
+        self.send(messages.Start(job(function, pulse), sources or code.pack_code(), [place]))
 
 
-def job(function: Callable[[], object]) -> Job:
+def job(function: Callable[[], object], pulse: float | None = None) -> Job:
     return Job(
+        pulse=pulse,
         gang="g",
         attempt=0,
         call=code.pack_call(function, (), {}),
@@ -139,8 +162,8 @@ def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
     [idle] = ranks_of(fork_server())
     idle.kill()
     until(lambda: not is_alive(idle.pid), "the rank to end")
-    for _ in range(driver.events.qsize() + 2):  # those of before, and two from after its end
-        driver.hear(messages.Heartbeat)
+    for _ in range(2):  # the first may have been on its way
+        driver.hear_beat()
     driver.start()
     assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
 
@@ -298,6 +321,14 @@ def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path)
         made.close()
 
 
+def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver: Driver) -> None:
+    driver.start(log_three_times, pulse=0.01)
+    driver.hear(Ready)
+    while driver.hear(dict) != {0: 3}:
+        pass
+    assert driver.hear(dict) == {0: 3}  # though nothing has changed
+
+
 # ---- A rank that hangs -----------------------------------------------------------------------------------------------
 
 
@@ -306,11 +337,11 @@ def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Drive
     driver.hear(Ready)
     [rank] = ranks_of(fork_server())
     for _ in range(2):
-        said: messages.Lines | messages.Heartbeat | None = None
-        while not isinstance(said, messages.Lines) or "in wait_for_ever" not in "".join(said.lines):
+        driver.unheard.clear()
+        while not any(isinstance(said, messages.Lines) and "in wait_for_ever" in str(said) for said in driver.unheard):
             # Again with each heartbeat: it was on its way there, or another thread than Python's was given the signal.
             rank.send_signal(DUMP_SIGNAL)
-            said = driver.hear(messages.Lines | messages.Heartbeat)  # type: ignore[arg-type]
+            driver.hear_beat()
 
 
 def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_down(driver: Driver) -> None:

@@ -10,7 +10,7 @@ from clock import Clock
 from flytekitplugins.daskpytorch.driver import agents as roster_module
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, SILENCE_INTERVAL, Agents, Peer
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Heartbeat, Hello
+from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Close, Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from processes import ends
 
@@ -196,8 +196,8 @@ def test_failure_of_an_agent_that_had_said_hello_refuses_nobody(register: Agents
 def test_broadcast_reaches_all_and_does_not_mind_those_that_have_gone(register: Agents) -> None:
     hello(register, W1, W2)
     agents[0].close()
-    register.broadcast(Heartbeat())
-    assert agents[1].recv() == Heartbeat()
+    register.broadcast(Close())
+    assert agents[1].recv() == Close()
 
 
 def test_hanging_up_wakes_the_other_side_and_a_reader_on_this_side() -> None:
@@ -263,7 +263,7 @@ def test_silent_worker_is_asked_again_but_nobody_counts_on_it_until_it_speaks(
     register: Agents, cluster: Cluster
 ) -> None:
     hello(register, W1, W2)
-    register.peers[W1].heard_at -= MAX_SILENCE + 1
+    register.peers[W1].connection.heard_at -= MAX_SILENCE + 1
     for peer in silent(register):
         register.forget(peer.connection)
         register.give_up_silent(peer)
@@ -424,18 +424,18 @@ def test_unanswered_look_gives_nobody_up(register: Agents, cluster: Cluster) -> 
 def test_agent_that_has_not_spoken_for_long_is_silent(register: Agents) -> None:
     hello(register, W1, W2)
     assert silent(register) == []
-    register.peers[W1].heard_at -= MAX_SILENCE - 1
+    register.peers[W1].connection.heard_at -= MAX_SILENCE - 1
     assert silent(register) == []
-    register.peers[W1].heard_at -= 2
+    register.peers[W1].connection.heard_at -= 2
     assert [peer.node.worker for peer in silent(register)] == [W1]
 
 
 def test_nobody_is_silent_when_this_process_was_asleep(register: Agents) -> None:
     hello(register, W1, W2)
     for peer in register.peers.values():
-        peer.heard_at -= MAX_SILENCE + 1
+        peer.connection.heard_at -= MAX_SILENCE + 1
     register._looked_at -= MAX_SILENCE + 1
     assert silent(register) == []
     assert silent(register) == []
-    register.peers[W2].heard_at -= MAX_SILENCE + 1
+    register.peers[W2].connection.heard_at -= MAX_SILENCE + 1
     assert [peer.node.worker for peer in silent(register)] == [W2]

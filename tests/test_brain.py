@@ -39,7 +39,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Moved, Remembered, Saved, Wanted
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Saved, Wanted
 from flytekitplugins.daskpytorch.settings import Keep
 from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
 
@@ -851,11 +851,11 @@ def test_gang_that_moves_again_while_it_is_asked_goes_on(world_of: MakeWorld) ->
     world = world_of(hang_timeout=10.0)
     world.form()
     for agent in world.connected():
-        world.report(agent, next(iter(agent.ranks)), Moved(1))
+        world.beat(agent, dict.fromkeys(agent.ranks, 1))
     world.wait(9.9)
     world.wait(0.2)
-    world.report(world.agent(W1), 0, Moved(2))
-    world.report(world.agent(W2), 1, Moved(2))
+    world.beat(world.agent(W1), {0: 2})
+    world.beat(world.agent(W2), {1: 2})
     world.obey_all()
     world.wait(5.0)
     assert len(world.starts) == 1
@@ -887,11 +887,24 @@ def test_ranks_that_wait_for_a_commit_do_not_hang_but_after_it_they_may(world_of
     assert isinstance(raised(world), GangHungError)
 
 
+def test_heartbeats_count_for_the_ranks_of_their_agent_alone(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.form()
+    for moves in range(1, 12):
+        world.beat(world.agent(W1), {0: moves, 1: moves})  # of which the second is another agent's
+        world.wait(1.0)
+        world.obey_all()
+    for _ in range(3):
+        world.wait(1.0)
+        world.obey_all()
+    assert isinstance(raised(world), GangHungError)
+
+
 def test_ranks_that_have_moved_say_so_with_their_answer(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=10.0, max_restarts=0)
     world.form()
     for worker, rank in ((W1, 0), (W2, 1)):
-        world.report(world.agent(worker), rank, Moved(3))
+        world.beat(world.agent(worker), {rank: 3})
     world.wait(10.0)
     for worker, rank in ((W1, 0), (W2, 1)):
         locate(world, worker, rank, "busy")
@@ -1036,7 +1049,7 @@ def watch(world: World, seconds: float) -> None:
 def formed(world: World) -> World:
     world.form()
     for agent in world.connected():
-        world.report(agent, next(iter(agent.ranks)), Moved(0))
+        world.beat(agent, dict.fromkeys(agent.ranks, 0))
     return world
 
 
@@ -1068,7 +1081,7 @@ def test_nobody_hangs_where_nobody_waits_or_says_so(world_of: MakeWorld, recalle
 def test_silence_is_allowed_ten_times_as_long_as_the_slowest_before_it(world_of: MakeWorld) -> None:
     world = formed(world_of(max_restarts=0))
     watch(world, 100)
-    world.report(world.agent(W1), 0, Moved(1))
+    world.beat(world.agent(W1), {0: 1})
     world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
     watch(world, 1000)
     assert not world.is_over
@@ -1081,7 +1094,7 @@ def test_gang_in_which_anybody_moves_does_not_hang(world_of: MakeWorld) -> None:
     world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
     for moves in range(1, 20):
         watch(world, 200)
-        world.report(world.agent(W2), 1, Moved(moves))
+        world.beat(world.agent(W2), {1: moves})
     assert not world.is_over
 
 

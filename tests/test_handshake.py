@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Lines
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Leaving, Lines
 from processes import num_open_files, refuse
 
 TOKEN = b"t" * 32
@@ -108,8 +108,8 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
 
 def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
-        connection.send(Heartbeat())
-        assert heard(events) == Heartbeat()
+        connection.send(Leaving())
+        assert heard(events) == Leaving()
     assert isinstance(events.get(), Gone)
 
 
@@ -161,11 +161,11 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
         stranger = connected(listener)
         take(stranger, 32)  # his time has begun; the agent has its own
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
-        connection.send(Heartbeat())
-        assert heard(events) == Heartbeat()
+        connection.send(Leaving())
+        assert heard(events) == Leaving()
         assert_sent_away(stranger, events)
-        connection.send(Heartbeat())  # the limit was only for the handshake
-        assert heard(events) == Heartbeat()
+        connection.send(Leaving())  # the limit was only for the handshake
+        assert heard(events) == Leaving()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
@@ -217,8 +217,8 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
             most = max(most, num_open_files() - files - len(strangers))
     assert most <= 4
     with contextlib.closing(agent.dial(order(listener.address))) as connection:
-        connection.send(Heartbeat())
-        assert heard(events) == Heartbeat()
+        connection.send(Leaving())
+        assert heard(events) == Leaving()
     for each in strangers:
         assert_sent_away(each, queue.SimpleQueue())
 

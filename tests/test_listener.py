@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
-import resource
 import socket
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import listener
-from flytekitplugins.daskpytorch.driver.events import Event, Gone, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
@@ -24,9 +24,10 @@ from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol import heartbeat
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection
-from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Heartbeat, Hello, Lines, OnFailure, Upload
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello, Leaving, Lines, OnFailure, Reported, Upload
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, refuse, until
 
@@ -52,8 +53,8 @@ def dial(ear: Listener, events: queue.SimpleQueue[Event]) -> Iterator[Callable[[
 
     def dial() -> Connection:
         agents.append(agent.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)))
-        agents[-1].send(Heartbeat())
-        assert heard(events) == Heartbeat()
+        agents[-1].send(Leaving())
+        assert heard(events) == Leaving()
         return agents[-1]
 
     yield dial
@@ -90,8 +91,8 @@ def test_an_agent_that_stops_within_a_message_holds_up_no_other(
     for rank in range(3):
         other.send(Lines(rank, []))
         assert heard(events) == Lines(rank, [])
-    stuck._sock.sendall(message[cut:] + framed(Heartbeat()))
-    assert [heard(events), heard(events)] == [Lines(7, ["late"]), Heartbeat()]
+    stuck._sock.sendall(message[cut:] + framed(Leaving()))
+    assert [heard(events), heard(events)] == [Lines(7, ["late"]), Leaving()]
 
 
 def test_a_message_that_cannot_be_opened_ends_only_its_agent(
@@ -101,8 +102,8 @@ def test_a_message_that_cannot_be_opened_ends_only_its_agent(
     broken.send_frame(b"no pickle")
     assert heard(events) is Gone
     assert "UnpicklingError" in capfd.readouterr().err
-    other.send(Heartbeat())
-    assert heard(events) == Heartbeat()
+    other.send(Leaving())
+    assert heard(events) == Leaving()
 
 
 def test_what_an_agent_said_before_it_went_is_heard(
@@ -139,8 +140,8 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection, thread = dial(), listening()[-1]
     ear.close()
     until(lambda: ear._server.fileno() < 0, "the end of accepting")
-    connection.send(Heartbeat())
-    assert heard(events) == Heartbeat()
+    connection.send(Leaving())
+    assert heard(events) == Leaving()
     connection.close()
     thread.join()
     assert not thread.is_alive()
@@ -201,8 +202,8 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     ear = Listener("127.0.0.1", TOKEN, events, serve, refuse)
     callers = [dial_only(ear) for _ in range(4)]
-    callers[0].send(Heartbeat())
-    callers[1].send(Heartbeat())
+    callers[0].send(Leaving())
+    callers[1].send(Leaving())
     callers[2].send(Upload(CheckpointFile(attempt=0, step=1, size=9, digest="")))
     assert is_serving.wait()
     until(lambda: len(ear._agents) == 2, "the agents")
@@ -227,13 +228,13 @@ def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> Non
     files, events = num_open_files(), queue.SimpleQueue[Event]()
     ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
     with contextlib.closing(dial_only(ear)) as connection:
-        connection.send(Heartbeat())
+        connection.send(Leaving())
         until(events.qsize, "its word")
     ear.close()
     ear._thread.join()
     ear.end()
     assert num_open_files() <= files
-    assert [heard(events), heard(events)] == [Heartbeat(), Gone]  # which had its connection until now
+    assert [heard(events), heard(events)] == [Leaving(), Gone]  # which had its connection until now
 
 
 def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +252,7 @@ def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: py
 
     monkeypatch.setattr(listener._Caller, "read", read)
     late = dial_only(ear)
-    late.send(Heartbeat())
+    late.send(Leaving())
     assert is_opening.wait()
     monkeypatch.setattr(Connection, "hang_up", lambda _: None)  # it was done before this one was known
     ending = threading.Thread(target=ear.end)
@@ -292,7 +293,7 @@ EXHAUSTED = """
 import os, queue, resource, socket, sys, time
 from flytekitplugins.daskpytorch.driver import listener
 from flytekitplugins.daskpytorch.protocol import handshake
-from flytekitplugins.daskpytorch.protocol.messages import Heartbeat
+from flytekitplugins.daskpytorch.protocol.messages import Leaving
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 events = queue.SimpleQueue()
@@ -315,8 +316,8 @@ for caller in callers[1:]:
     caller.connect(ear.address)
 agents = [handshake.introduce(caller, b"t") for caller in callers]
 for agent in agents:
-    agent.send(Heartbeat())
-    assert events.get().message == Heartbeat()
+    agent.send(Leaving())
+    assert events.get().message == Leaving()
 ear.end()
 print("heard")
 """
@@ -349,14 +350,70 @@ def no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_more_agents_can_come_than_files_could_be_open_before() -> None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
-    try:
-        Listener("127.0.0.1", TOKEN, queue.SimpleQueue(), refuse, refuse).end()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(listener.MAX_FILES, limit[1]), limit[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+# ---- Signs of life
+
+
+def test_a_heartbeat_that_tells_of_no_rank_is_heard_and_nobody_is_told(
+    dial: Callable[[], Connection], ear: Listener, events: queue.SimpleQueue[Event]
+) -> None:
+    connection = dial()
+    [caller] = ear._agents.values()
+    before = caller.connection.heard_at
+    connection.send_frame(heartbeat.packed({}))
+    until(lambda: caller.connection.heard_at > before, "it to be heard")
+    connection.send(Leaving())
+    assert heard(events) == Leaving()
+
+
+def test_heartbeats_come_together_and_of_each_agent_the_newest(
+    dial: Callable[[], Connection], ear: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = [dial() for _ in range(20)]
+    monkeypatch.setattr(listener, "BEAT_INTERVAL", 3600.0)
+    for number, each in enumerate(agents * 5):
+        each.send_frame(heartbeat.packed({number % 20: number, 20 + number % 20: number}))
+    newest = [heartbeat.packed({number: 80 + number, 20 + number: 80 + number}) for number in range(20)]
+    until(lambda: sorted(ear._beats.values()) == sorted(newest), "all to be heard")
+    assert events.empty()
+    ear._beats_due = 0.0
+    agents[0].send_frame(heartbeat.packed({}))  # it looks at the time again
+    beaten = events.get()
+    assert isinstance(beaten, Beaten)
+    assert sorted(beaten.newest.values()) == sorted(newest)
+
+
+def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "BEAT_INTERVAL", 3600.0)
+    first, second = dial(), dial()
+    first.send_frame(heartbeat.packed({0: 1}))
+    second.send_frame(heartbeat.packed({1: 1}))
+    second.send(Leaving())  # its rank may be another attempt's from here on
+    beaten = events.get()
+    assert isinstance(beaten, Beaten)
+    assert [dict(heartbeat.unpacked(beat)) for beat in beaten.newest.values()] == [{1: 1}]
+    assert heard(events) == Leaving()
+
+
+def test_many_reports_in_a_message_are_several_events_so_that_few_of_them_wait(
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = dial()
+    monkeypatch.setattr(listener, "MAX_WAITING", 4)
+    records = [LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={}) for step in range(1000)]
+    connection.send(Reported(0, pickle.dumps(records)))
+    connection.send(Leaving())
+    most, said = 0, []
+    while len(said) < len(records):
+        most = max(most, events.qsize())
+        event = events.get()
+        assert isinstance(event, RankSaid)
+        assert len(event.reports) <= listener.MAX_REPORTS
+        said += event.reports
+    assert said == records
+    assert most <= 4
+    assert heard(events) == Leaving()
 
 
 def test_the_work_for_a_message_does_not_grow_with_the_number_of_agents(
@@ -386,12 +443,12 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
         with contextlib.ExitStack() as dialled:
             agents = [dialled.enter_context(contextlib.closing(agent.dial(order))) for _ in range(num_agents)]
             for each in agents:  # their first words are heard by other threads
-                each.send(Heartbeat())
+                each.send(Leaving())
                 heard(events)
             until(lambda: len(ear._agents) == num_agents, "all agents")
             before = calls
             for each in agents * 20:
-                each.send(Heartbeat())
+                each.send(Leaving())
                 heard(events)
             after = calls
         assert [heard(events) for _ in agents] == [Gone] * num_agents  # before the ear ends, which may hear less

@@ -10,7 +10,7 @@ from flytekitplugins.daskpytorch.driver.events import Interrupted
 from flytekitplugins.daskpytorch.driver.prompts import KEPT_FOR, Prompts
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import debugging, messages, orders
-from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Moved, Waits
+from flytekitplugins.daskpytorch.protocol.reports import AtPrompt, LeftPrompt, Waits
 from simulated_gang import World, raised
 
 
@@ -76,8 +76,7 @@ def world(tmp_path: Path) -> World:
     world.form()
     for agent in world.connected():
         agent.orders.clear()
-        for rank in agent.ranks:
-            world.report(agent, rank, Moved(1))
+        world.beat(agent, dict.fromkeys(agent.ranks, 1))
     return world
 
 

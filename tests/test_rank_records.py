@@ -12,7 +12,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol import reports
-from flytekitplugins.daskpytorch.protocol.reports import Hint, Moved, Report, unpack
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, unpack
 from flytekitplugins.daskpytorch.rank import records as records_module
 from flytekitplugins.daskpytorch.rank.main import _Link
 
@@ -51,11 +51,11 @@ def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[_Link
     link, agents = agent
     link.records.add(record(0))
     link.records.add(record(1))
-    link.send(Moved(1))
+    link.send(Held(1))
     link.records.add(record(2))
     link.submit("", "loss.json", b"{}")
     said = [report for message in arrived(agents) for report in message]
-    assert said[:4] == [record(0), record(1), Moved(1), record(2)]
+    assert said[:4] == [record(0), record(1), Held(1), record(2)]
     assert len(said) > 4
 
 

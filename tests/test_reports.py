@@ -13,7 +13,7 @@ import pytest
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol import reports, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Moved, Ready, Report, Returned, Saved
+from flytekitplugins.daskpytorch.protocol.reports import FolderWanted, Held, Ready, Report, Returned, Saved
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def gathered_until_closed(channel: Connection) -> list[bytes]:
     messages: list[bytes] = []
     try:
         while True:
-            messages += reports.gather(channel)
+            messages += reports.gather(channel).messages
     except EOFError:
         return messages
 
@@ -44,10 +44,10 @@ def opened(messages: list[bytes]) -> list[Report]:
 def test_reports_that_have_come_go_together_in_order(channel: tuple[Connection, Connection]) -> None:
     agents, ranks = channel
     file = CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64)
-    sent = [Ready(), *map(record, range(50)), Moved(3), Held(7), Saved(file), FolderWanted(), Returned(b"done")]
+    sent = [Ready(), *map(record, range(50)), Held(7), Saved(file), FolderWanted(), Returned(b"done")]
     for report in sent:
         ranks.send_bytes(pickle.dumps(report))
-    [message] = reports.gather(agents)
+    [message] = reports.gather(agents).messages
     assert list(reports.unpack(message)) == sent
 
 
@@ -55,7 +55,7 @@ def test_nothing_waits_for_others_to_come(channel: tuple[Connection, Connection]
     agents, ranks = channel
     for step in range(3):
         ranks.send_bytes(pickle.dumps(record(step)))
-        assert opened(reports.gather(agents)) == [record(step)]
+        assert opened(reports.gather(agents).messages) == [record(step)]
 
 
 def test_many_records_are_few_messages_and_none_grows_large(channel: tuple[Connection, Connection]) -> None:
@@ -89,6 +89,20 @@ def test_what_is_large_stays_alone_and_in_order(channel: tuple[Connection, Conne
     ranks.close()
     messages = gathered_until_closed(agents)
     assert messages == [log + log + piece, large, log, large, piece + log]
+
+
+def test_signs_of_life_are_read_and_not_passed_on(channel: tuple[Connection, Connection]) -> None:
+    agents, ranks = channel
+    for number in range(2):
+        ranks.send_bytes(reports.NUM_MOVES.pack(5 + number))
+        ranks.send_bytes(pickle.dumps(record(number)))
+    gathered = reports.gather(agents)
+    assert gathered.num_moves == 6
+    assert opened(gathered.messages) == [record(0), record(1)]
+    ranks.send_bytes(reports.NUM_MOVES.pack(7))
+    assert reports.gather(agents) == reports.Gathered([], 7)
+    ranks.send_bytes(pickle.dumps(Ready()))
+    assert reports.gather(agents).num_moves is None
 
 
 class Money(float):

@@ -1,6 +1,7 @@
 """What a user sees while a gang trains: a live line in a terminal, plain lines elsewhere. Runs in the driver."""
 
 import time
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -36,6 +37,10 @@ MAX_NAME = 60
 """Characters of a metric's name that are shown."""
 MAX_LINE = 2_000
 """Characters that are shown of all that a record says."""
+MAX_METRICS = 200
+"""Whose newest values are kept for the end; where steps have metrics of their own names, those of the last record."""
+MAX_HELD = 10_000
+"""Lines that wait until a debugger leaves the terminal; of more, the newest."""
 LARGE = 1e15
 """From here on numbers are shown by their power of ten."""
 WIDE = 100
@@ -64,7 +69,7 @@ class ProgressDisplay(Observer):
         """With the newest value of each metric."""
         self._newest_names: set[str] = set()
         self._goodput: Goodput | None = None
-        self._held: list[str] | None = None
+        self._held: deque[str] | None = None
         """What is to be said once a rank's debugger leaves the terminal."""
 
     def placed(self, shape: Shape) -> None:
@@ -102,7 +107,8 @@ class ProgressDisplay(Observer):
         epoch = record.epoch or 0
         brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
         is_due = not self._console.is_terminal and time.monotonic() - self._shown_at >= PLAIN_INTERVAL
-        self._newest = replace(record, metrics={**earlier, **record.metrics})
+        known = {**earlier, **record.metrics}
+        self._newest = replace(record, metrics=known if len(known) <= MAX_METRICS else record.metrics)
         self._epoch, self._newest_names = epoch, set(record.metrics)
         if brings_news or is_due:
             self._shown_at = time.monotonic()
@@ -120,9 +126,9 @@ class ProgressDisplay(Observer):
         """Step aside: no live display, and nothing said, until the debugger has left the terminal."""
         if rank is not None:
             self.ended(None)
-            self._held = self._held or []
+            self._held = self._held or deque(maxlen=MAX_HELD)
             return
-        held, self._held = self._held or [], None
+        held, self._held = self._held or deque(), None
         for text in held:
             self._print(text)
 
@@ -167,7 +173,7 @@ class Echo(Observer):
     """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
 
     def __init__(self) -> None:
-        self._held: list[str] | None = None
+        self._held: deque[str] | None = None
         """What is to be written once a rank's debugger leaves the terminal."""
         self._name = ""
         self._goodput: Goodput | None = None
@@ -190,7 +196,7 @@ class Echo(Observer):
 
     def debugging(self, rank: int | None) -> None:
         """Keep quiet until the debugger has left the terminal."""
-        held, self._held = self._held or [], [] if rank is not None else None
+        held, self._held = self._held or deque(), deque(maxlen=MAX_HELD) if rank is not None else None
         self._write("".join(held))
 
     def _write(self, text: str) -> None:

@@ -1,5 +1,6 @@
 """What the ranks use and where their time goes, as far as the Deck shows it: in a bounded number of points."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -44,21 +45,25 @@ class Usages:
     num_ranks: int = 0
     """Of the gang."""
     newest: dict[int, RankSpeed] = field(default_factory=dict)
+    _first: int = sys.maxsize
+    """The first of the ranks that have said something: with its samples the lines go on."""
     _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
     def take(self, usage: RankUsage) -> None:
         """Keep a sample."""
         before = self.newest.get(usage.rank)
+        self._first = min(usage.rank, self._first)
         self.newest[usage.rank] = RankSpeed(usage=usage, steps_per_second=_speed(before, usage))
         if max(self.num_ranks, len(self.newest)) <= MAX_LINES:
             self._draw(usage.time, f"rank {usage.rank}", self.newest[usage.rank])
-        elif usage.rank == min(self.newest):
+        elif usage.rank == self._first:
             self._draw_spread(usage.time)
 
     def expect(self, num_ranks: int) -> None:
         """The ranks of an attempt are gone, and so many others come; the lines stay."""
         self.num_ranks = num_ranks
         self.newest.clear()
+        self._first = sys.maxsize
 
     def charts(self) -> Iterable[tuple[str, dict[str, Points]]]:
         """The lines of each quantity, over the seconds since the beginning."""

@@ -41,13 +41,10 @@ class Peer:
 
     node: Node
     connection: Connection
-    heard_at: float
-    """When it last said anything; by the agents' clock."""
-    joined_at: float = field(init=False)
+    """Which knows when the agent last said anything: that is noted by the thread that hears it."""
+    joined_at: float
+    """By the agents' clock."""
     _has_code: bool = False
-
-    def __post_init__(self) -> None:
-        self.joined_at = self.heard_at
 
     def start(self, job: Job, code: Code, places: list[Place]) -> None:
         """Have it start ranks; the sources travel once."""
@@ -150,7 +147,8 @@ class Agents:
         self.expected.discard(worker)
         self._shunned.discard(worker)
         self.lost.pop(worker, None)
-        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, self.clock())
+        connection.heard_at = now = self.clock()
+        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, joined_at=now)
         return displaced
 
     def refuse(self, worker: str, error: Exception, launch: int) -> None:
@@ -189,9 +187,9 @@ class Agents:
             return []
         if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
             for peer in self.peers.values():
-                peer.heard_at = now
+                peer.connection.heard_at = now
         self._looked_at = now
-        return [peer for peer in self.peers.values() if now - peer.heard_at > MAX_SILENCE]
+        return [peer for peer in self.peers.values() if now - peer.connection.heard_at > MAX_SILENCE]
 
     def give_up_silent(self, peer: Peer) -> None:
         """Hang up on an agent that does not speak, and ask its worker again, should it come to life after all."""

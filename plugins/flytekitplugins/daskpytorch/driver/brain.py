@@ -39,7 +39,7 @@ from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.node.hardware import local_versions
-from flytekitplugins.daskpytorch.protocol import messages, orders, placement, reports
+from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, placement, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -202,6 +202,8 @@ class Brain:
                 self._hear(connection, message)
             case events.RankSaid(connection, rank, said):
                 self._hear_of_rank(connection, rank, said)
+            case events.Beaten(newest):
+                self._hear_beats(newest)
             case events.Gone(connection):
                 self._lose(connection)
             case events.NotLaunched(worker, error, launch):
@@ -229,7 +231,7 @@ class Brain:
         if isinstance(message, messages.Hello):
             self._welcome(message, connection)
             return
-        if (peer := self._heard(connection)) is None:
+        if (peer := self._agents.find(connection)) is None:  # it was given up, and may not have a say any more
             return
         match message:
             case messages.Exited():
@@ -244,8 +246,8 @@ class Brain:
                 self._observe("wrote", rank, lines)
             case messages.NotSent(file, reason):
                 self._note_kept(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
-            case messages.Heartbeat() | messages.Reported():
-                pass  # that it speaks is all; reports come opened
+            case messages.Reported():
+                pass  # reports come opened
             case _:
                 assert_never(message)
 
@@ -257,12 +259,6 @@ class Brain:
         if (attempt := self._attempt_of(peer, exited.rank)) is not None:
             attempt.note_exit(exited)
 
-    def _heard(self, connection: Connection) -> Peer | None:
-        """Whose connection this is; None where it was given up, and may not have a say any more."""
-        if (peer := self._agents.find(connection)) is not None:
-            peer.heard_at = self._now()
-        return peer
-
     def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
         """The attempt, where this rank is one of its own, is this agent's, and has not left."""
         attempt = self._attempt
@@ -271,10 +267,17 @@ class Brain:
         return attempt
 
     def _hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Part]) -> None:
-        if (peer := self._heard(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
+        if (peer := self._agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
         for report in said:
             self._take_report(peer, attempt, rank, report)
+
+    def _hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
+        for connection, beat in newest.items():
+            if (peer := self._agents.find(connection)) is not None:
+                for rank, num_moves in heartbeat.unpacked(beat):
+                    if (attempt := self._attempt_of(peer, rank)) is not None:
+                        attempt.note_moves(rank, num_moves)
 
     def _take_report(  # noqa: C901, PLR0912 - a case for each report
         self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
@@ -283,8 +286,6 @@ class Brain:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
                 self._observe("logged", report)
-            case reports.Moved(num_moves):
-                attempt.note_moves(rank, num_moves)
             case reports.Used() | reports.Spent() | reports.GoodputWanted():
                 self._account_for(peer, attempt, rank, report)
             case reports.Hint(kind, text):

@@ -1,6 +1,6 @@
 """What may happen to a gang: all that its brain ever hears. Runs in the driver."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.driver.received import Part
@@ -10,6 +10,7 @@ from flytekitplugins.daskpytorch.protocol.messages import FromAgent
 from flytekitplugins.daskpytorch.protocol.reports import ShortReport
 
 __all__ = [
+    "Beaten",
     "Cancelled",
     "Committed",
     "Event",
@@ -38,6 +39,14 @@ class RankSaid:
     connection: Connection
     rank: int
     reports: Sequence[ShortReport | Part]
+
+
+@dataclass(frozen=True)
+class Beaten:
+    """Agents have given signs of life of their ranks."""
+
+    newest: Mapping[Connection, bytes]
+    """Their newest heartbeats, unopened."""
 
 
 @dataclass(frozen=True)
@@ -93,4 +102,4 @@ class Interrupted:
     """Ctrl-C was pressed while a rank's debugger had the terminal."""
 
 
-Event = Said | RankSaid | Gone | Uploaded | Committed | NotLaunched | Preempted | Cancelled | Interrupted
+Event = Said | RankSaid | Beaten | Gone | Uploaded | Committed | NotLaunched | Preempted | Cancelled | Interrupted

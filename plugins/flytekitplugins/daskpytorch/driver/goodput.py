@@ -31,12 +31,13 @@ class _Training:
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """The same at each save, by its step; those before one that is safe are forgotten."""
     safe: set[int] = field(default_factory=set)
-    """Steps of such; one may be named before it is known what had been done by then."""
+    """Steps of such since the newest of which it is known what had been done by then; one may be named before that."""
 
     def keep(self, step: int) -> None:
         """What was saved at this step is safe."""
         self.safe.add(step)
         if step in self.at_saves:
+            self.safe = {step}
             while (first := next(iter(self.at_saves))) != step:
                 del self.at_saves[first]
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pickle
 import queue
-import resource
 import select
 import socket
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 
-from flytekitplugins.daskpytorch.driver.events import Event, Gone, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.received import Part
-from flytekitplugins.daskpytorch.protocol import handshake
+from flytekitplugins.daskpytorch.protocol import handshake, heartbeat
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
 from flytekitplugins.daskpytorch.protocol.reports import unpack
@@ -32,9 +32,11 @@ PieceKeeper = Callable[[int, Piece], Part]
 MAX_WAITING = 3000
 """Messages that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
 faster than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
+MAX_REPORTS = 16
+"""Of a rank in one of these: opened, they take ten times the memory."""
 WAIT_INTERVAL = 0.005
-MAX_FILES = 1 << 16
-"""Open files that this process may have: each agent's connection is one, and each rank's to the rendezvous."""
+BEAT_INTERVAL = 0.05
+"""Seconds in which heartbeats are gathered: one by one, each would wake the supervisor."""
 MAX_STRANGERS = 256
 """Callers that have not proved themselves; others wait in the kernel's queue, as they do not use up our files."""
 PATIENCE = 20.0
@@ -62,7 +64,6 @@ class Listener:
         serve_file: FileServer,
         keep_piece: PieceKeeper,
     ) -> None:
-        _allow_files()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # Of agents that dial at once, those beyond the backlog would try again a second later.
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
@@ -76,6 +77,10 @@ class Listener:
         self._strangers: dict[int, _Caller] = {}
         self._guests: dict[int, _Caller] = {}  # have proved themselves, and not said who they are; both by deadline
         self._agents: dict[int, _Caller] = {}
+        self._beats: dict[Connection, bytes] = {}
+        """The newest of agents that have told of their ranks since ..."""
+        self._beats_due: float | None = None
+        """... and when the supervisor is told, on the monotonic clock."""
         self._is_accepting = True
         self._accept_at: float | None = None
         """Not before, on the monotonic clock: there was no file for a caller."""
@@ -137,12 +142,14 @@ class Listener:
     def _patience(self) -> float | None:
         """How long nothing need be done unless somebody calls or speaks."""
         due = [next(iter(callers.values())).deadline for callers in (self._strangers, self._guests) if callers]
-        if self._accept_at is not None:
-            due.append(self._accept_at)
+        due += [moment for moment in (self._accept_at, self._beats_due) if moment is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _keep_time(self) -> None:
         now = time.monotonic()
+        if self._beats_due is not None and self._beats_due <= now:
+            self._events.put(Beaten(self._beats))
+            self._beats, self._beats_due = {}, None
         for callers in (self._strangers, self._guests):
             while callers and (first := next(iter(callers.values()))).deadline <= now:
                 self._send_away(first)
@@ -216,23 +223,39 @@ class Listener:
     def _hear(self, agent: _Caller) -> None:
         try:
             for frame in agent.frames.take(agent.connection.read(READ_SIZE)):
-                self._note(agent.connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
+                if heartbeat.is_heartbeat(frame):
+                    self._note_beat(agent.connection, frame)
+                else:
+                    self._note(agent.connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
         except Exception as error:  # whatever it is, it is not the other agents'
             _complain(error)
             self._poll.unregister(agent.connection)
             del self._agents[agent.connection.fileno()]
+            self._beats.pop(agent.connection, None)
             self._events.put(Gone(agent.connection))
 
-    def _note(self, connection: Connection, message: FromAgent) -> None:
-        event = self._opened(connection, message) if isinstance(message, Reported) else Said(connection, message)
-        while self._events.qsize() >= MAX_WAITING and self._is_accepting:
-            time.sleep(WAIT_INTERVAL)
-        self._events.put(event)
+    def _note_beat(self, connection: Connection, beat: bytes) -> None:
+        """Keep it for a moment; one that tells of no rank has told all by having come."""
+        if len(beat) > len(heartbeat.MARK):
+            self._beats[connection] = beat
+            self._beats_due = self._beats_due or time.monotonic() + BEAT_INTERVAL
 
-    def _opened(self, connection: Connection, reported: Reported) -> RankSaid:
-        rank = reported.rank
-        reports = [self._keep_piece(rank, r) if isinstance(r, Piece) else r for r in unpack(reported.reports)]
-        return RankSaid(connection, rank, reports)
+    def _note(self, connection: Connection, message: FromAgent) -> None:
+        if (beat := self._beats.pop(connection, None)) is not None:  # it came before, and may be an older attempt's
+            self._events.put(Beaten({connection: beat}))
+        for event in self._events_of(connection, message):
+            while self._events.qsize() >= MAX_WAITING and self._is_accepting:
+                time.sleep(WAIT_INTERVAL)
+            self._events.put(event)
+
+    def _events_of(self, connection: Connection, message: FromAgent) -> Iterator[Said | RankSaid]:
+        if not isinstance(message, Reported):
+            yield Said(connection, message)
+            return
+        rank, reports = message.rank, unpack(message.reports)
+        while several := list(islice(reports, MAX_REPORTS)):
+            kept = [self._keep_piece(rank, report) if isinstance(report, Piece) else report for report in several]
+            yield RankSaid(connection, rank, kept)
 
     # ---- files
 
@@ -261,14 +284,6 @@ class Listener:
             del self._transfers[connection]
         if isinstance(request, Upload):
             self._events.put(Uploaded(request.file, error))
-
-
-def _allow_files() -> None:
-    """Raise the limit as far as this process may; many systems begin with 1024, which is 500 ranks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _complain(error: Exception) -> None:

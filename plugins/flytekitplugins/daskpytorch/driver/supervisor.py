@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.process.open_files import allow_connections
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.protocol import messages
@@ -141,6 +142,7 @@ class Supervisor:
         return Committer.of(request.settings, request.storage, manifest, folder, filesystem, self._events.put)
 
     def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
+        allow_connections(self._launcher.num_wanted)
         token = os.urandom(32)
         serve = functools.partial(self._serve_file, checkpoints)
         listener = Listener(self._launcher.host, token, self._events, serve, self.received.keep)

@@ -24,7 +24,7 @@ from typing import Any, assert_never
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import messages, orders, reports
+from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
@@ -39,7 +39,7 @@ from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 __all__ = ["dial", "run"]
 
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats, at most."""
 DUMP_TIME = 0.3
 """Seconds for ranks that do not answer to write down their stacks in a signal handler."""
 NUM_FILES_KEPT = 3
@@ -133,6 +133,8 @@ class _Rank:
     place: Place | None = None
     """None while it waits for its orders."""
     lines: _Lines = field(default_factory=_Lines)
+    num_moves: int | None = None
+    """Signs of life that it has given, as far as it has said."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     kill_at: float | None = None
     """It was told to stop; on the monotonic clock."""
@@ -169,6 +171,7 @@ class _Agent:
         self._num_kills_for_memory = 0
         self._open = True
         self._heartbeat_at = 0.0
+        self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[_Rank] = []
         """Those that were signalled to write down their stacks."""
         self._stacks_at: float | None = None
@@ -243,6 +246,8 @@ class _Agent:
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
         if not self._ranks:
             self._change_server()
+        self._heartbeat_interval = min(HEARTBEAT_INTERVAL, order.job.pulse or HEARTBEAT_INTERVAL)
+        self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         if order.job.sharding is not None and order.job.attempt == 0:
             self._modules = modules_for(order.job.sharding.base)
         for place in order.places:
@@ -311,10 +316,16 @@ class _Agent:
             self._stacks_at = None
             self._send_stacks()
         if now >= self._heartbeat_at:
-            self._heartbeat_at = now + HEARTBEAT_INTERVAL
-            self._say(messages.Heartbeat())
+            self._heartbeat_at = now + self._heartbeat_interval
+            self._beat()
             self._show_stacks()
             self._take_requests()
+
+    def _beat(self) -> None:
+        ranks = [(rank.place, rank.num_moves) for rank in self._ranks.values()]
+        told = {place.rank: count for place, count in ranks if place is not None and count is not None}
+        with self._lock:
+            self._driver.send_frame(heartbeat.packed(told))
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
@@ -465,8 +476,10 @@ class _Agent:
         except (EOFError, OSError):  # also where its exit was noted a moment ago
             rank.channel.close()
             return
+        if gathered.num_moves is not None:
+            rank.num_moves = gathered.num_moves
         if rank.place is not None:
-            for together in gathered:
+            for together in gathered.messages:
                 self._say(messages.Reported(rank.place.rank, together))
 
     def _relay_output(self, rank: _Rank) -> None:

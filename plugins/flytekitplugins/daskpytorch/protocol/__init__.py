@@ -10,7 +10,8 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     agent  ──▶ its ranks      `RankOrder`, before all else; `Provided`, `NotProvided`, `Quit`  the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
 
-Everything is a frozen dataclass, pickled, and whoever receives it matches all there are. On TCP it goes in frames
+Everything is a frozen dataclass, pickled, and whoever receives it matches all there are; but for signs of life, which
+need no pickle: an agent gathers those of its ranks, and says them in its `heartbeat`. On TCP it goes in frames
 (`framing`), and nothing is unpickled before both ends have proved that they know the gang's token (`handshake`). A
 driver listens, agents dial. On every way things arrive in the order in which they were sent. Nobody waits for an
 answer: one that does not come is the end of a connection, or the silence of an agent that no longer beats.
@@ -25,8 +26,9 @@ to have of it (`program`).
       │ all have come                            │                                        │
       │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder ───────────────────────▶ │ joins the process group
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │ runs the function
-      │ ◀── Heartbeat, Lines(output) ─────────── │ ◀── output ─────────────────────────── │
-      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Moved, Hint, Piece ──── │ log, steps, submit
+      │ ◀── Lines ────────────────────────────── │ ◀── output ─────────────────────────── │
+      │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Hint, Piece ─────────── │ log, submit
+      │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps, and the like
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Saved(file) ────────────────────── │ rank 0 has written it
       │ ─── Fetch(file) ───────────────────────▶ │                                        │

@@ -1,7 +1,7 @@
 """What every connection between driver and agents carries: frames, each behind its size in eight bytes.
 
-A frame is a pickled message or, while the two prove themselves to each other, a few bytes of a fixed number. Only the
-bytes of a checkpoint follow their announcement as they are.
+A frame is a pickled message, an agent's heartbeat or, while the two prove themselves to each other, a few bytes of a
+fixed number. Only the bytes of a checkpoint follow their announcement as they are.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.heard_at = time.monotonic()
+        """When anything last came, on the monotonic clock."""
 
     def fileno(self) -> int:
         """For `select` and its like; nothing that has come is kept here."""
@@ -113,7 +115,9 @@ class Connection:
 
     def read(self, size: int) -> bytes:
         """Some bytes, as soon as there are any; none at the end."""
-        return self._sock.recv(size)
+        data = self._sock.recv(size)
+        self.heard_at = time.monotonic()
+        return data
 
     def hang_up(self) -> None:
         """End it for both sides; a thread that reads from it wakes up, which it would not if it were closed."""

@@ -110,11 +110,6 @@ class NotSent:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    """The agent is alive; said every second."""
-
-
-@dataclass(frozen=True)
 class Leaving:
     """The agent's worker is being taken away: it was told to close."""
 
@@ -127,7 +122,8 @@ class Stacks:
     text: str
 
 
-FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Heartbeat | Leaving | Stacks
+FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Stacks
+"""Besides, every second, a `heartbeat`."""
 
 
 # ---- ... and to it

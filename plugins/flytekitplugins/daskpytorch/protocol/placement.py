@@ -106,12 +106,11 @@ def place_ranks(
     for node in nodes:
         ranks_on_host[node.host] += ranks_per_worker
 
-    own = _own_gpus(nodes, ranks_per_worker)
+    own, taken = _own_gpus(nodes, ranks_per_worker)
     places = []
     for group_rank, node in enumerate(nodes):
-        others = {gpu for other, here in zip(nodes, own, strict=True) if other.host == node.host for gpu in here}
         here = own[group_rank]
-        together = tuple(dict.fromkeys(here + [gpu for gpu in node.gpus if gpu not in others]))
+        together = tuple(dict.fromkeys(here + [gpu for gpu in node.gpus if gpu not in taken[node.host]]))
         places.append(
             [
                 Place(
@@ -130,18 +129,18 @@ def place_ranks(
     return places
 
 
-def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> list[list[str]]:
-    """For each node, the GPUs of its ranks; none where it has none."""
-    gpus_in_use: dict[str, list[str]] = defaultdict(list)
+def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Mapping[str, Counter[str]]]:
+    """For each node, the GPUs of its ranks, if it has any; for each host how many ranks have each of its GPUs."""
+    num_ranks: dict[str, Counter[str]] = defaultdict(Counter)
     own = []
     for node in nodes:
-        used = gpus_in_use[node.host]
+        used = num_ranks[node.host]
         here = []
         for _ in range(ranks_per_worker if node.gpus else 0):
-            here.append(min(node.gpus, key=used.count))  # the first of the least used
-            used.append(here[-1])
+            here.append(min(node.gpus, key=used.__getitem__))  # the first of the least used
+            used[here[-1]] += 1
         own.append(here)
-    return own
+    return own, num_ranks
 
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:

@@ -1,11 +1,12 @@
-"""What a rank reports to the driver. Its agent gathers reports and passes them on unopened."""
+"""What a rank reports to the driver. Its agent gathers reports and passes them on unopened, all but signs of life."""
 
 import contextlib
 import io
 import pickle
 import select
+import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from flytekitplugins.daskpytorch.context import LogRecord
@@ -16,6 +17,9 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
+NUM_MOVES = struct.Struct("!Q")
+"""How many signs of life a rank has given so far: the one thing that its agent reads, to say it in its heartbeat. It is
+shorter than any pickle of a report."""
 MAX_TOGETHER = 1 << 14
 """Bytes of reports in one message; more would make what waits in the driver large, and hardly any cheaper."""
 
@@ -58,13 +62,6 @@ class Wanted:
     step: int | None
     """None: the best."""
     is_sharded: bool = False
-
-
-@dataclass(frozen=True)
-class Moved:
-    """How many signs of life it has given so far."""
-
-    num_moves: int
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,6 @@ ShortReport = (
     | ShardsWritten
     | ShardsNotWritten
     | Wanted
-    | Moved
     | Used
     | Spent
     | GoodputWanted
@@ -205,25 +201,46 @@ ShortReport = (
 Report = ShortReport | Piece
 
 
-def gather(channel: Connection) -> list[bytes]:
-    """What has come from a rank, pickled, to be passed on in order; waits for the first report.
+@dataclass
+class Gathered:
+    """What has come from a rank since its agent last looked."""
 
-    Small ones go together: those that come faster than they are passed on would cost a message each. Nothing waits for
-    others to come, and so nothing is lost with the rank.
+    messages: list[bytes] = field(default_factory=list)
+    """Reports, pickled, to be passed on in order."""
+    num_moves: int | None = None
+    """Signs of life so far, if the rank has said so."""
+
+    def add(self, report: bytes) -> None:
+        """Take in the next report; small ones go together: those that come fast would cost a message each."""
+        if len(report) == NUM_MOVES.size:
+            (self.num_moves,) = NUM_MOVES.unpack(report)
+        elif self.messages and len(report) < MAX_TOGETHER:
+            self.messages[-1] += report
+        else:
+            self.messages.append(report)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether to pass it on first."""
+        return bool(self.messages) and (len(self.messages) > 1 or len(self.messages[0]) >= MAX_TOGETHER)
+
+
+def gather(channel: Connection) -> Gathered:
+    """What has come from a rank; waits for the first report.
+
+    Nothing waits for others to come, and so nothing is lost with the rank.
 
     Raises:
         EOFError, OSError: The channel is closed, and nothing is left in it.
     """
-    together = channel.recv_bytes()
+    gathered = Gathered()
+    gathered.add(channel.recv_bytes())
     look = select.poll()
     look.register(channel, select.POLLIN)
     with contextlib.suppress(EOFError, OSError):  # the next call says so
-        while len(together) < MAX_TOGETHER and look.poll(0):
-            report = channel.recv_bytes()
-            if len(report) >= MAX_TOGETHER:
-                return [together, report]
-            together += report
-    return [together]
+        while not gathered.is_full and look.poll(0):
+            gathered.add(channel.recv_bytes())
+    return gathered
 
 
 def unpack(reports: bytes) -> Iterator[Report]:

@@ -174,6 +174,11 @@ class _Link:
         with self._lock, contextlib.suppress(OSError):
             self._send_in_turn(data)
 
+    def send_moves(self, num_moves: int) -> None:
+        """Report how many signs of life there have been."""
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.send_bytes(reports.NUM_MOVES.pack(num_moves))
+
     def send_records(self) -> None:
         """Report what has been logged."""
         with self._lock, contextlib.suppress(OSError):
@@ -361,7 +366,7 @@ def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
         while True:
             if progress.num_moves != reported:
                 reported = progress.num_moves
-                link.send(reports.Moved(reported))
+                link.send_moves(reported)
             time.sleep(pulse)
 
     threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()

@@ -1,0 +1,34 @@
+"""How many files a driver may have open: each agent's connection is one, and many systems begin with 1,024."""
+
+from __future__ import annotations
+
+import resource
+
+from flytekitplugins.daskpytorch.errors import GangStartError
+
+__all__ = ["allow_connections"]
+
+MAX_FILES = 1 << 16
+"""That are asked for at least; also gangs side by side in one driver need some."""
+OTHERS = 256
+"""All that is not an agent's connection: libraries, storage, checkpoints on their way, what the program has open."""
+
+
+def allow_connections(num_agents: int) -> None:
+    """Raise this process's limit so that so many agents can connect.
+
+    Raises:
+        GangStartError: It may not be raised that far.
+    """
+    needed = num_agents + OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(MAX_FILES, needed) if hard == resource.RLIM_INFINITY else min(max(MAX_FILES, needed), hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < needed:
+        raise GangStartError(
+            f"this process may have {hard:,} files open (`ulimit -Hn`), and a gang on {num_agents:,} workers needs "
+            f"{needed:,}: a connection for each of them, and {OTHERS} for all else. Raise the hard limit where the "
+            "driver runs (LimitNOFILE= of the container runtime's service, `nofile` in limits.conf), or have fewer "
+            "workers with more ranks each: Gang(ranks_per_worker=...)."
+        )
