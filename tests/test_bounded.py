@@ -1,0 +1,176 @@
+"""Whatever keeps what ranks log keeps a bounded part of it: a driver's memory does not grow with the training."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display import terminal, tracker
+from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.terminal import Echo, ProgressDisplay
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.driver.goodput import Accountant
+from flytekitplugins.daskpytorch.goodput import RankUsage
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
+from flytekitplugins.daskpytorch.protocol.reports import Spent
+
+FEW, FACTOR = 6_000, 4
+"""Of what is told: after so many nothing may grow any more, though as many times as many follow."""
+UNCOUNTED = (ModuleType, type, FunctionType, BuiltinFunctionType, threading.Thread)
+
+
+def num_objects(root: object) -> int:
+    """How many objects are reachable from this one, but for code."""
+    seen, waiting = {id(root): root}, [root]
+    while waiting:
+        for each in gc.get_referents(waiting.pop()):
+            if id(each) not in seen and not isinstance(each, UNCOUNTED):
+                seen[id(each)] = each
+                waiting.append(each)
+    return len(seen)
+
+
+def assert_bounded(told: object, tell: Callable[[int], object], few: int = FEW) -> None:
+    """Tell something often, and see that not more is kept of much than of little."""
+    most_of_few, most_of_many = (most_kept(told, tell, span) for span in (range(few), range(few, FACTOR * few)))
+    assert most_of_many < 1.1 * most_of_few
+
+
+def most_kept(told: object, tell: Callable[[int], object], numbers: range) -> int:
+    most = 0
+    for number in numbers:
+        tell(number)
+        if number % (len(numbers) // 10) == 0:
+            most = max(most, num_objects(told))
+    return most
+
+
+def record(step: int, metrics: Mapping[str, Any]) -> LogRecord:
+    return LogRecord(rank=0, step=step, num_steps=1 << 20, time=float(step), metrics=metrics)
+
+
+def usual(step: int) -> LogRecord:
+    return record(step, {"loss": 1.0 / (1 + step), "val_loss": float(step % 7), "epoch": step // 2, "phase": "warm"})
+
+
+def with_names_of_its_own(step: int) -> LogRecord:
+    return record(step, {"loss": 0.5, f"gradients/{step}": float("nan") if step % 3 else 1.0})
+
+
+def of_epochs(step: int) -> LogRecord:
+    return record(step, {"epoch": step, "accuracy": 0.5})
+
+
+RECORDS = [usual, with_names_of_its_own, of_epochs]
+
+
+@pytest.mark.parametrize("made", RECORDS)
+def test_records_in_the_deck(made: Callable[[int], LogRecord]) -> None:
+    deck = Recorder("m.train")
+    assert_bounded(deck, lambda step: deck.logged(made(step)))
+
+
+@pytest.mark.parametrize("made", RECORDS)
+def test_records_in_a_log(made: Callable[[int], LogRecord]) -> None:
+    display = ProgressDisplay(Console(quiet=True), "m.train")
+    display.formed(1.0)
+    assert_bounded(display, lambda step: display.logged(made(step)), few=1_000)
+
+
+def test_records_in_a_terminal() -> None:
+    with Path(os.devnull).open("w") as file:
+        display = ProgressDisplay(Console(file=file, force_terminal=True, width=120), "m.train")
+        display.formed(1.0)
+        try:
+            assert_bounded(display, lambda step: display.logged(usual(step)), few=1_000)  # every other makes a line
+        finally:
+            display.ended(None)
+
+
+def test_what_else_a_deck_is_told() -> None:
+    deck = Recorder("m.train")
+    deck.placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
+
+    def tell(number: int) -> None:
+        deck.used(usage(number % 5, number))
+        deck.noted(f"m.train: something happened for the {number}th time")
+        deck.kept(number)
+        if number % 10 == 0:
+            deck.restarting(f"worker {number} was lost", number)
+            deck.formed(1.0)
+
+    assert_bounded(deck, tell)
+
+
+def usage(rank: int, number: int) -> RankUsage:
+    return RankUsage(
+        rank=rank,
+        time=float(number),
+        num_steps=number,
+        seconds={"stepping": float(number)},
+        cpu=1.0,
+        memory=number,
+        gpu_memory=number,
+        gpu_utilization=0.5,
+    )
+
+
+@pytest.mark.parametrize("make", [Echo, lambda: ProgressDisplay(Console(file=None, quiet=True))])
+def test_output_of_ranks_while_a_debugger_has_the_terminal(
+    make: Callable[[], Observer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "MAX_HELD", 100)
+    display = make()
+    display.debugging(1)
+    assert_bounded(display, lambda number: display.wrote(0, [f"line {number}"]))
+
+
+class Deaf(Run):
+    """A tracker whose server takes nothing."""
+
+    label = "deaf"
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
+        self.is_over.wait()
+
+    def log(self, record: LogRecord) -> None:
+        """Nothing comes so far."""
+
+    def close(self, state: State, reason: str | None) -> None:
+        """Nothing to do."""
+
+
+def test_records_that_wait_for_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "MAX_WAITING", 100)
+    monkeypatch.setattr(tracker, "STALL", 0.0)
+    run = Deaf()
+    deaf = Tracker(run)
+    deaf.begins(Training(name="m.train", id="train"))
+    deaf.placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
+    assert_bounded(deaf, lambda step: deaf.logged(usual(step)))
+    assert deaf._num_dropped == FACTOR * FEW - 100
+    run.is_over.set()
+    deaf.ended(None)
+
+
+def test_checkpoints_in_the_account_of_time() -> None:
+    accountant = Accountant(0.0, lambda: 0.0)
+    accountant.enter("training")
+
+    def save(step: int) -> None:
+        accountant.hear(Spent({"stepping": float(step)}, step))
+        accountant.keep(step)
+
+    assert_bounded(accountant, save)
