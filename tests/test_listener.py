@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -380,6 +381,34 @@ def test_heartbeats_come_together_and_of_each_agent_the_newest(
     beaten = events.get()
     assert isinstance(beaten, Beaten)
     assert sorted(beaten.newest.values()) == sorted(newest)
+
+
+@pytest.mark.parametrize("num_agents", [2, 3])
+def test_of_many_agents_at_rest_it_hears_several_at_once_and_of_others_each_at_once(
+    num_agents: int,
+    dial: Callable[[], Connection],
+    ear: Listener,
+    events: queue.SimpleQueue[Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection = [dial() for _ in range(num_agents)][-1]
+    caller = [*ear._agents.values()][-1]
+    monkeypatch.setattr(listener, "MANY_AGENTS", 3)
+    monkeypatch.setattr(listener, "NAP", 0.0123)
+    naps: queue.SimpleQueue[float] = queue.SimpleQueue()
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: naps.put(seconds) if seconds == 0.0123 else sleep(seconds))
+    for _ in range(3):
+        connection.send(Leaving())
+        assert heard(events) == Leaving()
+        before = caller.connection.heard_at
+        connection.send_frame(heartbeat.packed({}))
+        until(lambda before=before: caller.connection.heard_at > before, "it to be heard")
+        if num_agents == 3:
+            naps.get(timeout=60)
+    connection.send(Leaving())
+    assert heard(events) == Leaving()
+    assert naps.empty()
 
 
 def test_what_an_agent_says_after_a_heartbeat_comes_after_it(

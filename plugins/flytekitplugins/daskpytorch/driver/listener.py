@@ -35,6 +35,10 @@ faster than it takes things in wait until it has: memory is bounded. All that co
 MAX_REPORTS = 16
 """Of a rank in one of these: opened, they take ten times the memory."""
 WAIT_INTERVAL = 0.005
+MANY_AGENTS = 100
+NAP = 0.01
+"""Seconds after a turn in which so many agents had nothing to say but heartbeats: of thousands a second each would wake
+this thread, which costs more than to read them."""
 BEAT_INTERVAL = 0.05
 """Seconds in which heartbeats are gathered: one by one, each would wake the supervisor."""
 MAX_STRANGERS = 256
@@ -81,6 +85,8 @@ class Listener:
         """The newest of agents that have told of their ranks since ..."""
         self._beats_due: float | None = None
         """... and when the supervisor is told, on the monotonic clock."""
+        self._is_calm = True
+        """Nothing but heartbeats has come in this turn."""
         self._is_accepting = True
         self._accept_at: float | None = None
         """Not before, on the monotonic clock: there was no file for a caller."""
@@ -127,6 +133,7 @@ class Listener:
     def _listen(self) -> None:
         with self._poll:
             while not self._is_over and (self._is_accepting or self._agents):
+                self._is_calm = True
                 for file, _ in self._poll.poll(self._patience()):
                     if (agent := self._agents.get(file)) is not None:
                         self._hear(agent)
@@ -135,6 +142,8 @@ class Listener:
                     elif (caller := self._strangers.get(file) or self._guests.get(file)) is not None:
                         self._meet(caller)
                 self._keep_time()
+                if self._is_calm and len(self._agents) >= MANY_AGENTS:
+                    time.sleep(NAP)
             self._shut()
         if self._is_over:
             self._close_known()
@@ -163,6 +172,7 @@ class Listener:
     # ---- callers
 
     def _accept(self) -> None:
+        self._is_calm = False
         if not self._is_accepting:
             self._shut()
             return
@@ -195,6 +205,7 @@ class Listener:
         caller.connection.close()
 
     def _meet(self, caller: _Caller) -> None:
+        self._is_calm = False
         file = caller.connection.fileno()
         try:
             first_word = caller.read()
@@ -241,6 +252,7 @@ class Listener:
             self._beats_due = self._beats_due or time.monotonic() + BEAT_INTERVAL
 
     def _note(self, connection: Connection, message: FromAgent) -> None:
+        self._is_calm = False
         if (beat := self._beats.pop(connection, None)) is not None:  # it came before, and may be an older attempt's
             self._events.put(Beaten({connection: beat}))
         for event in self._events_of(connection, message):
