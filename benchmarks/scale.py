@@ -339,6 +339,7 @@ def main() -> None:
         measure(driver, [Size(8, 1)], 1)  # imports what is imported late
         placements = [told(driver, "place", NUM_WORKERS, NUM_GPUS) for _ in range(NUM_PLACEMENTS)]
         memory = told(driver, "log", asked.records)
+        print(f"placed in {spread(placements)} s; memory, clock and processor by records: {memory}", file=sys.stderr)
         taken = measure(driver, sizes, asked.rounds)
     print(machine())
     print(f"| ranks | per agent | {' | '.join(f'{phase}, ms per rank: clock; driver' for phase in PHASES)} | live |")

@@ -244,6 +244,7 @@ class Listener:
             del self._agents[agent.connection.fileno()]
             self._beats.pop(agent.connection, None)
             self._events.put(Gone(agent.connection))
+            self._is_calm = False
 
     def _note_beat(self, connection: Connection, beat: bytes) -> None:
         """Keep it for a moment; one that tells of no rank has told all by having come."""
