@@ -30,10 +30,10 @@ FileServer = Callable[[Connection, Transfer], None]
 PieceKeeper = Callable[[int, Piece], Part]
 """Keeps a piece of what a rank has submitted or returned."""
 MAX_WAITING = 3000
-"""Messages that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
+"""Events that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
 faster than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
 MAX_REPORTS = 16
-"""Of a rank in one of these: opened, they take ten times the memory."""
+"""Of a rank in one of these: a message may have a thousand records, which take ten times its memory once opened."""
 WAIT_INTERVAL = 0.005
 MANY_AGENTS = 100
 NAP = 0.01
