@@ -34,7 +34,7 @@ def test_frames_come_whole_and_in_order_from_pieces_of_any_size(step: int) -> No
     assert [frame for piece in pieces for frame in frames.take(piece)] == DATA
 
 
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("data", DATA, ids=len)
 def test_who_takes_what_is_wanted_takes_nothing_of_what_follows(data: bytes) -> None:
     rest, frames, found = framed(data) + b"the bytes of a file", Frames(), []
     while not found:
