@@ -7,6 +7,7 @@ import io
 import struct
 import subprocess
 import sys
+import types
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from PIL import Image
 
 import jpegs
@@ -28,6 +30,11 @@ from flytekitplugins.daskpytorch.data.image_decoder import (
     decode,
 )
 
+has_torchcodec = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.11"),
+    reason=f"torchcodec decodes pictures from 0.16 on, which is for torch 2.11 and newer; this is {torch.__version__}",
+)
+TORCHCODEC = pytest.param("torchcodec", marks=has_torchcodec)
 WIDTH, HEIGHT = 70, 50
 rng = np.random.default_rng(0)
 small = Image.fromarray(rng.integers(0, 255, (5, 7, 3), dtype=np.uint8))
@@ -65,7 +72,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("decoder", ["torchcodec", "torchvision"])
+@pytest.mark.parametrize("decoder", [TORCHCODEC, "torchvision"])
 def test_all_decoders_give_the_same_picture(kind: str, decoder: Decoder) -> None:
     by_pil = decode(FILES[kind], "pil")
     tensor = decode(FILES[kind], decoder)
@@ -90,7 +97,7 @@ def test_pictures_without_a_fixed_range_are_errors() -> None:
         decode(file(PICTURE.convert("F"), "tiff"), "pil")
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchcodec", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", TORCHCODEC, "torchvision"])
 @pytest.mark.parametrize(
     "body, message",
     [
@@ -139,7 +146,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchcodec", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", TORCHCODEC, "torchvision"])
 @pytest.mark.parametrize("kind", LARGE)
 def test_too_large_pictures_are_errors_of_their_own(kind: str, decoder: Decoder) -> None:
     said = r"it has 13,000 x 13,000 = 169,000,000 pixels, max_pixels=89,478,485 are allowed\. .*raise max_pixels"
@@ -147,7 +154,7 @@ def test_too_large_pictures_are_errors_of_their_own(kind: str, decoder: Decoder)
         decode(LARGE[kind], decoder)
 
 
-@pytest.mark.parametrize("decoder", ["pil", "torchcodec", "torchvision"])
+@pytest.mark.parametrize("decoder", ["pil", TORCHCODEC, "torchvision"])
 def test_the_limit_can_be_set(decoder: Decoder) -> None:
     assert decode(FILES["jpeg"], decoder, WIDTH * HEIGHT) is not None
     with pytest.raises(ImageTooLargeError, match=r"70 x 50 = 3,500 pixels, max_pixels=3,499 are allowed"):
@@ -169,11 +176,11 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 bodies = [Path(path).read_bytes() for path in sys.argv[1:]]
-for decoder in ("torchcodec", "torchvision", "pil"):
+for decoder in ("tensor", "torchvision", "pil"):
     prepare(decoder)
 before = peak()
 for body in bodies:
-    for decoder in ("torchcodec", "torchvision", "pil"):
+    for decoder in ("tensor", "torchvision", "pil"):
         try:
             decode(body, decoder)
         except ImageTooLargeError:
@@ -211,16 +218,33 @@ class _Broken(importlib.abc.MetaPathFinder):
             raise self._error
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("no torchcodec"), RuntimeError("undefined symbol: _ZN2at4")])
-def test_torchvision_decodes_where_torchcodec_cannot(error, nothing_resolved, monkeypatch, caplog) -> None:
+def without_torchcodec(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchcodec"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+SAID = "torchcodec does not decode pictures here, so torchvision does: "
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("no torchcodec"), RuntimeError("undefined symbol: _ZN2at4")])
+def test_torchvision_decodes_where_torchcodec_cannot(error, nothing_resolved, monkeypatch, caplog) -> None:
+    without_torchcodec(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [_Broken(error), *sys.meta_path])
     assert image_decoder._resolved("tensor") == "torchvision"
-    said = "torchcodec cannot be imported, so torchvision decodes the pictures: undefined symbol"
+    said = f"{SAID}undefined symbol"
     assert [said in record.getMessage() for record in caplog.records] == [True] * isinstance(error, RuntimeError)
 
 
+def test_torchvision_decodes_where_torchcodec_is_for_videos_alone(nothing_resolved, monkeypatch, caplog) -> None:
+    """As those before 0.16 are, which fit older torch."""
+    without_torchcodec(monkeypatch)
+    for name in ("torchcodec", "torchcodec.decoders"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert decode(FILES["jpeg"], "tensor").shape == (3, HEIGHT, WIDTH)
+    assert [f"{SAID}cannot import name 'decode_jpeg'" in record.getMessage() for record in caplog.records] == [True]
+
+
+@has_torchcodec
 def test_a_tensor_is_torchcodecs_and_nothing_warns(nothing_resolved) -> None:
     assert image_decoder._resolved("tensor") == "torchcodec"
     with warnings.catch_warnings():

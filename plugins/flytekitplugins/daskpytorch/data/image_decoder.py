@@ -71,13 +71,13 @@ def _resolved(decoder: Decoder) -> Decoder:
     if decoder != "tensor":
         return decoder
     try:
-        import torchcodec.decoders  # noqa: F401
+        from torchcodec.decoders import decode_jpeg  # noqa: F401
     except ModuleNotFoundError:
         return "torchvision"
     except (ImportError, OSError, RuntimeError) as error:  # its libraries are loaded with it
         logging.getLogger(__name__).warning(
-            "torchcodec cannot be imported, so torchvision decodes the pictures: %s. Perhaps it is for another torch "
-            "than %s; its README has a table of what goes together",
+            "torchcodec does not decode pictures here, so torchvision does: %s. Torchcodec does from 0.16 on, which is "
+            "for torch 2.11 and newer, and this is torch %s; its README has a table of what goes together",
             str(error).splitlines()[0],
             torch.__version__,
         )
