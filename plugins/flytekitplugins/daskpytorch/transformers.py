@@ -23,7 +23,7 @@ __all__ = ["GangCallback"]
 require_extra("transformers", "flytekitplugins.daskpytorch.transformers")
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402 - or its error
 
-require("transformers", "5.19")  # those before cannot go on from a checkpoint on CPUs with today's torch
+require("transformers", "5.20")  # 5.19 needs a GPU or torch 2.7, older ones cannot go on from a checkpoint on CPUs
 
 
 class GangCallback(TrainerCallback):  # type: ignore[misc]
