@@ -13,7 +13,6 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-import venv
 import zipfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -87,9 +86,9 @@ def test_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     unpacked = folder / sdist.name.removesuffix(".tar.gz")
-    venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[dev]")
+    run("uv", "venv", "--python", sys.executable, folder / "venv")
+    run("uv", "pip", "install", "--python", python, f"{wheel}[dev]")
     run(python, "-m", "pytest", "-q", "-n", "2", *SDIST_TESTS, cwd=unpacked)
 
 
