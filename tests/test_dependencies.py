@@ -12,6 +12,7 @@ from itertools import chain
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import extras
@@ -38,7 +39,7 @@ def test_whatever_is_imported_is_declared() -> None:
         "pytorch_lightning",
     }  # there where a notebook, a test, or a program has them
     distributions = packages_distributions()
-    assert {module for module in modules if declared.isdisjoint(distributions[module])} == set()
+    assert {module for module in modules if declared.isdisjoint(map(canonicalize_name, distributions[module]))} == set()
 
 
 @pytest.mark.parametrize("module", ["node.agent", "node.fork_server", "protocol.messages"])

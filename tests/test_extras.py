@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import flytekitplugins.daskpytorch
 from conftest import REPOSITORY
@@ -118,4 +119,5 @@ def test_each_extra_holds_what_is_looked_for() -> None:
     assert EXTRAS.keys() - BY_COMMAND - OF_THIS_REPOSITORY == extras.PACKAGES.keys()
     distributions = packages_distributions()
     for extra, packages in extras.PACKAGES.items():
-        assert all(flat(extra) & set(distributions[package.partition(".")[0]]) for package in packages), extra
+        there = (map(canonicalize_name, distributions[package.partition(".")[0]]) for package in packages)
+        assert all(flat(extra).intersection(names) for names in there), extra
