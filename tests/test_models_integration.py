@@ -6,17 +6,21 @@ import json
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, current_rank, dispatch, results
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, current_rank, dispatch, results
+from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
 
 NUM_WORKERS = 4
@@ -52,6 +56,10 @@ def wait(path: str) -> str:
     while not Path(path).exists():
         time.sleep(0.01)
     return path
+
+
+def wait_for(experiment: dict[str, str]) -> str:
+    return wait(experiment["path"])
 
 
 def descend(experiment: tuple[int, str]) -> list[float]:
@@ -106,6 +114,57 @@ def test_a_failed_experiment_fails_alone_with_its_own_error(client: Client) -> N
     assert caught.value.__notes__ == ["in experiment 1 of 6"]
     assert [future.result() for future in futures if future.exception() is None] == [0, 2, 4]
     assert [str(future.exception()) for future in futures[1::2]] == ["1 is odd", "3 is odd", "5 is odd"]
+
+
+class Census(Observer):
+    """What the driver has, at the start of each gang."""
+
+    packed: ClassVar[list[int]] = []
+    """Experiments that lie in shared memory."""
+    threads: ClassVar[list[int]] = []
+
+    def formed(self, seconds: float) -> None:
+        self.packed.append(num_packed())
+        self.threads.append(sum(thread.name.startswith("daskpytorch-gang") for thread in threading.enumerate()))
+
+
+def num_packed() -> int:
+    links = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return sum(link.startswith("/memfd:daskpytorch-") for link in links)
+
+
+def first(experiment: np.ndarray[Any, Any]) -> int:
+    return int(experiment[0])
+
+
+def test_the_driver_holds_what_trains_and_not_what_waits(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Census, "packed", [])
+    monkeypatch.setattr(Census, "threads", [])
+    experiments = [np.full(LARGE, number, dtype=np.uint8) for number in range(6 * NUM_WORKERS)]
+    futures = dispatch.map(client, first, experiments, gang=Gang(observers=(Census,)))
+    assert futures.result() == list(range(6 * NUM_WORKERS))
+    assert len(Census.packed) == 6 * NUM_WORKERS
+    assert 1 <= max(Census.packed) <= NUM_WORKERS
+    # A gang's thread has a little to do still when the workers are free for the next one.
+    assert max(Census.threads) <= 2 * NUM_WORKERS
+    until(lambda: num_packed() == 0, "the last gang to be forgotten")
+
+
+def test_experiments_that_cannot_be_packed_any_more_fail_alone(client: Client, tmp_path: Path) -> None:
+    experiments: list[dict[str, Any]] = [{"path": str(tmp_path / str(n))} for n in range(2 * NUM_WORKERS + 1)]
+    futures = dispatch.map(client, wait_for, experiments)
+    until(lambda: sum(Path(f"{e['path']}-started").exists() for e in experiments) == NUM_WORKERS, "the models to start")
+    for experiment in experiments[NUM_WORKERS:-1]:
+        experiment["changed"] = (line for line in "ab")
+    for experiment in experiments:
+        Path(experiment["path"]).touch()
+    assert futures[-1].result(60) == experiments[-1]["path"]  # the others have left it their workers
+    assert [future.result() for future in futures[:NUM_WORKERS]] == [e["path"] for e in experiments[:NUM_WORKERS]]
+    for index in range(NUM_WORKERS, 2 * NUM_WORKERS):
+        error = futures[index].exception()
+        assert isinstance(error, TypeError)
+        assert "wait_for cannot be sent to the ranks" in str(error)
+        assert error.__notes__ == [f"in experiment {index} of {len(experiments)}"]
 
 
 def test_33_one_of_many_is_cancelled(client: Client, tmp_path: Path) -> None:

@@ -142,9 +142,10 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     Args:
         client: Connected to any Dask cluster whose workers have this package.
         pytorch_function: What each rank calls with its experiment. Its module need not exist on the workers.
-        experiments: What the models differ in; anything that pickles. In an order that is the same in every attempt of
-            a Flyte task, since by its index a model finds its checkpoints; so in no set. Or a `Search`, by which an
-            Optuna study suggests each when there are workers for it.
+        experiments: What the models differ in; anything that pickles. Each is packed when its workers are free, so
+            that of a thousand with large arrays only those that train take memory twice; change none before. In an
+            order that is the same in every attempt of a Flyte task, since by its index a model finds its checkpoints;
+            so in no set. Or a `Search`, by which an Optuna study suggests each when there are workers for it.
         workers: How many workers each experiment takes, or a function of the experiment that says so.
         gang: How to form each gang.
         stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A

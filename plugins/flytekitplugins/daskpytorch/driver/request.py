@@ -66,9 +66,13 @@ def request_for(
     *,
     pass_local_rank: bool = False,
     code: Code | None = None,
+    execution: Execution | None = None,
 ) -> Request:
-    """One gang's call of a function, ready to go, but for a name where its task has several."""
-    execution = current_execution().in_ranks()
+    """One gang's call of a function, ready to go, but for a name where its task has several.
+
+    `execution`: that of the thread that asked for it, where this is another's.
+    """
+    in_ranks = (execution or current_execution()).in_ranks()
     memory = _memory()
     call = pack_call(function, args, kwargs, memory.add if memory is not None else None)
     if memory is not None and not memory.address.segments:
@@ -78,7 +82,7 @@ def request_for(
         name=name_of(function),
         call=call,
         large=memory,
-        execution=pickle.dumps(execution) if execution is not None else None,
+        execution=pickle.dumps(in_ranks) if in_ranks is not None else None,
         ranks_per_worker=1 if settings.ranks_per_worker == "auto" else settings.ranks_per_worker,
         settings=settings,
         pass_local_rank=pass_local_rank,
@@ -89,7 +93,7 @@ def request_for(
 
 
 def _memory() -> SharedMemory | None:
-    with contextlib.suppress(OSError):  # of a thousand calls that wait, each may have some, which is an open file
+    with contextlib.suppress(OSError):  # of a thousand gangs each may have some, which is an open file
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SharedMemory() if len(list(Path("/proc/self/fd").iterdir())) < limit // 2 else None
     return None

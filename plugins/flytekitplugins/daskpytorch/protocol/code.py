@@ -27,7 +27,18 @@ from typing import Any, Self
 from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
-__all__ = ["Call", "Code", "Sources", "completed", "name_of", "pack_call", "pack_code", "place_code", "unpack_call"]
+__all__ = [
+    "Call",
+    "Code",
+    "Sources",
+    "check_call",
+    "completed",
+    "name_of",
+    "pack_call",
+    "pack_code",
+    "place_code",
+    "unpack_call",
+]
 
 MAX_RESOURCE_BYTES = 1 << 20
 """Files of a package that are not code travel up to this size, and those beside a script; data belongs in storage."""
@@ -136,6 +147,15 @@ def pack_call(
         return data
     put_aside(data)
     return b""
+
+
+def check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """See to it that a call can be packed later, and keep nothing of it; what is large in it is not even copied.
+
+    Raises:
+        TypeError: As `pack_call`.
+    """
+    pack_call(function, args, kwargs, lambda _: None)
 
 
 def pack_code() -> Code:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
@@ -130,7 +129,6 @@ class Model:
     """From the attempt before."""
     experiment: Any = None
     num_workers: int = 0
-    request: Request = field(init=False)
     storage: ModelStorage | None = None
     log: Log = field(init=False)
     future: ModelFuture = field(init=False)

@@ -15,7 +15,7 @@ from distributed import Client
 
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
-from flytekitplugins.daskpytorch.driver.request import take_keys
+from flytekitplugins.daskpytorch.driver.request import Request, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.extras import require_extra
@@ -77,7 +77,7 @@ def train_all(
     sweep.keys = take_keys(pytorch_function, settings.key, [f"-{index}" for index in range(num_models)])
     for model in missing:
         if model.num_workers:
-            sweep.name(model)
+            sweep.place(model)
     if storage is not None and kept:
         over = [model for model in models if model not in missing]
         sweep.board.restored(len(over), sum(kept[model.index].stopped is not None for model in over), storage.folder)
@@ -265,14 +265,21 @@ class ModelFutures(Futures[ModelFuture]):
             if self._pool.num_free == 0:
                 return
             if (workers := self._pool.acquire(model, model.num_workers)) is not None:
-                self._start(model, workers)
-                self._waiting.remove(model)
+                try:
+                    request = self._sweep.request(model)
+                except Exception as error:  # of this experiment alone, which was changed since it was given
+                    self._pool.release(model)
+                    error.add_note(self._place_of(model))
+                    self._give_up([model], error)
+                else:
+                    self._waiting.remove(model)
+                    self._start(model, request, workers)
 
-    def _start(self, model: Model, workers: Sequence[str]) -> None:
+    def _start(self, model: Model, request: Request, workers: Sequence[str]) -> None:
         share = _Share(self, model, workers)
-        world_size = model.num_workers * model.request.ranks_per_worker
+        world_size = model.num_workers * request.ranks_per_worker
         observers = self._sweep.observers(model)
-        supervisor = Supervisor(model.request, share, observers, received=model.future.received)
+        supervisor = Supervisor(request, share, observers, received=model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))
@@ -340,8 +347,11 @@ class ModelFutures(Futures[ModelFuture]):
             else:  # what it has logged after its last checkpoint
                 self._sweep.note_progress(model, model.storage)
         if error is not None and stopped is None:  # which says it itself
-            error.add_note(f"in experiment {model.index} of {len(self)}")
+            error.add_note(self._place_of(model))
         model.settle(result, error)
+
+    def _place_of(self, model: Model) -> str:
+        return f"in experiment {model.index} of {len(self)}"
 
     def _cancel(self, model: Model) -> bool:
         with self._changed:

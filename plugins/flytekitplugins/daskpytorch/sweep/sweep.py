@@ -11,9 +11,9 @@ from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
-from flytekitplugins.daskpytorch.driver.request import request_for, storage_of
+from flytekitplugins.daskpytorch.driver.request import Request, request_for, storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_code
+from flytekitplugins.daskpytorch.protocol.code import Code, check_call, name_of, pack_code
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Gang, Wandb, shown
@@ -98,7 +98,7 @@ class Sweep:
         experiment = self.suggestions.ask(model.index)
         model.line = self.board.line(model.index, experiment)
         self.prepare(model, experiment)
-        self.name(model)
+        self.place(model)
         if model.storage is not None:
             self.note_progress(model, model.storage)
 
@@ -110,7 +110,7 @@ class Sweep:
             model.line.noted(f"its records could not be kept in {storage.folder} ({type(error).__name__}: {error})")
 
     def prepare(self, model: Model, experiment: Any) -> None:
-        """Have a model ready to be trained, but for its name.
+        """Have a model ready to be trained, but for its place in storage.
 
         Raises:
             ValueError: As `size`.
@@ -119,23 +119,32 @@ class Sweep:
         """
         model.experiment = experiment
         model.num_workers = self.size(model.index, experiment)
-        settings = _fit(self.settings, model.num_workers)
-        model.request = request_for(self.function, (experiment,), {}, settings, code=self.code)
+        check_call(self.function, (experiment,), {})
 
-    def name(self, model: Model) -> None:
-        """Give it its key, and with it its place in storage and its run."""
-        key = self.keys[model.index]
+    def place(self, model: Model) -> None:
+        """Give it its place in storage."""
         if self.storage is not None:
             model.storage = self.storage.model(model.index, lambda: self._about(model))
+
+    def request(self, model: Model) -> Request:
+        """What its gang is asked for; to be made when that starts, since it holds all that is large in the call.
+
+        Raises:
+            Exception: The experiment cannot be pickled any more, or whatever makes an observer raises.
+        """
+        settings, key = _fit(self.settings, model.num_workers), self.keys[model.index]
         paths = storage_of(
             self.execution, key, self.settings, model.storage.paths if model.storage is not None else None
         )
-        observers = [*model.request.observers]
+        request = request_for(
+            self.function, (model.experiment,), {}, settings, code=self.code, execution=self.execution
+        )
+        observers = [*request.observers]
         if self.runs is not None:
             run = wandb_run.model_settings(self.runs, index=model.index, key=key)
             observers.append(wandb_run.WandbObserver(run, training.inputs_of(model.experiment)))
         about = training.of_model(self.function, self._group, model.index, model.experiment)
-        model.request = replace(model.request, key=key, storage=paths, observers=observers, training=about)
+        return replace(request, key=key, storage=paths, observers=observers, training=about)
 
     def observers(self, model: Model) -> list[Observer]:
         """Those of its gang that belong to the sweep."""
