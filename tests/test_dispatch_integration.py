@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -546,6 +547,13 @@ def what_the_fork_server_has_imported() -> tuple[bool, int]:
     return "torch._dynamo" in sys.modules, os.getppid()
 
 
+def what_training_finds_imported() -> tuple[bool, int]:
+    """It imports the rest, which the fork server does then, too."""
+    found = what_the_fork_server_has_imported()
+    import_module("torch._dynamo")
+    return found
+
+
 def imports_torch(server: psutil.Process) -> bool:
     return any("libtorch" in file.path for file in server.memory_maps())
 
@@ -596,10 +604,10 @@ def test_later_ranks_come_from_a_fork_server_that_has_imported_more(
 ) -> None:
     from flytekitplugins.daskpytorch.dask import cluster as clusters
 
-    monkeypatch.setenv("DASKPYTORCH_LEISURE", "3")
+    monkeypatch.setenv("DASKPYTORCH_LEISURE", "0")
     start_cold(monkeypatch)
     with nothing_left_behind(), clusters.opened(num_workers=2) as client:
-        (first, server), _ = dispatch.run(client, what_the_fork_server_has_imported).result()
+        (first, server), _ = dispatch.run(client, what_training_finds_imported).result()
         assert not first
         until(lambda: run_after_a_pause(client, what_the_fork_server_has_imported)[0][0], "its imports")
         assert dispatch.run(client, num_inherited_folders).result() == [0, 0]

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging.handlers
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -194,6 +196,61 @@ def test_torchs_question_for_plugins_is_answered_from_memory(client: ForkServerC
         print(after.hits > before.hits, after.misses - before.misses)
     """
     assert Rank.running(client, 0, source).line() == "True 0"
+
+
+def test_rank_need_not_go_through_what_the_imports_have_left(client: ForkServerClient) -> None:
+    """Each page of that would be copied, for nothing."""
+    source = """
+        import atexit, logging, weakref
+        loggers = dict(logging.root.manager.loggerDict)
+        for name in list(loggers):
+            if not getattr(loggers[name], "_cache", None):  # those that stand for others have none
+                del loggers[name]
+        handlers = list(logging._handlerList)
+        while handlers and not isinstance(handlers[-1](), (logging.StreamHandler, logging.NullHandler)):
+            handlers.pop()
+        print(len(logging.root.manager.loggerDict) > 50, loggers, handlers)
+        weakref.finalize._select_for_exit = print
+        atexit._run_exitfuncs()
+        print(len(weakref.finalize._registry) > 0, weakref.finalize._registered_with_atexit)
+    """
+    rank = Rank.running(client, 0, source)
+    assert [rank.line(), rank.line()] == ["True {} []", "True False"]
+
+
+def test_handlers_that_hold_records_back_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding = logging.handlers.MemoryHandler(10)
+    handlers = [logging.StreamHandler(), holding, logging.NullHandler()]
+    monkeypatch.setattr(logging, "_handlerList", [weakref.ref(handler) for handler in handlers])
+    fork_server._leave_out_handlers_without_buffers()
+    assert [found() for found in logging._handlerList] == [holding]
+
+
+def test_what_a_rank_itself_leaves_to_its_end_is_done_then(client: ForkServerClient) -> None:
+    source = """
+        import atexit, logging.handlers, sys, weakref
+        class Owner:
+            pass
+        owner = Owner()
+        weakref.finalize(owner, print, "finalized")
+        handler = logging.handlers.MemoryHandler(10, target=logging.StreamHandler(sys.stdout))
+        logging.getLogger("mine").addHandler(handler)
+        logging.getLogger("mine").warning("flushed")
+        atexit._run_exitfuncs()
+    """
+    rank = Rank.running(client, 0, source)
+    assert {rank.line(), rank.line()} == {"finalized", "flushed"}
+
+
+def test_loggers_of_a_rank_heed_the_levels_that_the_driver_has(client: ForkServerClient) -> None:
+    source = """
+        import logging
+        from flytekitplugins.daskpytorch.protocol import program
+        debug = program._Logger(level=logging.DEBUG, propagate=True, handlers=())
+        program.enter(program.Program(loggers={"torch": debug}), None)
+        print(*map(logging.Logger.isEnabledFor, map(logging.getLogger, ("torch.distributed", "concurrent")), (10, 10)))
+    """
+    assert Rank.running(client, 0, source).line() == "True False"
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -419,18 +476,21 @@ IMPORTING = """
             sys.modules[name] = types.ModuleType(name)
             yield 0.0
 
-    fork_server.LEISURE = 0.5
+    fork_server.TRAINS = "wave"
     fork_server._import_for_training = import_for_training
     fork_server.main()
 """
 
 
-def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def importing(folder: Path) -> Iterator[ForkServerClient]:
+    """A client of such a server."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), str(folder)]
+    environment = {**os.environ, "DASKPYTORCH_LEISURE": "0.1"}
     with (
         control,
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=tmp_path) as server,
+        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=folder, env=environment) as server,
         contextlib.ExitStack() as at_last,
     ):
         at_last.callback(server.kill)  # else one that imports for ever would be waited for
@@ -439,25 +499,52 @@ def test_what_training_needs_is_imported_in_pieces_between_which_ranks_are_serve
         with its:
             socket.send_fds(control, [b"forkserver"], [its.fileno()])
         with contextlib.closing(ForkServerClient(mine)) as client:
-            source = "import sys, time; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
-            assert Rank.running(client, 0, "import time; print('runs'); time.sleep(600)").line() == "runs"
-            until((tmp_path / "first began").exists, "a piece")
-            client.kill(0, signal.SIGKILL)
-            second, third = Rank.running(client, 1, source), Rank.running(client, 2, source)
-            assert not wait([second.output, third.output], 0.5)
-            (tmp_path / "first").touch()
-            assert client.next_exit() == (0, -signal.SIGKILL)
-            assert second.line() == third.line() == "True False"
-            until((tmp_path / "second began").exists, "the next piece")
-            (tmp_path / "second").touch()
-            assert Rank.running(client, 3, source).line() == "True True"
-            (tmp_path / "wanted_later.py").write_text("import pathlib; pathlib.Path('imported').touch()")
-            client.import_ahead(["no_such_module", "wanted_later"])
-            until((tmp_path / "imported").exists, "what was asked for")
-            source = "import sys, time; print('wanted_later' in sys.modules); time.sleep(600)"
-            assert Rank.running(client, 4, source).line() == "True"
+            yield client
         control.close()
         assert server.wait() == 0
+
+
+def test_once_a_rank_trains_what_that_needs_is_imported_in_pieces_between_which_ranks_are_served(
+    tmp_path: Path,
+) -> None:
+    with importing(tmp_path) as client:
+        source = "import sys, time; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
+        assert Rank.running(client, 0, "import time, wave; print('runs'); time.sleep(600)").line() == "runs"
+        until((tmp_path / "first began").exists, "a piece")
+        client.kill(0, signal.SIGKILL)
+        second, third = Rank.running(client, 1, source), Rank.running(client, 2, source)
+        assert not wait([second.output, third.output], 0.5)
+        (tmp_path / "first").touch()
+        assert client.next_exit() == (0, -signal.SIGKILL)
+        assert second.line() == third.line() == "True False"
+        until((tmp_path / "second began").exists, "the next piece")
+        (tmp_path / "second").touch()
+        assert Rank.running(client, 3, source).line() == "True True"
+        import_ahead(client, tmp_path)
+        source = "import sys, time; print('wanted_later' in sys.modules); time.sleep(600)"
+        assert Rank.running(client, 4, source).line() == "True"
+
+
+def import_ahead(client: ForkServerClient, folder: Path) -> None:
+    (folder / "wanted_later.py").write_text("import pathlib; pathlib.Path('imported').touch()")
+    client.import_ahead(["no_such_module", "wanted_later"])
+    until((folder / "imported").exists, "what was asked for")
+
+
+def test_while_no_rank_trains_nothing_is_imported_for_that(tmp_path: Path) -> None:
+    with importing(tmp_path) as client:
+        assert Rank.running(client, 0, "import time; print('runs'); time.sleep(600)").line() == "runs"
+        import_ahead(client, tmp_path)  # which comes after all that was due before
+        assert not (tmp_path / "first began").exists()
+
+
+def test_a_server_that_was_started_ahead_imports_what_training_needs(tmp_path: Path) -> None:
+    with importing(tmp_path) as client:
+        until((tmp_path / "first began").exists, "a piece")
+        for name in ("first", "second"):
+            (tmp_path / name).touch()
+        source = "import sys, time; print('first' in sys.modules); time.sleep(600)"
+        assert Rank.running(client, 0, source).line() == "True"
 
 
 def test_what_is_imported_for_training_has_nothing_to_do_at_the_end_of_a_rank(
@@ -472,6 +559,22 @@ def test_what_is_imported_for_training_has_nothing_to_do_at_the_end_of_a_rank(
     sys.modules["with_an_exit_function"].register(test_shutdown_ends_the_server_and_its_ranks)
     assert atexit._ncallbacks() == before + 1
     atexit.unregister(test_shutdown_ends_the_server_and_its_ranks)
+
+
+def test_between_two_pieces_loggers_know_nothing_of_each_others_levels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is forked there has the driver's."""
+    (tmp_path / "with_a_logger.py").write_text(
+        "import logging\n"
+        "logger = logging.getLogger(__name__)\n"
+        "known = logger.isEnabledFor(logging.DEBUG), logger._cache.copy()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    next(fork_server._import_in_pieces(["with_a_logger", "json"]))
+    module = sys.modules["with_a_logger"]
+    assert module.known == (False, {logging.DEBUG: False})
+    assert module.logger._cache == {}
 
 
 def test_shutdown_ends_the_server_and_its_ranks(client: ForkServerClient) -> None:

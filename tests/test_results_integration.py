@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -224,7 +225,10 @@ def train_share(per_rank: int, lr: float, epochs: int) -> float:
 
 
 def has_imported_more() -> bool:
-    return "torch._dynamo" in sys.modules
+    """As training does, it imports the rest, and then the fork server does so, too."""
+    has_more = "torch._dynamo" in sys.modules
+    import_module("torch._dynamo")
+    return has_more
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import functools
 import gc
 import itertools
 import json
+import logging
 import os
 import selectors
 import signal
@@ -51,8 +52,11 @@ BOOTSTRAP = (
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
 LEISURE = float(os.environ.get("DASKPYTORCH_LEISURE", "3"))
-"""Seconds until what only training needs is imported, so that it does not slow the first gang's start. A variable,
-since that takes a second of processor time on each worker, in vain where nobody trains, as in most tests."""
+"""Seconds until a server that has forked no rank imports what only training needs, and any other gets cheaper to fork:
+not at once, so that it does not slow the first gang's start."""
+TRAINS = "torch._dynamo"
+"""What every optimizer imports, and no rank that does not train. After the first one its server does so, too: where
+nobody trains that would take two seconds of processor time in vain, and some of the next gangs would wait for it."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -117,6 +121,7 @@ class _Server:
         self._hand_over = hand_over
         self._imported_ahead = imported_ahead
         """What its ranks need besides what every rank needs."""
+        self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._wakeup, wakeup_write = os.pipe()
@@ -136,9 +141,14 @@ class _Server:
             self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
         self._has_imports = False
         """It can fork ranks; what only training needs comes later, piece by piece, and between two it serves."""
+        self._has_forked = False
         self._import_at: float | None = None
         """When the next piece is due."""
-        self._pieces = _import_for_training()
+        self._pieces = self._use_leisure()
+        self._trains, self._says_that_it_trains = os.pipe()
+        self._selector.register(self._trains, selectors.EVENT_READ, self._prepare_for_training)
+        self._is_prepared = False
+        """A rank has trained."""
 
     def serve(self) -> None:
         """Until the owner says so, or dies and nobody takes over."""
@@ -219,20 +229,49 @@ class _Server:
             return
         request = json.loads(packet)
         if request["op"] == "spawn":
+            self._has_forked = True
             client.ranks[request["key"]] = self._fork(*descriptors, spawns=client.spawns)
             for descriptor in descriptors:
                 os.close(descriptor)
             if self._import_at is not None:
                 self._import_at = max(self._import_at, time.monotonic() + QUIET)
         elif request["op"] == "import":
-            self._pieces = itertools.chain(self._pieces, _import_in_pieces(request["modules"]))
-            self._import_at = self._import_at or time.monotonic() + QUIET
+            self._add(_import_in_pieces(request["modules"]))
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # it has ended
         elif request["op"] == "signal":
             os.kill(pid, request["signal"])  # it is not reaped yet, so the number is still its own
         else:
             _kill_session(pid, request["signal"])
+
+    # ---- its leisure
+
+    def _use_leisure(self) -> Iterator[float]:
+        """A server that nobody has asked for ranks yet was started ahead, for gangs that train."""
+        yield from _collapse_memory() if self._has_forked else _import_for_training()
+
+    def _prepare_for_training(self) -> None:
+        os.read(self._trains, 1024)
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._add(_import_for_training())
+
+    def _add(self, pieces: Iterator[float]) -> None:
+        self._pieces = itertools.chain(self._pieces, pieces)
+        self._import_at = self._import_at or time.monotonic() + QUIET
+
+    def _watch_for_training(self) -> None:
+        """In a rank: have its server hear of it."""
+        from flytekitplugins.daskpytorch.rank import imports
+
+        def note(_: object) -> None:
+            with contextlib.suppress(OSError):  # the user's code may have closed all files
+                os.write(self._says_that_it_trains, b".")
+
+        if TRAINS not in sys.modules:
+            imports.call_after(TRAINS, note)
+
+    # ---- ranks
 
     def _drop(self, client: _Client) -> None:
         self._clients.discard(client)
@@ -274,6 +313,7 @@ class _Server:
             if spawns:
                 os.set_inheritable(channel, True)
                 os.execv(sys.executable, command("main_of_spawned_rank", [channel], sys.path))  # noqa: S606
+            self._watch_for_training()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -285,10 +325,17 @@ class _Server:
         for end in (self._control, self._hand_over, *(client.sock for client in self._clients)):
             if end is not None:
                 end.close()
+        os.close(self._trains)
+
+    def _die_with(self, parent: int) -> None:
+        """Have the kernel end this process with its parent, also once it runs another program."""
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
 
     def _become_rank(self, server_pid: int, channel: int, output: int) -> None:
         os.setsid()
-        _die_with(server_pid)
+        self._die_with(server_pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored; see `_be_rank`
@@ -297,13 +344,6 @@ class _Server:
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, also once it runs another program."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def _be_rank(channel: int) -> NoReturn:
@@ -348,16 +388,23 @@ def _import_for_training() -> Iterator[float]:
     Not wandb: it makes a folder for media when it is imported, which the first rank to end would remove for all others.
     """
     yield from _import_in_pieces(TRAINING_IMPORTS)
+    yield from _collapse_memory()
+
+
+def _collapse_memory() -> Iterator[float]:
     for _ in hugepages.collapse_memory():
         yield 0.0
 
 
 def _import_in_pieces(modules: Sequence[str]) -> Iterator[float]:
+    from flytekitplugins.daskpytorch.protocol import program
+
     for name in modules:
         gc.disable()  # a third less time; no rank is forked meanwhile
         with contextlib.suppress(Exception), _no_exit_functions():  # the rank that needs it says so, where it matters
             import_module(name)
         gc.enable()
+        program.forget_levels()
         yield 0.0
     gc.collect()
     _settle()
@@ -380,11 +427,26 @@ def _no_exit_functions() -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Make what was imported cheap to inherit."""
+    """Make what was imported cheap to inherit: each page of it that a rank touches, the rank has to copy."""
+    from flytekitplugins.daskpytorch.protocol import program
+
     gc.freeze()  # else a rank's first full collection takes 0.3 s, and copies 90 MiB of the shared pages
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001
         # torch's own undo what ends anyway; with them a warm gang takes 1.7 times as long to its end.
         finalizer.atexit = False
+    # Nor does a rank go through all of them at its end, before it has one of its own, which registers this again.
+    atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined] # noqa: SLF001
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined] # noqa: SLF001
+    _leave_out_handlers_without_buffers()
+    program.forget_levels()
+    with contextlib.suppress(KeyError, AttributeError):  # it is not there yet, or another torch's
+        sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()  # as each process group does
+
+
+def _leave_out_handlers_without_buffers() -> None:
+    """Have `logging` close no handler at a rank's end that has written each record when it came, or none at all."""
+    handlers, without = logging._handlerList, (logging.StreamHandler, logging.NullHandler)  # type: ignore[attr-defined] # noqa: SLF001
+    handlers[:] = [found for found in handlers if not isinstance(found(), without)]
 
 
 def _kill_session(pid: int, signum: int) -> None:

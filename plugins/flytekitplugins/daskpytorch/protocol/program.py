@@ -2,6 +2,7 @@
 
 import linecache
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import pickling
 
-__all__ = ["Program", "enter", "taken"]
+__all__ = ["Program", "enter", "forget_levels", "taken"]
 
 MAX_SPARE_PART = 256 << 10
 """Bytes of a class of `__main__` that nothing in the call names."""
@@ -131,7 +132,18 @@ def enter(program: Program, script: Path | None) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     for name, logger in program.loggers.items():
         _set_up(logging.getLogger(name), logger)
-    logging.root.setLevel(logging.root.level)  # all loggers forget what they knew of each other's levels, once for all
+    if os.getppid() != _forgotten_by:
+        forget_levels()
+
+
+def forget_levels() -> None:
+    """Have all loggers forget what they know of each other's levels.
+
+    Once for all processes that this one forks from now on: each would copy a page of memory for every logger.
+    """
+    global _forgotten_by
+    logging.root.setLevel(logging.root.level)
+    _forgotten_by = os.getpid()
 
 
 @dataclass(frozen=True)
@@ -157,3 +169,7 @@ def _set_up(logger: logging.Logger, asked: _Logger) -> None:
         if handler.formatter is not None:
             made.setFormatter(pickling.loads(handler.formatter))
         logger.addHandler(made)
+
+
+_forgotten_by: int | None = None
+"""The process whose loggers know nothing of each other."""

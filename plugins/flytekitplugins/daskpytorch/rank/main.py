@@ -389,9 +389,11 @@ def _watch_usage(order: RankOrder, link: _Link, ledger: Ledger) -> None:
 
 def _settle_in(order: RankOrder) -> None:
     given = order.environment
-    for name in os.environ.keys() - given.keys():
+    for name in set(os.environ).difference(given):
         del os.environ[name]
-    os.environ.update({name: value for name, value in given.items() if os.environ.get(name) != value})
+    for name, value in given.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     import torch  # a spawned rank has not imported it, so that it starts with the variables above
 
     from flytekitplugins.daskpytorch.rank import loaders
