@@ -152,7 +152,7 @@ def packing(grid: str, best: float, ours: list[float], rays: Sequence[float] = (
 def processor_times(program: Program, cluster: Cluster) -> dict[str, float]:
     """Seconds that processes of each kind have used so far; of ranks those that have ended."""
     workers = [cluster.worker_pid(nanny) for nanny in cluster.nannies]
-    servers = [server for worker in workers for server in children_of(worker)]
+    servers = children_of_workers(cluster)
     return {
         "driver": seconds_of(program.pid)[0],
         "Dask's scheduler": seconds_of(cluster.scheduler)[0],
@@ -162,10 +162,24 @@ def processor_times(program: Program, cluster: Cluster) -> dict[str, float]:
     }
 
 
+def children_of_workers(cluster: Cluster) -> list[int]:
+    """The fork servers, and what else Dask's workers have started."""
+    return [child for nanny in cluster.nannies for child in children_of(cluster.worker_pid(nanny))]
+
+
+def page_faults_of_ranks(cluster: Cluster) -> int:
+    """Of all that have ended: each is a page that the rank was the first to touch, most of them to copy it."""
+    return sum(int(stat_of(server)[8]) for server in children_of_workers(cluster))
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel counts of a process, from its state on; see proc_pid_stat(5)."""
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
 def seconds_of(pid: int) -> tuple[float, float]:
-    """The processor time of a process, and that of its children which have ended; see proc_pid_stat(5)."""
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    own, own_in_kernel, of_ended, of_ended_in_kernel = map(int, fields[11:15])
+    """The processor time of a process, and that of its children which have ended."""
+    own, own_in_kernel, of_ended, of_ended_in_kernel = map(int, stat_of(pid)[11:15])
     hertz = os.sysconf("SC_CLK_TCK")
     return (own + own_in_kernel) / hertz, (of_ended + of_ended_in_kernel) / hertz
 
@@ -173,6 +187,7 @@ def seconds_of(pid: int) -> tuple[float, float]:
 def measure_cost(program: Program, cluster: Cluster, count: int, rounds: int) -> Iterator[str]:
     """What a model costs besides its training."""
     before, used_before = run(program, grid_of([1] * 8, 0.0))[1], processor_times(program, cluster)
+    faults_before = page_faults_of_ranks(cluster)
     taken = [run(program, grid_of([1] * count, 0.0)) for _ in range(rounds)]
     costs, grown = [1000 * seconds / count for seconds, _ in taken], (taken[-1][1] - before) / 2**20
     yield f"{count} models that do nothing, {rounds} times: the driver's memory grew by {grown:.1f} MiB"
@@ -180,6 +195,7 @@ def measure_cost(program: Program, cluster: Cluster, count: int, rounds: int) ->
     shares = {name: 1000 * (seconds - used_before[name]) / count / rounds for name, seconds in used.items()}
     parts = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in shares.items())
     yield f"processor time of a model that does nothing: {parts}; altogether {sum(shares.values()):.1f} ms"
+    yield f"page faults of its rank: {(page_faults_of_ranks(cluster) - faults_before) / count / rounds:,.0f}"
     goals = [Goal(bound=10, of="here", at_most=True)]
     yield from reported([Figure(what=f"a model that does nothing, one of {count}", here=costs, unit="ms", goals=goals)])
 
