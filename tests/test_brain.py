@@ -1172,6 +1172,25 @@ def test_the_best_is_brought_though_newer_ones_wait(world_of: MakeWorld) -> None
     assert [[kept.step for kept in told] for told in world.watcher.checkpoints] == [[1], [2], [2, 4]]
 
 
+def test_a_metric_that_counts_and_that_no_checkpoint_has_is_hinted_at(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST)
+    world.form()
+    for step in (1, 2):
+        world.save(world.agent(W1), step, accuracy=0.5)
+        arrive(world)
+    (given,) = (note for note in world.watcher.notes if "A hint" in note)
+    assert "Keep(best=1, metric='loss'): no checkpoint was saved with that metric so far" in given
+    assert "they have: accuracy" in given
+
+
+def test_nothing_is_hinted_at_with_hints_off(world_of: MakeWorld) -> None:
+    world = world_of(keep=BEST, hints=False)
+    world.form()
+    world.save(world.agent(W1), 1, accuracy=0.5)
+    arrive(world)
+    assert [note for note in world.watcher.notes if "A hint" in note] == []
+
+
 def test_the_gang_goes_on_from_the_newest_and_never_from_the_best(world_of: MakeWorld) -> None:
     world = world_of(keep=BEST)
     world.form()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.retention import retained
+from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, retained
 from flytekitplugins.daskpytorch.protocol.best import best_first
 
 
@@ -99,3 +99,20 @@ def test_the_best_come_first() -> None:
     entries = kept(0.3, None, 0.1, math.nan, 0.2)
     assert [entry.step for entry in best_first(entries, BY_LOSS)] == [2, 4, 0]
     assert best_first(entries, Keep()) == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "metrics"),
+    [(BY_LOSS, []), (BY_LOSS, [{}]), (BY_LOSS, [{"acc": 1.0}, {"loss": 1.0}]), (Keep(), [{"acc": 1.0}])],
+)
+def test_no_metric_is_missed_where_none_is_asked_for_or_one_has_it(
+    keep: Keep, metrics: list[Mapping[str, float]]
+) -> None:
+    assert hint_of_metric([Kept(step, each) for step, each in enumerate(metrics)], keep) is None
+
+
+def test_a_metric_that_no_checkpoint_has_is_missed_beside_those_that_they_have() -> None:
+    hint = hint_of_metric([Kept(0), Kept(1, {"val_loss": 0.1}), Kept(2, {"acc": 1.0})], BY_LOSS)
+    assert hint is not None
+    assert "metric='loss'" in hint
+    assert hint.endswith("acc, val_loss")

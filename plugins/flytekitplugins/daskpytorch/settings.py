@@ -187,7 +187,7 @@ class Gang:
 
     hints: bool = True
     """Say in a line, once each, what looks forgotten: a loss that is no number any more, ranks that call no collective,
-    a shuffling `DistributedSampler` without `set_epoch`."""
+    a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has."""
 
     key: str | None = None
     """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given

@@ -12,8 +12,9 @@ from flytekitplugins.daskpytorch.protocol.failure import RankExit
 __all__ = ["AttemptFailure", "FailurePolicy", "describe", "error_of", "find_root_failure", "from_user"]
 
 OURS = "flytekitplugins/daskpytorch/"
-REPEATED = "the same error came at the same step twice"
 """In the paths of frames that say nothing about the user's code."""
+REPEATED = "the same error came at the same step twice"
+"""A refusal that the error tells of, too."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:

@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.retention import listed
+from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, listed
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -429,6 +429,8 @@ class Brain:
         self._observe("kept", step)
         kept = self._saved()
         self._observe("keeps", kept)
+        if self._settings.hints and (hint := hint_of_metric(kept, self._settings.keep)) is not None:
+            self._give_hint("metric", hint)
         if self._attempt is not None and not self._attempt.is_over:
             self._tell(messages.Tell(orders.Kept(kept)))
 

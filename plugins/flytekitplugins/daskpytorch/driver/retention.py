@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
-from flytekitplugins.daskpytorch.protocol.best import E, best_first
+from flytekitplugins.daskpytorch.protocol.best import E, Entry, best_first
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["listed", "retained"]
+__all__ = ["hint_of_metric", "listed", "retained"]
 
 
 def retained(entries: Sequence[E], keep: Keep) -> list[E]:
@@ -21,3 +21,14 @@ def retained(entries: Sequence[E], keep: Keep) -> list[E]:
 def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
     """Checkpoints of all kinds, as a user is told of them: by step."""
     return tuple(sorted((saved for kind in kinds for saved in kind), key=lambda saved: saved.step))
+
+
+def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
+    """Whether none is ever the best, as where a name is misspelt: all that have metrics lack the one that counts."""
+    names = {name for one in kept for name in one.metrics}
+    if keep.best == 0 or not names or keep.metric in names:
+        return None
+    return (
+        f"Keep(best={keep.best}, metric={keep.metric!r}): no checkpoint was saved with that metric so far, and so "
+        f"none is kept as the best; they have: {', '.join(sorted(names))}"
+    )

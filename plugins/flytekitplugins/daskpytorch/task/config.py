@@ -28,7 +28,7 @@ class OnDask:
         """The number of Dask workers asked for."""
         return int(self.workers.number_of_workers or 1)
 
-    def check_pods(self, problems: Problems) -> None:
+    def _check_pods(self, problems: Problems) -> None:
         """Add what is wrong with them."""
         count = self.workers.number_of_workers
         problems.unless(settings.is_count(count), "workers.number_of_workers", settings.COUNT)
@@ -57,7 +57,7 @@ class GangOnDask(OnDask):
 
     def __post_init__(self) -> None:
         problems = _checked_kinds(self, self.KINDS)
-        self.check_pods(problems)
+        self._check_pods(problems)
         workers, least = self.workers.number_of_workers, self.gang.min_workers
         problems.unless(
             least is None or not settings.is_count(workers) or least <= (workers or 0),
@@ -114,7 +114,7 @@ class Cluster(OnDask):
 
     def __post_init__(self) -> None:
         problems = _checked_kinds(self, self.KINDS)
-        self.check_pods(problems)
+        self._check_pods(problems)
         problems.unless(settings.is_seconds(self.start_timeout), "start_timeout", settings.SECONDS)
         problems.raise_any()
 
