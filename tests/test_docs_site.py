@@ -89,6 +89,23 @@ def test_pages_fit_a_screen_and_a_telephone(site: Path, tmp_path: Path) -> None:
     assert {name: found for name, found in looked_at.items() if found != (0, [])} == {}
 
 
+SOUGHT = {
+    "out of memory": ("reference/what_happens.html", "#out-of-memory"),
+    "NCCL timeout": ("reference/what_happens.html", "#a-timeout-a-rank-that-hangs-nccl-gloo"),
+    "GPUs per worker": ("guides/gpus.html", "#how-many-gpus-a-worker-has-and-how-many-ranks"),
+    "resume": ("guides/checkpoints.html", "#resume-by-hand"),
+    "API key": ("guides/trackers.html", "#weights-biases-and-its-api-key"),
+    "shared memory": ("guides/run_on_flyte.html", "#shared-memory"),
+}
+
+
+@pytest.mark.parametrize("words", SOUGHT)
+def test_what_users_look_for_is_among_the_first_that_are_found(words: str, site: Path, tmp_path: Path) -> None:
+    page, heading = SOUGHT[words]
+    found = search(site / "index.html", words, tmp_path)[:5]
+    assert [address for address in found if page in address and address.endswith(heading)], found
+
+
 def test_the_search_of_a_page_in_a_folder_finds_a_setting(site: Path, tmp_path: Path) -> None:
     found = search(site / "guides" / "s3.html", "grace_period", tmp_path)
     assert any("reference/tasks.html" in address and "Gang.grace_period" in address for address in found)
