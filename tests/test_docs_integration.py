@@ -87,7 +87,8 @@ def run_line(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subpro
 
 
 def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("# train.py: "))
+    for name in ("alone.py", "gang.py"):
+        (tmp_path / name).write_text(block(f"# {name}: "))
     (tmp_path / "test_train.py").write_text(block("one_rank"))
     done = run_warm(["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:kmock"], tmp_path)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
@@ -222,6 +223,18 @@ def test_the_script_with_trackers_runs(tmp_path: Path) -> None:
         [(num_points,)] = database.execute("SELECT count(*) FROM metrics WHERE key = 'loss'")
     assert runs == [("train", "FINISHED"), ("train", "FINISHED"), ("train-0", "FINISHED"), ("train-1", "FINISHED")]
     assert num_points == 3 * 8
+
+
+def test_the_task_with_weights_and_biases_is_recorded_offline_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "no netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    done = run_example("weights.py", tmp_path)
+    assert "no API key found" in done.stdout + done.stderr
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
