@@ -12,7 +12,8 @@ help:  ## list these commands
 
 setup:  ## an environment in .venv with everything, and hooks that check each commit
 	python3 -m venv $(VENV)
-	pip install --editable '.[dev]'
+	pip install uv
+	uv pip install --python $(VENV)/bin/python --editable '.[dev]'
 	pre-commit install
 
 check:  ## lint, types, imports: what takes seconds
