@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.code import Code
@@ -69,6 +70,8 @@ class Agents:
     on_failure: OnLaunchFailure
     token: bytes = field(repr=False)
     """Proves to the driver who dials in."""
+    folder: Path | None = None
+    """The driver's, for agents that can reach it."""
     peers: dict[str, Peer] = field(default_factory=dict)
     """By worker."""
     leaving: set[str] = field(default_factory=set)
@@ -102,7 +105,13 @@ class Agents:
     def _launch(self, workers: Iterable[str]) -> None:
         for number, several in self._numbered(workers).items():
             orders = [
-                AgentOrder(worker=worker, driver=self.address, num_ranks=self.num_ranks, token=self.token)
+                AgentOrder(
+                    worker=worker,
+                    driver=self.address,
+                    num_ranks=self.num_ranks,
+                    token=self.token,
+                    folder=self.folder,
+                )
                 for worker in several
             ]
             on_failure = functools.partial(self._note_launch_failure, number)

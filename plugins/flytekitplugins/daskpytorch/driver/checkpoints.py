@@ -100,15 +100,23 @@ class Checkpoints:
         if isinstance(request, Download):
             connection.send_file(self._folder / request.file.name)
             return
-        self._check(request.file)
-        path = take_file(connection, request.file, self._folder)
         try:
+            self._take(connection, request)
             self.keep(request.file)
         except ValueError:
             with self._lock:
                 if request.file.name not in {kept.name for kept in self._kept}:
-                    path.unlink()
+                    (self._folder / request.file.name).unlink(missing_ok=True)
             raise
+
+    def _take(self, connection: Connection, request: Upload) -> None:
+        self._check(request.file)
+        if not request.is_there:
+            take_file(connection, request.file, self._folder)
+        elif (size := (self._folder / request.file.name).stat().st_size) != request.file.size:
+            raise ValueError(
+                f"the checkpoint of step {request.file.step} has {size:,} bytes, not {request.file.size:,}"
+            )
 
     def keep(self, file: CheckpointFile) -> None:
         """Take a file that lies whole in the folder, and hand it on to storage.
@@ -147,7 +155,7 @@ class Checkpoints:
 def _state_of(path: Path) -> tuple[int, ...]:
     """Changes whenever somebody writes to the file."""
     found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: the agent may have it, too, and drop it
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Supervisor:
                 stack.callback(committer.close)
                 if self._request.large is not None:
                     stack.callback(self._request.large.close)
-                self._agents = self._listen(checkpoints, stack)
+                self._agents = self._listen(checkpoints, folder, stack)
                 try:
                     results = self._see_through(checkpoints, committer)
                     committer.flush(self._deadlines.storage)
@@ -141,7 +141,7 @@ class Supervisor:
         request, filesystem = self._request, self._execution.filesystem
         return Committer.of(request.settings, request.storage, manifest, folder, filesystem, self._events.put)
 
-    def _listen(self, checkpoints: Checkpoints, stack: contextlib.ExitStack) -> Agents:
+    def _listen(self, checkpoints: Checkpoints, folder: Path, stack: contextlib.ExitStack) -> Agents:
         allow_connections(self._launcher.num_wanted)
         token = os.urandom(32)
         serve = functools.partial(self._serve_file, checkpoints)
@@ -152,6 +152,7 @@ class Supervisor:
             address=listener.address,
             on_failure=lambda *how: self._events.put(NotLaunched(*how)),
             token=token,
+            folder=folder,
         )
         stack.callback(self._launcher.close)
         stack.callback(listener.end)

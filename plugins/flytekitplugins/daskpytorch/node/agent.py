@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
@@ -165,6 +165,8 @@ class _Agent:
         self._large: SharedMemory | None = None
         """What is large in the call, for all attempts, where the driver's own cannot be opened from here."""
         self._large_lock = threading.Lock()
+        self._used: dict[str, float] = {}
+        """When checkpoints were last asked for: to note it in the files would change those that the driver has, too."""
         self._server = fork_client.connect(start_method)
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
@@ -259,6 +261,7 @@ class _Agent:
                 sources=sources,
                 program=order.code.program,
                 scratch=str(self._scratch),
+                driver_folder=self._driver_folder(),
                 directory=str(Path.cwd()),
                 environment=orders.environment(os.environ, place, order.job, self._interface, self._scratch),
                 data=self._data,
@@ -271,6 +274,10 @@ class _Agent:
             attempt = order.job.attempt
             missing = functools.partial(orders.NotProvided, attempt)
             self._in_background(self._bring, order.job.checkpoint, orders.Provided(attempt), missing)
+
+    def _driver_folder(self) -> str | None:
+        folder = self._order.folder
+        return str(folder) if folder is not None and os.access(folder, os.W_OK) else None
 
     def _prepare_to_load(self) -> None:
         """There are shards, which a rank takes a second less to read if it is forked with what reads them."""
@@ -418,12 +425,13 @@ class _Agent:
 
     def _find(self, file: CheckpointFile) -> None:
         path = self._scratch / file.name
-        if not path.exists() or digest_of(path) != file.digest:
+        self._used[path.name] = time.time()  # so that it is not among the oldest, which are dropped
+        if path.exists() and digest_of(path) == file.digest:
+            return
+        if self._order.folder is None or not link_file(self._order.folder / file.name, self._scratch):
             with contextlib.closing(dial(self._order)) as connection:
                 connection.send(messages.Download(file))
                 take_file(connection, file, self._scratch)
-        else:
-            path.touch()  # so that it is not among the oldest, which are dropped
 
     def _pass_on_outcome(self) -> None:
         self._tell_all(self._outcomes.recv())
@@ -433,8 +441,10 @@ class _Agent:
         path = self._scratch / file.name
         try:
             with contextlib.closing(self._dial_patiently()) as connection:
-                connection.send(messages.Upload(file))
-                connection.send_file(path)
+                is_there = self._order.folder is not None and link_file(path, self._order.folder)
+                connection.send(messages.Upload(file, is_there))
+                if not is_there:
+                    connection.send_file(path)
         except (OSError, EOFError) as error:
             with contextlib.suppress(OSError):  # the driver has gone
                 self._say(messages.NotSent(file, f"{type(error).__name__}: {error}"))
@@ -451,9 +461,12 @@ class _Agent:
     def _drop_older_than(self, newest: Path) -> None:
         """Keep a few checkpoints on this node, and those that the driver may yet ask for."""
         with contextlib.suppress(FileNotFoundError):  # one of them went to where it is loaded from
-            kept = sorted(self._scratch.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
+            kept = sorted(self._scratch.glob("step-*.pt"), key=self._last_used)
             for old in kept[: max(0, kept.index(newest) + 1 - NUM_FILES_KEPT)] if newest in kept else ():
                 old.unlink(missing_ok=True)
+
+    def _last_used(self, path: Path) -> float:
+        return max(path.stat().st_mtime, self._used.get(path.name, 0.0))
 
     @staticmethod
     def _in_background(work: Callable[..., None], *args: object) -> None:

@@ -1,7 +1,10 @@
 """A checkpoint that is written whole, as rank, agent and driver name it to each other, and how it is received."""
 
+import contextlib
 import hashlib
+import os
 import threading
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
-__all__ = ["CheckpointFile", "digest_of", "take_file"]
+__all__ = ["CheckpointFile", "digest_of", "link_file", "take_file"]
 
 CHUNK = 1 << 20
 """Bytes to take at a time."""
@@ -46,6 +49,23 @@ def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def link_file(file: Path, folder: Path) -> bool:
+    """Have a file in another folder, too, under its own name: the same bytes, once on the disk, whole at once.
+
+    False where that cannot be: it is another machine's folder, or on another disk.
+    """
+    unfinished = folder / f"unfinished-{file.name}-{uuid.uuid4().hex}"
+    try:
+        os.link(file, unfinished)
+        unfinished.rename(folder / file.name)  # does nothing where this is that file already
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+    return True
 
 
 def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -22,6 +23,8 @@ class AgentOrder:
     """How many ranks it will be told to start, so that they can be forked while all meet."""
     token: bytes = field(repr=False)
     """By which agent and driver know each other; see `handshake`."""
+    folder: Path | None = None
+    """The driver's for checkpoints: where it is on this machine, too, files need not travel."""
 
 
 OnFailure = Callable[[str, Exception], None]
@@ -194,6 +197,8 @@ class Upload:
     """Here comes a checkpoint."""
 
     file: CheckpointFile
+    is_there: bool = False
+    """Nothing follows: it lies in the driver's folder."""
 
 
 @dataclass(frozen=True)

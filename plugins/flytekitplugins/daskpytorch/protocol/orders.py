@@ -86,6 +86,8 @@ class RankOrder:
     program: Program
     scratch: str
     """The agent's folder: checkpoints come and go through it."""
+    driver_folder: str | None = None
+    """The driver's, which what is returned goes through; None where it is not on this machine."""
     directory: str
     environment: dict[str, str] = field(repr=False)
     """The whole of the rank's environment; it may hold secrets."""

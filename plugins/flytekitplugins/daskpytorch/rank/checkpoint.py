@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +39,8 @@ SHARDED = (
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
 """The kinds of tensors of which each rank has a part."""
+LARGE = 1 << 20
+"""Bytes from which on a second thread is worth its while."""
 T = TypeVar("T")
 
 
@@ -241,15 +243,26 @@ class RankCheckpoint(Checkpoint):
 
 
 class _HashedFile(io.BufferedWriter):
-    """Takes the digest of what is written, on its way."""
+    """Takes the digest of what is written, on its way; of what is large while it is written."""
 
     def __init__(self, file: io.FileIO) -> None:
         super().__init__(file)
         self.digest = hashlib.sha256()
+        self._hashing = ThreadPoolExecutor(1, "daskpytorch-digest")
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return super().write(data)
+        if len(data) < LARGE:
+            self.digest.update(data)
+            return super().write(data)
+        hashed = self._hashing.submit(self.digest.update, data)
+        try:
+            return super().write(data)
+        finally:
+            hashed.result()  # the memory is the caller's again
+
+    def close(self) -> None:
+        self._hashing.shutdown()
+        super().close()
 
 
 class _Inspector(pickle.Pickler):
