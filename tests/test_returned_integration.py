@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
 
 from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE
 from processes import nothing_left_behind, run_program
 
@@ -101,3 +108,53 @@ def test_a_rank_that_dies_while_its_result_is_on_its_way_has_not_delivered(tmp_p
         ({1}, 3 * PIECE_SIZE, "it is here"),
     ]
     assert (supervisor.received._buffer._num_in_file, supervisor.received._buffer._in_memory) == (0, 0)
+
+
+def return_array(limit: int | None) -> np.ndarray[Any, Any]:
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    return np.full(SIZE << 17, current_rank().rank, dtype=np.uint8)
+
+
+@pytest.fixture
+def num_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What comes over connections between driver and agent, each of which reads here."""
+    read, counted = Connection.read, []
+
+    def counting(self: Connection, size: int) -> bytes:
+        data = read(self, size)
+        counted.append(len(data))
+        return data
+
+    monkeypatch.setattr(Connection, "read", counting)
+    return counted
+
+
+def mapping_of(array: np.ndarray[Any, Any]) -> str:
+    """The file that an array's memory is; empty where it is none."""
+    address = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.partition(" ")[0].partition("-")
+        if int(start, 16) <= address < int(end, 16):
+            return " ".join(line.split()[5:])
+    raise AssertionError("no memory")
+
+
+def test_the_driver_maps_what_a_rank_of_its_machine_has_written(num_bytes: list[int]) -> None:
+    request = request_for(return_array, (None,), {}, Gang(ranks_per_worker=2))
+    results = GangFutures(Supervisor(request, OwnNode()), 2).result()
+    assert [(len(array), set(np.unique(array))) for array in results] == [(SIZE << 17, {0}), (SIZE << 17, {1})]
+    assert sum(num_bytes) < SIZE << 16
+    for array in results:
+        assert re.search(r"/daskpytorch-checkpoints-\w+/returned-\w+ \(deleted\)$", mapping_of(array))
+
+
+@pytest.mark.parametrize("how", ["the driver is elsewhere", "its disk is full"])
+def test_else_it_comes_in_pieces(num_bytes: list[int], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    is_full = how == "its disk is full"
+    if not is_full:
+        monkeypatch.setattr(agent._Agent, "_driver_folder", lambda _: None)
+    request = request_for(return_array, (1 << 20 if is_full else None,), {}, Gang(ranks_per_worker=2))
+    results = GangFutures(Supervisor(request, OwnNode()), 2).result()
+    assert [(len(array), set(np.unique(array))) for array in results] == [(SIZE << 17, {0}), (SIZE << 17, {1})]
+    assert sum(num_bytes) > 2 * SIZE << 17

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -129,8 +128,7 @@ class GangFutures(Futures[GangFuture]):
         # The last first: `result` waits for future 0 alone.
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
             try:
-                with self._supervisor.received.open_returned(rank, result) as file:
-                    returned = pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
+                returned = self._supervisor.received.load_returned(rank, result)
             except Exception as error:
                 self._futures[rank].set_exception(error)
             else:

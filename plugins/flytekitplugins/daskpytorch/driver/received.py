@@ -2,14 +2,16 @@
 
 import io
 import os
+import pickle
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any
 
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
+from flytekitplugins.daskpytorch.protocol.returned_file import MappedReturn
 
 __all__ = ["Kept", "Part", "ReceivedResults", "ResultBuffer", "Submission"]
 
@@ -28,6 +30,8 @@ class Kept:
     """Else the file that holds it."""
     offset: int = 0
     """Where it begins in that file, in bytes."""
+    mapped: MappedReturn | None = None
+    """A return value that is in neither: the rank's own file."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class ReceivedResults:
 
     def keep(self, rank: int, piece: Piece) -> Part:
         """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
+        if piece.file is not None:
+            return Part(rank, replace(piece, file=None), Kept(0, mapped=MappedReturn.of(*piece.file)))
         return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
@@ -109,6 +115,14 @@ class ReceivedResults:
     def drop(self, submission: Submission) -> None:
         """It has been processed."""
         self._buffer.drop(submission.parts)
+
+    def load_returned(self, rank: int, small: bytes | None) -> Any:
+        """What a rank has returned, once: what was small, or else what has come of it before."""
+        if small is None and (mapped := self._returned[rank][0].mapped) is not None:
+            del self._returned[rank]
+            return mapped.load()
+        with self.open_returned(rank, small) as file:
+            return pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
 
     def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
         """What a rank has returned, pickled, to be read once: what was small, or else the pieces that are here."""
@@ -167,6 +181,8 @@ class ResultBuffer:
         """Forget some; the file ends with the last that is in it."""
         with self._lock:
             for kept in several:
+                if kept.mapped is not None:
+                    continue
                 if kept.file is None:
                     self._in_memory -= kept.size
                 else:

@@ -29,6 +29,8 @@ class Piece:
     data: bytes
     is_first: bool
     is_last: bool
+    file: tuple[str, list[tuple[int, int]], list[tuple[int, int]]] | None = None
+    """The name of a file that has it all instead, and the places in it; see `returned_file`."""
 
 
 def cut(key: str, path: str, data: bytes) -> Iterator[Piece]:
@@ -74,7 +76,7 @@ class Writer:
 class Reader(io.RawIOBase):
     """What was written, from its pieces; one of them is in memory at a time."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
+    def __init__(self, pieces: Iterator[bytes] | Iterator[memoryview]) -> None:
         super().__init__()
         self._pieces = pieces
         self._rest = memoryview(b"")

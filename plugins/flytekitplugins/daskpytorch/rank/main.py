@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS, STOPPED, Job, RankOrder, stacks_path
+from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.rank import (
     debugger,
@@ -245,9 +246,21 @@ class _Link:
             for piece in result_frames.cut(key, path, data):
                 self._send_piece(piece)
 
-    def send_returned(self, value: Any) -> bytes | None:
-        """Pickle what the function returned; the bytes of something small, anything else has then gone in pieces."""
+    def send_returned(self, value: Any, driver_folder: str | None) -> bytes | None:
+        """Pickle what the function returned; the bytes of something small, anything else has then gone before.
+
+        By a file where the driver can open it, else in pieces, as also where the disk takes no more.
+        """
         with self._submit_lock:
+            if driver_folder is not None:
+                file = FileWriter(Path(driver_folder), self._send_piece)
+                try:
+                    _dump(value, file, file.takes)
+                    return file.close()
+                except Exception as error:
+                    file.abandon()
+                    if not isinstance(error.__cause__ or error, OSError):
+                        raise
             writer = result_frames.Writer(self._send_piece)
             _dump(value, writer)
             return writer.close()
@@ -514,8 +527,8 @@ def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, 
 def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: _Link) -> object:
     """What the driver needs of the return value: in a task what it makes of rank 0's, else every rank's value."""
     if host is None:
-        return link.send_returned(returned)
-    return link.send_returned(host.outputs(returned)) if order.place.rank == 0 else None
+        return link.send_returned(returned, order.driver_folder)
+    return link.send_returned(host.outputs(returned), order.driver_folder) if order.place.rank == 0 else None
 
 
 def _is_of_storage(error: BaseException) -> bool:
@@ -529,7 +542,9 @@ _stacks_file: IO[str] | None = None
 """Stays open for as long as the signal may come."""
 
 
-def _dump(value: Any, file: result_frames.Writer) -> None:
+def _dump(
+    value: Any, file: result_frames.Writer | FileWriter, takes: Callable[[pickle.PickleBuffer], bool] | None = None
+) -> None:
     """Pickle a result; CUDA tensors go as CPU tensors, since the driver may have no GPU."""
     import torch
 
@@ -542,7 +557,7 @@ def _dump(value: Any, file: result_frames.Writer) -> None:
             return storages.reduce(obj) or super().reducer_override(obj)
 
     try:
-        Pickler(file, protocol=5).dump(value)
+        Pickler(file, protocol=5, buffer_callback=takes).dump(value)
     except Exception as error:
         raise TypeError(
             f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
