@@ -255,6 +255,19 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(tmp_path: Pat
         made.close()
 
 
+def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(tmp_path: Path) -> None:
+    for name in ("driver", "agent"):
+        (tmp_path / name).mkdir()
+    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"", folder=tmp_path / "driver")
+    made = agent._Agent(order, tmp_path / "agent", None, None, "forkserver")
+    with contextlib.closing(made):
+        file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
+        (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
+        made._bring(file, Provided(0), functools.partial(NotProvided, 0))
+        assert made._outcomes.recv() == Provided(0)  # and nobody listens where the driver would
+        assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
+
+
 def digest_of_byte(value: int) -> str:
     return hashlib.sha256(bytes([value])).hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from torch.distributed.fsdp import fully_shard
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, Keep, current_rank
-from flytekitplugins.daskpytorch.node import fork_client
-from processes import nothing_left_behind
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node import agent, fork_client
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from processes import nothing_left_behind, until
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -83,6 +90,43 @@ def test_state_of_fsdp2_is_refused_by_all_ranks_and_comes_back_when_it_is_gather
         before, trained_on = torch.load(watched.folder / f"weights-{rank}")
         assert all(one.equal(other) for one, other in zip(before, result["again"], strict=True))
         assert all(one.equal(other) for one, other in zip(trained_on, result["trained on"], strict=True))
+
+
+def train_until_kept(folder: str) -> tuple[float, int]:
+    """Save, and be killed when that is safe; what is loaded then, and how many names its file has."""
+    rank = current_rank()
+    state = rank.checkpoint.load()
+    if state is None:
+        rank.checkpoint.save({"weights": torch.full((1 << 20,), 3.0)}, 1)
+        until(lambda: Path(folder, "kept").exists(), "the checkpoint to be safe")
+        os.kill(os.getpid(), signal.SIGKILL)
+    [file] = Path(rank.checkpoint.folder).glob("step-*.pt")  # type: ignore[attr-defined]
+    return state["weights"].mean().item(), file.stat().st_nlink
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_agent_and_driver_of_one_machine_have_one_file_together_of_which_not_a_byte_travels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_elsewhere: bool
+) -> None:
+    class Watch(Observer):
+        def kept(self, step: int) -> None:
+            (tmp_path / "kept").touch()
+
+    sizes: list[int] = []
+    read: Callable[[Connection, int], bytes] = Connection.read
+
+    def counting(self: Connection, size: int) -> bytes:
+        data = read(self, size)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(Connection, "read", counting)
+    if is_elsewhere:  # the driver, as its agent sees it
+        monkeypatch.setattr(agent, "link_file", lambda *_: False)
+    request = request_for(train_until_kept, (str(tmp_path),), {}, Gang(max_restarts=1))
+    [(mean, num_names)] = GangFutures(Supervisor(request, OwnNode(), [Watch()]), 1).result()
+    assert (mean, num_names) == (3.0, 1 if is_elsewhere else 2)
+    assert (sum(sizes) > 4 << 20) == is_elsewhere
 
 
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.9, 5: 0.3, 6: 0.8, 7: 0.6, 8: 0.7}

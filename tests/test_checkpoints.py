@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver import checkpoints as checkpoints_module
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.protocol import checkpoint_file
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Upload
 from processes import ends
@@ -289,6 +289,67 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Checkpoin
     thread.join()
     assert "of attempt 0 came when attempt 1 was running" in str(errors[0])
     assert checkpoints.newest() is None
+
+
+# ---- On the agent's machine: the same file under a second name ------------------------------------------------------
+
+
+def lend(checkpoints: Checkpoints, agent: Path, folder: Path, file: CheckpointFile) -> None:
+    """What the agent does, and then says."""
+    assert link_file(agent / file.name, folder)
+    ours, theirs = ends()
+    with contextlib.closing(ours), contextlib.closing(theirs):  # over which nothing more comes
+        checkpoints.serve(theirs, Upload(file, is_there=True))
+
+
+def test_a_file_that_is_there_is_taken_without_a_look_at_its_bytes_and_stays_when_the_agent_drops_it(
+    checkpoints: Checkpoints, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(agent, 1)
+    inode = (agent / file.name).stat().st_ino
+    monkeypatch.setattr(checkpoints_module, "digest_of", None)
+    lend(checkpoints, agent, folder, file)
+    (agent / file.name).unlink()
+    assert checkpoints.newest() == file
+    assert (folder / file.name).stat().st_ino == inode
+    assert names(folder) == [file.name]
+
+
+def test_a_file_that_is_there_and_damaged_afterwards_is_passed_over(
+    checkpoints: Checkpoints, agent: Path, folder: Path
+) -> None:
+    files = [write(agent, step) for step in (1, 2)]
+    for file in files:
+        lend(checkpoints, agent, folder, file)
+    flip_a_byte(agent / files[1].name)
+    assert checkpoints.newest() == files[0]
+
+
+@pytest.mark.parametrize("what", ["of an older attempt", "torn"])
+def test_a_file_that_is_there_and_does_not_count_is_removed(
+    checkpoints: Checkpoints, agent: Path, folder: Path, what: str
+) -> None:
+    file = write(agent, 1)
+    if what == "torn":
+        os.truncate(agent / file.name, SIZE - 1)
+    else:
+        checkpoints.fence(1)
+    with pytest.raises(ValueError, match="bytes, not" if what == "torn" else "of attempt 0 came when attempt 1"):
+        lend(checkpoints, agent, folder, file)
+    assert (checkpoints.newest(), names(folder)) == (None, [])
+
+
+def test_a_second_name_replaces_another_file_and_is_not_to_be_had_where_there_is_no_such_folder(
+    agent: Path, folder: Path
+) -> None:
+    file = write(agent, 1)
+    (folder / file.name).write_text("damaged")
+    assert link_file(agent / file.name, folder)
+    assert link_file(agent / file.name, folder)  # it is there already
+    assert (folder / file.name).samefile(agent / file.name)
+    assert not link_file(agent / file.name, folder / "of another machine")
+    assert not link_file(agent / "not there", folder)
+    assert names(folder) == [file.name]
 
 
 # ---- What does not arrive -------------------------------------------------------------------------------------------
