@@ -23,6 +23,7 @@ from typing import Any, assert_never
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
+from flytekitplugins.daskpytorch.node.neighbours import Shared, fetched_once
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
@@ -162,7 +163,7 @@ class _Agent:
         """What the ranks of the next attempt will need besides, if there is one: asked for in time, and once."""
         self._archive = b""
         """The sources' copies, for when the user's own files cannot be used any more."""
-        self._large: SharedMemory | None = None
+        self._large: Shared | None = None
         """What is large in the call, for all attempts, where the driver's own cannot be opened from here."""
         self._large_lock = threading.Lock()
         self._used: dict[str, float] = {}
@@ -399,15 +400,18 @@ class _Agent:
         self._note_outcome(there)
 
     def _find_large(self, original: Address) -> Address:
-        """Where it is in this node's memory, to which it comes once."""
+        """Where it is in this machine's memory, to which it comes once."""
         with self._large_lock:  # the attempt before may have asked for it, and still be waiting
             if original.is_here:
                 return original
             if self._large is None:
-                with contextlib.closing(self._dial_patiently()) as connection:
-                    connection.send(messages.DownloadLarge())
-                    self._large = SharedMemory.received(connection, original)
-            return self._large.address
+                self._large = fetched_once(original, lambda: self._fetch_large(original))
+            return self._large.memory.address
+
+    def _fetch_large(self, original: Address) -> SharedMemory:
+        with contextlib.closing(self._dial_patiently()) as connection:
+            connection.send(messages.DownloadLarge())
+            return SharedMemory.received(connection, original)
 
     # ---- checkpoints
 
