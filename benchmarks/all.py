@@ -73,6 +73,7 @@ COMMANDS = (
     Command("s3.py"),
     Command("checkpoint.py"),
     Command("sharded.py", has_ray=True),
+    Command("arguments.py", has_ray=True),
     Command("scale.py"),
 )
 ON_GPUS = Command("gpu.py", ("--minutes", "30"))

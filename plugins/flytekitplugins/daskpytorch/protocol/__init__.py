@@ -10,6 +10,9 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     agent  ──▶ its ranks      `RankOrder`, before all else; `Provided`, `NotProvided`, `Quit`  the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
 
+Where an agent reaches the driver's own folder, those bytes stay where they are: the file has a second name there
+(`checkpoint_file`); and what is large in a return value is a file that the rank makes there (`returned_file`).
+
 Everything is a frozen dataclass, pickled, and whoever receives it matches all there are; but for signs of life, which
 need no pickle: an agent gathers those of its ranks, and says them in its `heartbeat`. On TCP it goes in frames
 (`framing`), and nothing is unpickled before both ends have proved that they know the gang's token (`handshake`). A
