@@ -8,10 +8,10 @@ An array of bytes goes to all ranks of one machine, each of which reads a byte o
 another one of that size, which the caller reads likewise. Given are the seconds from the call until the last rank has
 read its argument, those from rank 0's `return` until the caller has read what it returned, and what a rank's memory
 grows by: its proportional set size (PSS), in which what several processes share counts for each in equal parts, while
-all hold the argument, less that of a call with a byte. The seconds of a call with a byte stand beside: they are the
-start of the ranks, which is not the argument's.
+all hold the argument, less that of a call with a byte. The seconds of such a call stand beside: they are the start of
+the ranks, which is not the argument's.
 
-Each round has every way once, in turn, on clusters that are up:
+Each round has every way once, in turn, on clusters that are up and have run before:
 
 dispatch.run   on a Dask cluster with a worker for all ranks
 mp.spawn       `torch.multiprocessing.spawn`; what rank 0 returns comes by a `SimpleQueue`
@@ -201,18 +201,18 @@ def measure(count: int, size: int, rounds: int, skipped: list[str]) -> dict[str,
     found: dict[str, Found] = {}
     with nothing_left("arguments") as folder:
         ways = dict(programs(folder, count, skipped))
+        least = {}
         for name, program in ways.items():
             program.hear("ready")
-            called(program, count, 1, folder / "notes" / name.replace(" ", "-"))
-            found[name] = {what: [] for what in WHATS}
+            called(program, count, 1, folder / name / "warms up")
+            start, _, least[name] = called(program, count, 1, folder / name / "a byte")
+            found[name] = {what: [] for what in WHATS} | {"a byte": [start]}
         for number in range(1, rounds + 1):
             for name, program in ways.items():
-                notes = folder / "notes" / f"{number}-{name}"
-                start, _, least = called(program, count, 1, notes.with_suffix(".byte"))
-                argument, returned, memory = called(program, count, size, notes)
-                numbers = (argument, returned, (memory - least) / 1e6, start)
-                for what, value in zip(WHATS, numbers, strict=True):
-                    found[name][what].append(value)
+                argument, returned, memory = called(program, count, size, folder / name / str(number))
+                found[name]["argument"].append(argument)
+                found[name]["return value"].append(returned)
+                found[name]["memory"].append((memory - least[name]) / 1e6)
                 print(f"round {number}, {count} ranks: {name} {argument:.2f} s, {returned:.2f} s", file=sys.stderr)
     return found
 
@@ -224,9 +224,9 @@ def figures(found: dict[str, Found], count: int, megabytes: float) -> Iterator[F
     for peer, theirs in found.items():
         if theirs is not ours:
             for what in ("argument", "return value"):
-                described = f"{megabytes:g} MB as {what}, {count} ranks, beside {peer}"
+                described = f"{megabytes:g} MB as {what}, {count} ranks ({peer})"
                 yield Figure.beside(peer, theirs[what], what=described, here=ours[what], goals=[Goal(bound=1.0)])
-            described = f"{megabytes:g} MB as argument, {count} ranks: memory of a rank, beside {peer}"
+            described = f"{megabytes:g} MB as argument, {count} ranks: memory of a rank ({peer})"
             memory = {"here": ours["memory"], "unit": "MB", "goals": [goal]}
             yield Figure.beside(peer, theirs["memory"], share=True, what=described, **memory)
 
