@@ -211,6 +211,15 @@ def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: ft.Launch, 
     assert any("rank 0 on" in note and "SIGKILL" in note for note in watched.notes)
 
 
+@pytest.fixture
+def driver_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The driver's files are on another disk than the workers', as on another machine: none can have a second name."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=tmp_path.name) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.mark.usefixtures("driver_elsewhere")
 def test_37_a_worker_is_killed_while_it_sends(
     launch: ft.Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +260,7 @@ def test_38_the_newest_checkpoint_is_damaged(
     assert f"the checkpoint of step {SAVED_NEXT} is damaged; the one before is taken" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("driver_elsewhere")
 def test_38_the_workers_own_copy_is_damaged(client: Client, launch: ft.Launch) -> None:
     """The driver's is whole, and is taken."""
     watched = launch(client, die_once_it_is_damaged, "worker")
