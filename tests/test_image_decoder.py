@@ -197,6 +197,59 @@ def test_a_too_large_picture_takes_no_memory(tmp_path: Path) -> None:
     assert int(done.stdout) < 30  # MiB; one of them decoded takes more than 500
 
 
+# ---- Fewer pixels than there are -----------------------------------------------------------------------------------
+
+LARGE_PHOTO = jpegs.photo(3, (660, 502))
+SHOT = jpegs.encoded(LARGE_PHOTO)
+
+
+@pytest.mark.parametrize("decoder", ["pil", "tensor"])
+@pytest.mark.parametrize(
+    "min_side, size",
+    [(503, (660, 502)), (252, (660, 502)), (251, (330, 251)), (126, (330, 251)), (125, (165, 126)), (5, (83, 63))],
+)
+def test_a_jpeg_is_decoded_at_the_smallest_size_that_suffices(
+    decoder: Decoder, min_side: int, size: tuple[int, int]
+) -> None:
+    picture = decode(SHOT, decoder, min_side=min_side)
+    assert (picture.size if isinstance(picture, Image.Image) else tuple(picture.shape[:0:-1])) == size
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("min_side", [WIDTH, 20])
+def test_decoders_agree_on_smaller_pictures(kind: str, min_side: int) -> None:
+    by_pil = decode(FILES[kind], "pil", min_side=min_side)
+    assert isinstance(by_pil, Image.Image)
+    is_smaller = "png" not in kind and min_side == 20 and Image.open(io.BytesIO(FILES[kind])).format == "JPEG"
+    width, height = (WIDTH // 2, HEIGHT // 2) if is_smaller else (WIDTH, HEIGHT)
+    assert by_pil.size == ((height, width) if kind == "rotated" else (width, height))
+    by_torch = decode(FILES[kind], "tensor", min_side=min_side)
+    assert torch.equal(by_torch, torch.from_numpy(np.array(by_pil)).permute(2, 0, 1))  # type: ignore[arg-type]
+
+
+def test_a_smaller_picture_shows_the_same() -> None:
+    wanted = np.asarray(decode(SHOT, "pil").resize((165, 126), Image.Resampling.BILINEAR), dtype=int)  # type: ignore[union-attr]
+    smaller = np.asarray(decode(SHOT, "pil", min_side=251).resize((165, 126), Image.Resampling.BILINEAR))  # type: ignore[union-attr]
+    difference = np.abs(smaller - wanted)
+    assert 0 < difference.mean() < 4
+
+
+@pytest.mark.parametrize("body", [SHOT[: len(SHOT) // 2], b"\xff\xd8\xff\xe0"], ids=["cut", "header alone"])
+def test_a_broken_jpeg_is_an_error_at_any_size(body: bytes) -> None:
+    with pytest.raises(BrokenImageError):
+        decode(body, "tensor", min_side=100)
+
+
+def test_a_jpeg_is_not_copied(monkeypatch) -> None:
+    def copy(*_: object) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(Image.Image, "copy", copy)
+    monkeypatch.setattr(Image.Image, "convert", copy)
+    for kind in ("jpeg", "progressive", "rotated"):
+        decode(FILES[kind], "pil")
+
+
 # ---- Who decodes ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 __all__ = ["MAX_PIXELS", "BrokenImageError", "Decoder", "ImageTooLargeError", "decode", "prepare"]
 
@@ -85,7 +86,7 @@ def _resolved(decoder: Decoder) -> Decoder:
     return "torchcodec"
 
 
-def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image | Tensor:
+def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
     """The picture in red, green and blue, as people see it: rotated as its EXIF data say.
 
     Args:
@@ -94,6 +95,8 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image
             with three components or one are decoded by torchcodec or torchvision, all others by PIL, whose picture
             they then are.
         max_pixels: How large it may be.
+        min_side: Decode a JPEG at the smallest of a half, a quarter and an eighth of its size at which neither side is
+            shorter than this, if there is one; by PIL, since torch's decoders cannot.
 
     Raises:
         BrokenImageError: It is empty, cut short, or no picture.
@@ -106,10 +109,12 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> Image
     try:
         picture = Image.open(io.BytesIO(body))  # reads the header alone
         _check_size(picture, max_pixels)
+        is_whole_size = min_side is None or not _shrink(picture, min_side)
         # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; the others do not.
-        if decoder != "pil" and picture.format == "JPEG" and picture.mode in JPEG_MODES and _is_whole(body):
+        if decoder != "pil" and is_whole_size and _is_for_torch(picture) and _is_whole(body):
             return _as_jpeg(body, decoder)
-        upright = _as_rgb(ImageOps.exif_transpose(picture))
+        ImageOps.exif_transpose(picture, in_place=True)  # else it is copied
+        upright = _as_rgb(picture)
     except ImageTooLargeError:
         raise
     except Image.DecompressionBombError as error:  # PIL's own limit, twice PIL.Image.MAX_IMAGE_PIXELS
@@ -130,11 +135,24 @@ def _check_size(picture: Image, max_pixels: int) -> None:
         )
 
 
+def _shrink(picture: ImageFile, min_side: int) -> bool:
+    """Have PIL decode fewer pixels than there are; whether it can."""
+    whole = picture.size
+    picture.draft(None, (min_side, min_side))
+    return picture.size != whole
+
+
+def _is_for_torch(picture: Image) -> bool:
+    return picture.format == "JPEG" and picture.mode in JPEG_MODES
+
+
 def _as_rgb(picture: Image) -> Image:
     if picture.mode.startswith("I;16"):  # PIL would cut all that is brighter than 1/256 off
         return picture.point(lambda brightness: brightness / 256).convert("L").convert("RGB")
     if picture.mode in ("I", "F"):
         raise ValueError(f"it is in PIL's mode {picture.mode}, whose range of brightness is not fixed")
+    if picture.format == "JPEG" and picture.mode == "RGB":
+        return picture  # which convert() would copy; of other formats PIL may keep the file for further frames
     return picture.convert("RGB")
 
 
