@@ -8,6 +8,7 @@ from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, Ima
 from flytekitplugins.daskpytorch.data.image_folder import S3ImageFolder
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
 from flytekitplugins.daskpytorch.data.rank_loader import RankLoader
+from flytekitplugins.daskpytorch.data.read_ahead import ReadAhead
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ImageTooLargeError",
     "RankBatches",
     "RankLoader",
+    "ReadAhead",
     "S3ImageFolder",
     "Share",
     "split_by_class",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTrans
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.read_ahead import ahead_of
 from flytekitplugins.daskpytorch.extras import is_installed, require_extra
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ CLIENT_OPTIONS = ("endpoint_url", "region_name")
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
     """Pictures in S3 at `prefix/class/picture`, as a map-style data set of (picture, label).
 
-    It is listed when it is made. A batch is read by many requests at once, by a client of each process's own: it may be
+    It is listed when it is made. A batch is read by many requests at once, by a client of each process's own, and with
+    `RankLoader` or `ReadAhead` the next one is read while this one is decoded and trained on. The data set may be
     used before and after a `DataLoader` starts its workers by fork, forkserver or spawn, and travels to ranks pickled.
     Whatever arrives is compared with the listing. What is no picture by its name, and folders' markers, are left out.
 
@@ -68,6 +70,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         (torch.Size([4, 3, 32, 32]), torch.uint8, [0, 0, 0, 0])
     """
 
+    reads_ahead = True
+    """For `RankLoader`."""
+
     def __init__(
         self,
         s3_bucket: str,
@@ -84,6 +89,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         nested: bool = False,
         on_error: OnError = "raise",
         max_pixels: int = image_decoder.MAX_PIXELS,
+        min_side: int | None = None,
         index: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 10 * 2**30,
@@ -118,6 +124,11 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 `num_broken`.
             max_pixels: How many a picture may have: a file of kilobytes may take gigabytes to decode. A larger one is
                 never decoded, and what becomes of it is for `on_error` to say.
+            min_side: Where transforms make pictures smaller anyway, as `Resize(256)` does: 256 decodes each JPEG at a
+                half, a quarter or an eighth of its size, the smallest at which neither side is shorter than that. It
+                takes a fraction of the time for large ones. Their pixels are means of those of the whole picture, so
+                that what a transform makes of them differs a little; a crop before the transform takes a larger part
+                of the picture. None: every picture has its own size.
             index: A file that keeps the listing, to list once for many ranks or runs; written if it is not there.
             cache_dir: A local folder in which pictures are kept, for several processes at once.
             cache_bytes: How large it may become.
@@ -151,6 +162,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 "'raise', 'skip' or a function",
             ),
             "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
+            "min_side": (min_side, min_side is None or min_side >= 1, "a whole number from 1 up, or None"),
             "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
             "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
             "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),
@@ -173,6 +185,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self._decoder: image_decoder.Decoder = decoder
         self._on_error = on_error
         self._max_pixels = max_pixels
+        self._min_side = min_side
         self._cache = ImageCache(cache_dir, cache_bytes) if cache_dir is not None else None
         self._source = _Source(bucket, access)
         self._index = self._listed(prefix, index, nested=nested)
@@ -217,11 +230,13 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """A batch, in order, without the pictures to skip; what `DataLoader` calls.
 
+        The files of the batch that `ReadAhead` says comes next are under way when this returns.
+
         Raises:
             BrokenImageError: Nothing is left of it; or what `__getitem__` does.
         """
         image_decoder.prepare(self._decoder)
-        bodies = [self._source.readers.submit(self._fetch, index) for index in indices]
+        bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
         outcomes = self._source.decoders.map(self._decode, indices, bodies)
         try:
             pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
@@ -272,7 +287,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
         """The picture of a file that may be under way; the errors that `on_error` decides about are returned."""
         try:
-            return image_decoder.decode(body.result(), self._decoder, self._max_pixels)
+            return image_decoder.decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except ImageTooLargeError as error:
             return ImageTooLargeError(f"{self._uri(index)} is not decoded: {error}, or see on_error")
         except BrokenImageError as error:
@@ -308,6 +323,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 class _Source:
     """A bucket, and threads that read it and that decode, anew in each process."""
 
+    _ahead: dict[int, Future[bytes]]
+    """What the next batch is made of."""
+
     def __init__(self, name: str, access: Access) -> None:
         self._name, self._access = name, access
         self._abandoned: list[object] = []
@@ -329,10 +347,25 @@ class _Source:
         self._own()
         return self._decoders
 
+    def bodies(
+        self, fetch: Callable[[int], bytes], indices: Sequence[int], ahead: Iterable[int]
+    ) -> list[Future[bytes]]:
+        """The files of a batch, which may be under way, and behind them those of the next.
+
+        What was read ahead and is not asked for now, as when an epoch was broken off, is forgotten.
+        """
+        readers = self.readers
+        known, self._ahead = self._ahead, {}  # which no other thread uses from now on
+        bodies = [known.pop(index) if index in known else readers.submit(fetch, index) for index in indices]
+        for body in known.values():
+            body.cancel()
+        self._ahead = {index: readers.submit(fetch, index) for index in ahead}
+        return bodies
+
     def _own(self) -> None:
         if self._pid != os.getpid():
             # What was inherited by a fork is never closed here: that would wait for threads which are not there.
-            self._abandoned.append((self._bucket, self._readers, self._decoders))
+            self._abandoned.append((self._bucket, self._readers, self._decoders, self._ahead))
             self._renew()
 
     def _renew(self) -> None:
@@ -340,6 +373,7 @@ class _Source:
         self._bucket = Bucket(self._name, self._access)
         self._readers = ThreadPoolExecutor(self._access.num_connections, thread_name_prefix="s3-reader")
         self._decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="s3-decoder")
+        self._ahead = {}
 
     def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
         return _Source, (self._name, self._access)

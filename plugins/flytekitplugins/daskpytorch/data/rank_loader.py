@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from flytekitplugins.daskpytorch.data.read_ahead import reading_ahead
 from flytekitplugins.daskpytorch.data.sampling import RankBatches
 from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.settings import shown
@@ -95,14 +96,16 @@ class RankLoader:
             rank=rank,
             world_size=world_size,
         )
+        self._num_items = len(dataset)
         self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
-        self._loader = DataLoader(dataset, batch_sampler=self._batches, generator=self._generator, **options)  # type: ignore[arg-type, var-annotated]
+        source, batches = reading_ahead(dataset, self._batches, options.get("num_workers", 0))
+        self._loader: DataLoader[Any] = DataLoader(source, batch_sampler=batches, generator=self._generator, **options)
 
     @property
     def num_items(self) -> int:
         """Of the data set."""
-        return len(self._loader.dataset)  # type: ignore[arg-type]
+        return self._num_items
 
     @property
     def weight(self) -> float:
