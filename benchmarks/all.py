@@ -71,6 +71,7 @@ COMMANDS = (
     Command("recipe.py"),
     Command("sampling.py"),
     Command("s3.py"),
+    Command("decoding.py"),
     Command("checkpoint.py"),
     Command("sharded.py", has_ray=True),
     Command("arguments.py", has_ray=True),

@@ -11,6 +11,7 @@ launch      how long until the first all-reduce: warm and cold gangs, `torchrun`
 efficiency  the throughput of 1, 2, 4, ... ranks, and their time to a loss, beside `torchrun`
 overhead    what supervision, checkpoints and logging cost per step
 recipe      the pet-names recipe beside the one that is usually written, by the time to the same loss
+decoding    JPEGs per second that become tensors, by PIL, by torchcodec, and by its nvJPEG on the GPU
 
 The first table says what became of each; what they print follows. If one fails, or is not done in its share of the
 time, the others go on, and the exit code is 1. Without GPUs they run on the CPU, with gloo.
@@ -42,6 +43,7 @@ PARTS: tuple[tuple[str, ...], ...] = (
     ("efficiency.py", "--starts", "2"),
     ("overhead.py", "--starts", "1", "--rounds", "10"),
     ("recipe.py",),
+    ("decoding.py",),
 )
 """Scripts and their options; the backend's name is added to the first's."""
 FAREWELL = 20.0
