@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
 BUCKET = "photos"
@@ -169,8 +169,9 @@ WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
     "local": local,
     "pil": lambda source: ours(source, "pil"),
     "tensor": lambda source: ours(source, "tensor"),
-    "torchvision": lambda source: ours(source, "torchvision"),
+    "ahead": lambda source: ours(source, "tensor"),
 }
+READING_AHEAD = ("ahead",)
 
 
 class Some(Sampler[int]):
@@ -187,32 +188,32 @@ class Some(Sampler[int]):
         return iter(torch.randperm(self.num_all, generator=self._random)[: self.count].tolist())
 
 
-def loader(dataset: Dataset[Item], num_workers: int) -> DataLoader[Item]:
+def loader(dataset: Dataset[Item], sampler: Some, num_workers: int, *, reads_ahead: bool) -> DataLoader[Item]:
     """A loader whose workers stay."""
-    return DataLoader(
-        dataset,
-        batch_size=BATCH_SIZE,
-        sampler=Some(len(dataset)),  # type: ignore[arg-type]
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-    )
+    batches: Any = BatchSampler(sampler, BATCH_SIZE, drop_last=False)
+    if reads_ahead:
+        from flytekitplugins.daskpytorch import data
+
+        batches = data.ReadAhead(batches, num_workers)
+    return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers, persistent_workers=num_workers > 0)
 
 
 def main() -> None:
     """Read what is asked for, and tell how long each took."""
     way, folder, near, far, prefix = sys.argv[1:]
-    loaders: dict[tuple[bool, int], DataLoader[Item]] = {}
+    loaders: dict[tuple[bool, int], tuple[Some, DataLoader[Item]]] = {}
     print("@ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         place = (asked["is_far"], asked["num_workers"])
         if place not in loaders:
             source = Source(folder=Path(folder), endpoint=far if asked["is_far"] else near, prefix=prefix)
-            loaders[place] = loader(WAYS[way](source), asked["num_workers"])
-        sampler: Any = loaders[place].sampler
+            dataset, sampler = WAYS[way](source), Some(len(source.keys))
+            loaders[place] = sampler, loader(dataset, sampler, asked["num_workers"], reads_ahead=way in READING_AHEAD)
+        sampler, batches = loaders[place]
         sampler.count = asked["count"]
         began = time.perf_counter()
-        shapes = [images.shape for images, _ in loaders[place]]
+        shapes = [images.shape for images, _ in batches]
         seconds = time.perf_counter() - began
         if sum(shape[0] for shape in shapes) != asked["count"] or any(shape[1:] != (3, 250, 250) for shape in shapes):
             raise ValueError(f"{way}: {asked['count']} images were asked for, {shapes} came")
