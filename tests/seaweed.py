@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +54,7 @@ class Weed:
     """A running server."""
 
     endpoint: str
+    pid: int
     keys: Keys = ADMIN
     """Whom `put`, `delete` and `env` speak for."""
 
@@ -126,16 +127,12 @@ class Weed:
 
 
 @contextlib.contextmanager
-def weed_server(**options: object) -> Iterator[Weed]:
-    """Start a server in a folder of its own, with the bucket `public`; both are gone afterwards.
-
-    Args:
-        options: More of `weed server`'s, with underscores for points.
-    """
+def weed_server() -> Iterator[Weed]:
+    """Start a server in a folder of its own, with the bucket `public`; both are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="weed-", ignore_cleanup_errors=True) as folder:
-        process, endpoint = _start(Path(folder), options)
+        process, endpoint = _start(Path(folder))
         try:
-            weed = Weed(endpoint=endpoint)
+            weed = Weed(endpoint=endpoint, pid=process.pid)
             _await_ready(weed, process, Path(folder))
             yield weed
         finally:
@@ -143,7 +140,7 @@ def weed_server(**options: object) -> Iterator[Weed]:
             process.wait()
 
 
-def _start(folder: Path, more: Mapping[str, object]) -> tuple[subprocess.Popen[bytes], str]:
+def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     identities = [
         {
             "name": name,
@@ -173,7 +170,7 @@ def _start(folder: Path, more: Mapping[str, object]) -> tuple[subprocess.Popen[b
         "filer.port": filer,
         "filer.localSocket": folder / "filer.sock",
         "s3.localSocket": folder / "s3.sock",
-    } | {name.replace("_", "."): value for name, value in more.items()}
+    }
     command = [COMMAND, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
