@@ -49,7 +49,7 @@ LABELS = {
     "local": "`ImageFolder` on the local disk, PIL",
     "pil": "**`S3ImageFolder`**, as it comes: PIL",
     "tensor": '`S3ImageFolder`, `decoder="tensor"`',
-    "ahead": "**the same, and the next batch is read ahead**, as `RankLoader` does it",
+    "ahead": '**`S3ImageFolder`, `decoder="tensor"`, the next batch read ahead**, as by `RankLoader`',
 }
 BEST, DEFAULT = "ahead", "pil"
 
