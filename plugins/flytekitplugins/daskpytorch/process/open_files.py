@@ -6,12 +6,21 @@ import resource
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-__all__ = ["allow_connections"]
+__all__ = ["allow_connections", "allow_files"]
 
 MAX_FILES = 1 << 16
 """That are asked for at least; also gangs side by side in one driver need some."""
 OTHERS = 256
 """All that is not an agent's connection: libraries, storage, checkpoints on their way, what the program has open."""
+
+
+def allow_files(wanted: int) -> int:
+    """Raise this process's limit to so many files, as far as it may; how many it may have open then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def allow_connections(num_agents: int) -> None:
@@ -21,13 +30,9 @@ def allow_connections(num_agents: int) -> None:
         GangStartError: It may not be raised that far.
     """
     needed = num_agents + OTHERS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(MAX_FILES, needed) if hard == resource.RLIM_INFINITY else min(max(MAX_FILES, needed), hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < needed:
+    if (allowed := allow_files(max(MAX_FILES, needed))) < needed:
         raise GangStartError(
-            f"this process may have {hard:,} files open (`ulimit -Hn`), and a gang on {num_agents:,} workers needs "
+            f"this process may have {allowed:,} files open (`ulimit -Hn`), and a gang on {num_agents:,} workers needs "
             f"{needed:,}: a connection for each of them, and {OTHERS} for all else. Raise the hard limit where the "
             "driver runs (LimitNOFILE= of the container runtime's service, `nofile` in limits.conf), or have fewer "
             "workers with more ranks each: Gang(ranks_per_worker=...)."
