@@ -6,7 +6,7 @@
     python benchmarks/scale.py --quick                    # small gangs: does it still run?
 
 The driver is the real one, with the Deck's observer. Its agents are simulated, all in one process without torch: they
-dial in, prove who they are, take their orders, beat every second and say how their ranks fare and what these use,
+dial in, prove who they are, take their orders, beat as often and say how their ranks fare and what these use,
 deliver or fail, and clean up, in the real ones' messages over real connections. Each round has one gang of every size
 that delivers 1 KiB per rank, and one in which a rank fails.
 
@@ -72,7 +72,7 @@ import pickle
 import random
 import selectors
 from flytekitplugins.daskpytorch.goodput import RankUsage
-from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial
+from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial, heartbeat_interval
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import heartbeat, orders, reports
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -89,7 +89,9 @@ class Agent:
 
     def hear(self):
         match self.connection.recv():
-            case Start(places=places):
+            case Start(job, _, places):
+                global interval
+                interval = heartbeat_interval(places[0], job.pulse)
                 self.usage_interval = max(INTERVAL, places[0].world_size / MAX_SAMPLES)
                 self.usage_at = time.monotonic() + random.random() * self.usage_interval
                 self.num_moves = {{place.rank: 0 for place in places}}
@@ -133,6 +135,7 @@ class Agent:
             del self.num_moves[rank]
 
 def follow():
+    global interval
     match json.loads(commands.readline() or '["end"]'):
         case ["end"]:
             sys.exit()
@@ -140,6 +143,7 @@ def follow():
             for address in addresses(count):
                 order = {{"worker": address, "driver": (host, port), "token": bytes.fromhex(token)}}
                 agents.append(Agent(AgentOrder(num_ranks=1, **order)))
+            interval = HEARTBEAT_INTERVAL
         case ["deliver"]:
             for agent in agents:
                 agent.deliver()
@@ -148,6 +152,7 @@ def follow():
 
 versions = local_versions()
 agents = []
+interval = HEARTBEAT_INTERVAL
 commands = os.fdopen(0, "rb", buffering=0)
 poll = selectors.DefaultSelector()
 poll.register(commands, selectors.EVENT_READ, follow)
@@ -157,8 +162,8 @@ while True:
         key.data()
     while agents and time.monotonic() >= due:
         agents[turn % len(agents)].live()
-        turn, due = turn + 1, due + HEARTBEAT_INTERVAL / len(agents)
-    due = max(due, time.monotonic() - HEARTBEAT_INTERVAL) if agents else time.monotonic() + HEARTBEAT_INTERVAL
+        turn, due = turn + 1, due + interval / len(agents)
+    due = max(due, time.monotonic() - interval) if agents else time.monotonic() + interval
 """
 
 DRIVER = f"""{SETUP}

@@ -21,6 +21,7 @@ import cloudpickle
 import pytest
 
 from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -42,7 +43,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
     Settled,
     ShowStacks,
 )
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
 from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from processes import ends, fork_server, is_alive, ranks_of, refuse, until
@@ -332,6 +333,28 @@ def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path)
         made._drop_older_than(tmp_path / "step-1.pt")
     finally:
         made.close()
+
+
+@pytest.mark.parametrize(
+    ("num_agents", "pulse", "interval"),
+    [(2, None, 1.0), (2, 10.0, 1.0), (2, 0.02, 0.02), (5_000, 1.0, 1.0), (10_000, 1.0, 2.0), (100_000, 0.02, 3.0)],
+)
+@pytest.mark.parametrize("ranks_each", [1, 8])
+def test_agents_of_a_large_gang_beat_less_often_but_five_times_before_they_count_as_lost(
+    num_agents: int, pulse: float | None, interval: float, ranks_each: int
+) -> None:
+    place = Place(
+        rank=0,
+        local_rank=0,
+        world_size=num_agents * ranks_each,
+        local_world_size=ranks_each,
+        group_rank=0,
+        gpu=None,
+        visible_gpus=(),
+        num_threads=1,
+    )
+    assert agent.heartbeat_interval(place, pulse) == interval
+    assert 5 * agent.MAX_HEARTBEAT_INTERVAL <= MAX_SILENCE
 
 
 def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver: Driver) -> None:

@@ -20,7 +20,7 @@ __all__ = ["Agents", "Peer"]
 MAX_BROKEN = 2
 """How often a worker's agent may fail by itself."""
 MAX_SILENCE = 15.0
-"""Seconds without a word from an agent, which speaks every second, after which its worker counts as lost."""
+"""Seconds without a word from an agent, which speaks every one to three, after which its worker counts as lost."""
 SILENCE_INTERVAL = 0.5
 """Seconds between looks at who has fallen silent: at every message of a large gang that would be most of the work."""
 RECRUIT_INTERVAL = 0.5

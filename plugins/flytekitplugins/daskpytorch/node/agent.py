@@ -37,10 +37,14 @@ from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
-__all__ = ["dial", "run"]
+__all__ = ["dial", "heartbeat_interval", "run"]
 
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds between heartbeats, at most."""
+"""Seconds between heartbeats."""
+MAX_HEARTBEATS = 5_000
+"""A second, of all of a gang's agents together: of more than so many each beats less often, but ..."""
+MAX_HEARTBEAT_INTERVAL = 3.0
+"""... five times within the silence after which it would count as lost."""
 DUMP_TIME = 0.3
 """Seconds for ranks that do not answer to write down their stacks in a signal handler."""
 NUM_FILES_KEPT = 3
@@ -249,7 +253,7 @@ class _Agent:
         sources = place_code(replace(order.code, archive=self._archive), self._scratch)
         if not self._ranks:
             self._change_server()
-        self._heartbeat_interval = min(HEARTBEAT_INTERVAL, order.job.pulse or HEARTBEAT_INTERVAL)
+        self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         if order.job.sharding is not None and order.job.attempt == 0:
             self._modules = modules_for(order.job.sharding.base)
@@ -537,6 +541,13 @@ class _Agent:
             )
         )
         rank.close()
+
+
+def heartbeat_interval(place: Place, pulse: float | None) -> float:
+    """Seconds between the heartbeats of an agent with such a rank, which says how it fares every `pulse` seconds."""
+    num_agents = place.world_size // place.local_world_size
+    wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
+    return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))
 
 
 def dial(order: AgentOrder) -> Connection:

@@ -1,4 +1,4 @@
-"""An agent's sign of life, once a second, with those of all its ranks: a frame that is no pickle, and needs no opening.
+"""An agent's sign of life, each second or so, with those of all its ranks: a frame that needs no unpickling.
 
 A driver of thousands of agents hears thousands of them a second. That one has come is all that most of them say.
 """

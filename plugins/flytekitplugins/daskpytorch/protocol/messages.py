@@ -126,7 +126,7 @@ class Stacks:
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | NotSent | Leaving | Stacks
-"""Besides, every second, a `heartbeat`."""
+"""Besides, about every second, a `heartbeat`."""
 
 
 # ---- ... and to it

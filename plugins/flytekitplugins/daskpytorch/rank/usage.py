@@ -21,7 +21,7 @@ __all__ = ["Gauge", "Ledger", "saving", "watched"]
 
 INTERVAL = 2.0
 """Seconds between two samples of a rank."""
-MAX_SAMPLES = 500
+MAX_SAMPLES = 200
 """Of all ranks together, which the driver reads in a second."""
 
 
