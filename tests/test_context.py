@@ -6,9 +6,12 @@ import logging
 import math
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -279,6 +282,25 @@ def test_call_is_held_back_until_the_release() -> None:
     signal.release(0)
     thread.join()
     assert returned == [True]
+
+
+@pytest.mark.parametrize("moment", range(1, 7))
+def test_first_true_call_is_the_one_after_the_last_at_whatever_moment_calls_are_held(moment: int) -> None:
+    signal, held, moments = StopSignal(), [], count(1)
+
+    def hold_in_time(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is StopSignal.__call__.__code__ and event == "line" and next(moments) == moment:
+            held.append(signal.hold())
+            signal.release(held[0])
+        return hold_in_time
+
+    tracing = sys.gettrace()
+    sys.settrace(hold_in_time)
+    try:
+        first_true = next(number for number in range(1, 9) if signal())
+    finally:
+        sys.settrace(tracing)
+    assert [first_true - 1] == held
 
 
 class Trainer(threading.Thread):

@@ -289,17 +289,21 @@ class StopSignal:
 
     def __call__(self) -> bool:
         """Whether to stop now."""
+        # Counted before it is looked whether calls are held, and without the lock, which costs a step as much as all
+        # the rest: a call that finds them free has been counted by the time that `hold` reads the number. One that
+        # finds them held may be in it or not, and is answered by its own number.
+        self._num_calls += 1
+        if not self._is_held:
+            return False
         with self._lock:
-            self._lock.wait_for(lambda: not self._is_held or self._last_call is not None)
-            self._num_calls += 1
+            self._lock.wait_for(lambda: self._last_call is not None)
             self.has_fired = self._last_call is not None and self._num_calls > self._last_call
             return self.has_fired
 
     def hold(self) -> int:
-        """Hold back the calls to come; the number of those made."""
-        with self._lock:
-            self._is_held = True
-            return self._num_calls
+        """Hold back the calls to come; the number of those made, perhaps with one that is held already."""
+        self._is_held = True
+        return self._num_calls
 
     def release(self, last_call: int) -> None:
         """Let calls through: false up to this one, true from the next."""
