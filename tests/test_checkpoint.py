@@ -34,6 +34,7 @@ from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.debugger import Prompt
 from flytekitplugins.daskpytorch.rank.main import _Link
+from flytekitplugins.daskpytorch.rank.records import INTERVAL
 from flytekitplugins.daskpytorch.settings import Keep
 from processes import run_program
 
@@ -670,7 +671,7 @@ def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFil
 def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        link = _Link(ours, 2, tmp_path)
+        link = _Link(ours, 2, tmp_path, INTERVAL)
         prompt = Prompt(0, Debugging(), link.send)
         link._follow(current_rank(), Provided(1), prompt)
         assert not link.provided.done()

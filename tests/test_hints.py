@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, watch_samplers
 from flytekitplugins.daskpytorch.rank.main import _Link
+from flytekitplugins.daskpytorch.rank.records import INTERVAL
 
 
 def record(**metrics: object) -> LogRecord:
@@ -71,7 +72,7 @@ def test_sampler_that_is_used_as_it_should_be_is_not(told: list[Hint]) -> None:
 def test_each_kind_is_reported_once_however_often_it_is_seen(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        link = _Link(ours, 0, tmp_path)
+        link = _Link(ours, 0, tmp_path, INTERVAL)
         for step in range(20):  # a loss stays no number
             link.records.add(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
             link.hint(of_exchange(0, 2))

@@ -15,6 +15,7 @@ from flytekitplugins.daskpytorch.protocol import reports
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, unpack
 from flytekitplugins.daskpytorch.rank import records as records_module
 from flytekitplugins.daskpytorch.rank.main import _Link
+from flytekitplugins.daskpytorch.rank.records import INTERVAL, interval_of
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def agent() -> Iterator[tuple[_Link, Connection]]:
     """A rank's link, and its agent's end of it."""
     ranks, agents = Pipe()
     with ranks, agents:
-        yield _Link(ranks, 0, Path("/nowhere")), agents
+        yield _Link(ranks, 0, Path("/nowhere"), INTERVAL), agents
 
 
 def record(step: int, **metrics: float) -> LogRecord:
@@ -71,8 +72,8 @@ def test_a_rank_that_logs_faster_sends_by_itself(
     agent: tuple[_Link, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records_module, "MAX_WAITING", 3)
-    monkeypatch.setattr(records_module, "INTERVAL", math.inf)
     link, agents = agent
+    link.records._interval = math.inf
     link.records._keep_sending = lambda: None  # type: ignore[method-assign]
     for step in range(8):
         link.records.add(record(step))
@@ -99,3 +100,12 @@ def test_the_last_records_come_before_the_end_of_their_rank(agent: tuple[_Link, 
         link.records.add(record(step))
     link.send(reports.Returned())
     assert [type(report) for message in arrived(agents) for report in message][-2:] == [LogRecord, reports.Returned]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "seconds"), [(0, 1, 0.2), (0, 10_000, 0.2), (1, 2, 1.0), (500, 501, 1.002), (9, 10_000, 20)]
+)
+def test_records_of_other_ranks_may_wait_and_those_of_all_are_no_more_than_a_driver_reads(
+    rank: int, world_size: int, seconds: float
+) -> None:
+    assert interval_of(rank, world_size) == seconds

@@ -378,9 +378,9 @@ class RankContext:
         """Report metrics, without waiting for anyone.
 
         Rank 0's values feed Weights & Biases, the live progress and the Deck; every rank's tell the driver how far it
-        has come. They go there within 0.2 s: a rank that is killed or crashes may take the last ones with it, one that
-        ends in any other way does not. The names `epoch`, `loss` and `samples_per_second` have their own places in the
-        progress display.
+        has come. Rank 0's go there within 0.2 s, those of others within a second (of more than 500 ranks, n, within
+        n / 500 seconds): a rank that is killed or crashes may take the last ones with it, one that ends in any other
+        way does not. The names `epoch`, `loss` and `samples_per_second` have their own places in the progress display.
 
         Args:
             metrics: Names and values. Numbers and one-element tensors (read with `.item()`, which waits for the

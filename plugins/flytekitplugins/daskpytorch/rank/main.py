@@ -48,7 +48,7 @@ from flytekitplugins.daskpytorch.rank import (
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
-from flytekitplugins.daskpytorch.rank.records import Records
+from flytekitplugins.daskpytorch.rank.records import Records, interval_of
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 
@@ -65,7 +65,8 @@ ACCOUNT_TIMEOUT = 2.0
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
-    link = _Link(channel, order.job.attempt, Path(order.scratch), hints=order.job.hints)
+    interval = interval_of(order.place.rank, order.place.world_size)
+    link = _Link(channel, order.job.attempt, Path(order.scratch), interval, hints=order.job.hints)
     observers = Observers()
     progress, ledger = Progress(), Ledger()
     has_returned = False
@@ -145,7 +146,10 @@ def _unpack(order: RankOrder, link: _Link, observers: Observers) -> Call:
 class _Link:
     """The rank's end of its channel: reports go out, orders come in."""
 
-    def __init__(self, channel: Connection, attempt: int, scratch: Path, *, hints: bool = True) -> None:
+    def __init__(
+        self, channel: Connection, attempt: int, scratch: Path, interval: float, *, hints: bool = True
+    ) -> None:
+        """Records are to go within this interval, in seconds."""
         self._channel = channel
         self._scratch = scratch
         self._attempt = attempt
@@ -165,7 +169,7 @@ class _Link:
         self._num_accounts = 0
         self._has_delivered = False
         self._hinted: set[str] = set()
-        self.records = Records(self.send_records, hints=hints)
+        self.records = Records(self.send_records, interval, hints=hints)
         """What is logged goes here."""
 
     def send(self, report: reports.ShortReport) -> None:

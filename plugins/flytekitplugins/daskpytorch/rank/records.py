@@ -13,20 +13,30 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint
 from flytekitplugins.daskpytorch.rank.hints import of_loss
 
-__all__ = ["Records"]
+__all__ = ["Records", "interval_of"]
 
 INTERVAL = 0.2
-"""Seconds within which a record goes. A rank that is killed takes with it those that have not gone."""
+"""Seconds within which a record of rank 0 goes. A rank that is killed takes with it those that have not gone."""
+INTERVAL_OF_OTHERS = 1.0
+"""Seconds for those of other ranks, which nobody watches as they come: each message costs its agent and the driver."""
+MAX_MESSAGES = 500
+"""Of all these other ranks together, which the driver reads in a second."""
 MAX_WAITING = 1 << 10
 """Records; a rank that logs more sends them itself, and so no faster than they are taken in."""
+
+
+def interval_of(rank: int, world_size: int) -> float:
+    """Seconds within which a record of this rank goes."""
+    return INTERVAL if rank == 0 else max(INTERVAL_OF_OTHERS, world_size / MAX_MESSAGES)
 
 
 class Records:
     """Gathers what is logged; a first record goes at once, those that follow it soon go together."""
 
-    def __init__(self, send: Callable[[], None], *, hints: bool = True) -> None:
+    def __init__(self, send: Callable[[], None], interval: float, *, hints: bool = True) -> None:
         """Have `send` called when it is time to `take` what waits; `hints`: say what looks forgotten."""
         self._send = send
+        self._interval = interval
         self._looks_for_hints = hints
         self._waiting: deque[LogRecord] = deque()
         self._send_at = 0.0
@@ -46,7 +56,7 @@ class Records:
         """All that waits, in order, as the driver can read it; for one thread at a time."""
         if not self._waiting:
             return []
-        self._send_at = time.monotonic() + INTERVAL
+        self._send_at = time.monotonic() + self._interval
         records = [self._waiting.popleft() for _ in range(len(self._waiting))]
         return [*(record.sent() for record in records), *self._hint(records)]
 
@@ -58,6 +68,6 @@ class Records:
 
     def _keep_sending(self) -> None:
         while True:
-            time.sleep(INTERVAL)
+            time.sleep(self._interval)
             if self._waiting:
                 self._send()
