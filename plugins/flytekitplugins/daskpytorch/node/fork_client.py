@@ -32,7 +32,7 @@ class ForkServerClient:
         self._socket = sock
 
     def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`."""
+        """To wait for what it says."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, output: int) -> None:
