@@ -16,12 +16,14 @@ metric    the same gang, in a block with `log` at every step
 full      the same gang, in a block with `should_stop` and `log` at every step, and one checkpoint of model and
           optimizer in the middle, so that it is written and sent to the driver before the block is over
 
-A step's time is looked at in two ways. By the clock: where the ranks fill all cores, as here, what anybody else does is
-taken from them; but on a shared machine steps differ by more than is to be found. And by the processor time of all that
-take part: ranks with all their threads, driver, workers with the agents in them, Dask's scheduler and nannies. That of
-the ranks' own work differs from block to block nearly as much as the clock; all the rest hardly does, and is shown
-apart. Of each difference the median over the rounds is printed, and between which bounds it lies with 95 %, by
-resampling the rounds: only where both bounds are on one side of a goal it is known to be reached, or missed.
+A step's cost is looked at in three ways. By the clock: where the ranks fill all cores, as here, what anybody else does
+is taken from them; but on a shared machine steps differ by more than is to be found. By the processor time of all that
+take part: ranks, driver, workers with the agents in them, Dask's scheduler and nannies; the training's own differs from
+block to block as the clock does. And by that of whatever is not the training's own, which hardly differs: calls of ours
+in all ranks, threads of ours there, and the other processes. That is all there is but for what the training loses by
+caches that others have used, which only the first two show. Of each difference the median over the rounds is printed,
+and between which bounds it lies with 95 %, by resampling the rounds: only where both bounds are on one side of a goal
+it is known to be reached, or missed.
 
 What it costs to count where the time goes is too little for any of that: it is the processor time that a loop over a
 loader and an optimizer, in which nothing else happens, takes more than without, in turn, after each block of `full`.
@@ -42,6 +44,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from figures import Figure, Goal, reported
@@ -59,8 +62,10 @@ USES = {"metric": ("log",), "full": CALLS}
 TRAIN = f"""{FOLLOW}
 import itertools
 import contextlib
+import os
 import statistics
 import sys
+import threading
 import time
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -96,6 +101,20 @@ def counting():
     with uncounted():
         return with_it - idle(1000)
 
+def trainings_own():
+    ours = {{thread.native_id for thread in threading.enumerate() if thread.name.startswith("daskpytorch")}}
+    seconds = 0.0
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) not in ours:
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{{thread}}/schedstat") as file:
+                seconds += int(file.read().split()[0]) / 1e9
+    return seconds
+
+def of_all_ranks(seconds, device):
+    together = torch.tensor(seconds, dtype=torch.float64, device=device)
+    distributed.all_reduce(together)
+    return together.tolist()
+
 def train(folder, device, tools):
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -118,7 +137,7 @@ def train(folder, device, tools):
             spent[name] += time.thread_time() - used
 
         wait_for_all(device)
-        used = time.process_time()
+        used, own = time.process_time(), trainings_own()
         times = [time.perf_counter()]
         for number, batch in enumerate(batches):
             logits = gang_model(batch[:, :-1])
@@ -138,9 +157,10 @@ def train(folder, device, tools):
         wait_for_all(device)
         mean = (time.perf_counter() - times[0]) / len(batches)
         median = statistics.median(after - before for before, after in itertools.pairwise(times))
-        busy = torch.tensor([time.process_time() - used], dtype=torch.float64, device=device)
-        distributed.all_reduce(busy)
-        return mean, median, spent, float(busy), counting() if mode == "full" else 0.0
+        used, own = time.process_time() - used, trainings_own() - own
+        called = sum(spent.values())
+        own, called, beside = of_all_ranks([own - called, called, used - own], device)
+        return mean, median, spent, [own, called, beside], counting() if mode == "full" else 0.0
 
     follow(folder, take_turn)
 """
@@ -174,9 +194,9 @@ class Block:
     """Seconds of a typical step: one without a checkpoint, and not disturbed by other processes. On a GPU
     it is the host's part."""
     spent: dict[str, float]
-    """Processor seconds in each kind of call, altogether."""
+    """Processor seconds of rank 0 in each kind of call, altogether."""
     used: dict[str, float]
-    """Processor seconds of all ranks together, with all their threads, and of others meanwhile."""
+    """Processor seconds of the training itself, in all ranks, and of others meanwhile."""
     counting: float
     """Processor seconds that a step takes more since it is counted; of a block of `full`."""
 
@@ -187,11 +207,12 @@ class Block:
 
     @property
     def aside(self) -> float:
-        """The same without what the ranks do."""
-        return self.busy - self.used[RANKS] / BLOCK
+        """The same without the training's own."""
+        return self.busy - self.used[TRAINING] / BLOCK
 
 
-RANKS = "the ranks"
+TRAINING = "the training itself, in all ranks"
+IN_RANKS = (TRAINING, "the calls, in all ranks", "threads of ours, in all ranks")
 ARMS = ("torchrun", "bare", "watched", "metric", "full")
 LABELS = {
     "torchrun": "torchrun: a plain script under `torchrun`",
@@ -207,14 +228,17 @@ PAIRS = (
     ("bare", "torchrun"),
     ("full", "torchrun"),
 )
+ASIDE = attrgetter("aside")
 QUANTITIES: dict[str, Callable[[Block], float]] = {
-    "mean step": lambda block: block.mean,
-    "median step": lambda block: block.median,
-    "processor time of all": lambda block: block.busy,
+    "mean step": attrgetter("mean"),
+    "median step": attrgetter("median"),
+    "processor time of all": attrgetter("busy"),
+    "of all but the training itself": ASIDE,
 }
-DECISIVE = {
-    "by the clock": QUANTITIES["mean step"],
-    "by the processor time of all": QUANTITIES["processor time of all"],
+DECISIVE: dict[str, Callable[[Block], float]] = {
+    "of a step, by the clock": attrgetter("mean"),
+    "of all processor time": attrgetter("busy"),
+    "of all processor time, what is not the training's own": ASIDE,
 }
 MOST = 1.0
 """Percent of a step that all of it may cost."""
@@ -270,7 +294,7 @@ def turn(gang: Gang, arm: str, around: dict[str, list[int]]) -> Block:
     before = {name: sum(map(cpu_seconds, pids)) for name, pids in around.items()}
     mean, median, spent, ranks, counting = gang.take_turn(arm)
     used = {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in around.items()}
-    return Block(mean, median, spent, {RANKS: ranks, **used}, counting)
+    return Block(mean, median, spent, dict(zip(IN_RANKS, ranks, strict=True)) | used, counting)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -297,20 +321,17 @@ def table(measured: Measured) -> Iterator[str]:
 
 
 def compared(measured: Measured, arm: str, other: str, of: Callable[[Block], float]) -> str:
-    """How much more the one takes than the other, in microseconds and percent."""
+    """How much more the one takes than the other, in microseconds, and in percent of all that the other takes."""
     difference = statistics.median(of(turns[arm]) - of(turns[other]) for turns in measured.rounds)
     low, share, high = bounds(shares(measured, arm, of, other))
     return f"{difference * 1e6:+,.0f} µs, {share:+.2f} % ({low:+.2f} … {high:+.2f})"
 
 
 def shares(measured: Measured, arm: str, of: Callable[[Block], float], other: str = "watched") -> list[float]:
-    """By how many percent more the one takes than the other, round by round."""
-    return [100 * (of(turns[arm]) / of(turns[other]) - 1) for turns in measured.rounds]
-
-
-def asides(measured: Measured, arm: str) -> list[float]:
-    """What all but the ranks take more than in `watched`, round by round, in percent of all processor time there."""
-    return [100 * (turns[arm].aside - turns["watched"].aside) / turns["watched"].busy for turns in measured.rounds]
+    """How much more the one takes than the other, round by round, in percent of the whole."""
+    rounds = measured.rounds
+    wholes = [turns[other].busy if of is ASIDE else of(turns[other]) for turns in rounds]
+    return [100 * (of(turns[arm]) - of(turns[other])) / whole for turns, whole in zip(rounds, wholes, strict=True)]
 
 
 def bounds(values: list[float]) -> list[float]:
@@ -347,7 +368,7 @@ def calls(measured: Measured) -> Iterator[str]:
     for arm in ("metric", "full"):
         for name, of in DECISIVE.items():
             verdict = known(bounds(shares(measured, arm, of)), MOST)
-            yield f"- `{arm}` beside `watched`, at most {MOST:g} % more {name}: {verdict}"
+            yield f"- `{arm}` beside `watched`, at most {MOST:g} % {name}: {verdict}"
 
 
 def figures(measured: Measured) -> Iterator[Figure]:
@@ -359,9 +380,7 @@ def figures(measured: Measured) -> Iterator[Figure]:
     ):
         for name, of in DECISIVE.items():
             here = bounds(shares(measured, arm, of))
-            yield Figure(what=f"{what}: of a step, {name} (95 %)", here=here, unit="%", goals=at_most)
-        here = bounds(asides(measured, arm))
-        yield Figure(what=f"{what}: of all processor time, what others than the ranks use (95 %)", here=here, unit="%")
+            yield Figure(what=f"{what}: {name} (95 %)", here=here, unit="%", goals=at_most)
     steps = [turns["full"] for turns in measured.rounds]
     called = [100 * sum(each.spent.values()) / BLOCK / each.median for each in steps]
     what = "a metric, `should_stop`, a checkpoint: of a step, by the processor time of a rank in these calls"
