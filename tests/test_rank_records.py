@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol import reports
-from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, unpack
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, Saved, Spent, unpack
 from flytekitplugins.daskpytorch.rank import records as records_module
 from flytekitplugins.daskpytorch.rank.main import _Link
 from flytekitplugins.daskpytorch.rank.records import INTERVAL, interval_of
@@ -66,6 +70,44 @@ def test_records_go_though_nothing_follows_them(agent: tuple[_Link, Connection])
     link.records.add(record(1))
     assert arrived(agents) == [[record(0)]]
     assert arrived(agents, patience=60.0) == [[record(1)]]
+
+
+def test_records_that_follow_other_reports_have_their_time_again(
+    agent: tuple[_Link, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, agents = agent
+    clock, slept = Clock(), []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now += seconds
+        if len(slept) == 3:
+            raise InterruptedError
+
+    monkeypatch.setattr(records_module, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    link.records._interval = 4.0
+    link.records._sender = threading.current_thread()
+    link.records.add(record(0))
+    link.records.add(record(1))
+    clock.now += 2.0
+    link.send(Held(1))  # takes along what waits
+    clock.now += 1.0
+    link.records.add(record(2))
+    assert arrived(agents) == [[record(0)], [record(1)], [Held(1)]]
+    with pytest.raises(InterruptedError):
+        link.records._keep_sending()
+    assert arrived(agents) == [[record(2)]]
+    assert slept == [3.0, 4.0, 4.0]  # and where nothing waits it looks now and then
+
+
+def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent: tuple[_Link, Connection]) -> None:
+    link, agents = agent
+    spent, saved = Spent({"saving": 1.0}, step=1), Saved(CheckpointFile(attempt=0, step=1, size=1, digest="d"))
+    link.records.add(record(0))
+    link.records.add(record(1))
+    link.records.add(spent)
+    link.send(saved)
+    assert arrived(agents) == [[record(0)], [record(1), spent], [saved]]
 
 
 def test_a_rank_that_logs_faster_sends_by_itself(

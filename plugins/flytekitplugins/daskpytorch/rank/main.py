@@ -482,7 +482,7 @@ def _context(
         kept=lambda: link.kept,
         storage=order.job.storage,
         best_by=order.job.best_by,
-        saving=functools.partial(usage.saving, ledger, link.send if place.rank == 0 else None),
+        saving=functools.partial(usage.saving, ledger, link.records.add if place.rank == 0 else None),
     )
 
     def account() -> Goodput:

@@ -1,4 +1,4 @@
-"""What a rank logs, on its way to the driver: several records together, so that one costs a step next to nothing.
+"""What a rank logs, and whatever can wait with it, on its way to the driver: several together, not a message each.
 
 A record alone would cost a system call, and the agent's and the driver's turns. And whatever is done between two steps
 runs with cold caches, ten times as slow: what can wait is therefore done for many at once.
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.protocol.reports import Hint
+from flytekitplugins.daskpytorch.protocol.reports import Hint, Spent
 from flytekitplugins.daskpytorch.rank.hints import of_loss
 
 __all__ = ["Records", "interval_of"]
@@ -38,12 +38,12 @@ class Records:
         self._send = send
         self._interval = interval
         self._looks_for_hints = hints
-        self._waiting: deque[LogRecord] = deque()
+        self._waiting: deque[LogRecord | Spent] = deque()
         self._send_at = 0.0
         """When a record may go at once, on the monotonic clock."""
         self._sender: threading.Thread | None = None
 
-    def add(self, record: LogRecord) -> None:
+    def add(self, record: LogRecord | Spent) -> None:
         """Send it, now or soon."""
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
@@ -52,13 +52,14 @@ class Records:
             self._sender = threading.Thread(target=self._keep_sending, name="daskpytorch-log", daemon=True)
             self._sender.start()
 
-    def take(self) -> Sequence[LogRecord | Hint]:
+    def take(self) -> Sequence[LogRecord | Spent | Hint]:
         """All that waits, in order, as the driver can read it; for one thread at a time."""
         if not self._waiting:
             return []
         self._send_at = time.monotonic() + self._interval
-        records = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        return [*(record.sent() for record in records), *self._hint(records)]
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        sent = [each.sent() if isinstance(each, LogRecord) else each for each in waiting]
+        return [*sent, *self._hint([each for each in waiting if isinstance(each, LogRecord)])]
 
     def _hint(self, records: Sequence[LogRecord]) -> Sequence[Hint]:
         """A loss that is no number; once, since it is so at every step from there on."""
@@ -68,6 +69,10 @@ class Records:
 
     def _keep_sending(self) -> None:
         while True:
-            time.sleep(self._interval)
-            if self._waiting:
+            time.sleep(self._patience() or self._interval)
+            if self._waiting and not self._patience():
                 self._send()
+
+    def _patience(self) -> float:
+        """Seconds until records may go: other reports take along what waits, and what comes then has time again."""
+        return max(0.0, self._send_at - time.monotonic())
