@@ -227,7 +227,7 @@ class _Agent:
                 handlers[rank.channel.fileno()] = functools.partial(self._relay_reports, rank)
             if rank.output is not None:
                 handlers[rank.output] = functools.partial(self._relay_output, rank)
-        poll = select.poll()  # half of what `multiprocessing.connection.wait` takes, of cores that the ranks train on
+        poll = select.poll()  # cheaper than `multiprocessing.connection.wait`, on cores that the ranks train on
         for file in handlers:
             poll.register(file, select.POLLIN)
         return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
