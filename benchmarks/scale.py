@@ -84,7 +84,7 @@ class Agent:
         self.num_moves = {{}}
         node = {{"worker": order.worker, "host": order.worker, "num_cores": 1, "gpus": (), "gpu_names": ()}}
         self.connection = dial(order)
-        self.connection.send(Hello(Node(**node, interface=None, versions=versions)))
+        self.connection.send(Hello(Node(**node, interface=None, versions=versions), ("127.0.0.1", 1)))
         poll.register(self.connection, selectors.EVENT_READ, self.hear)
 
     def hear(self):

@@ -270,7 +270,6 @@ class World:
             self.register,
             self.checkpoints,
             self.committer,
-            self,
             Observers([self.watcher]),
             self.received,
             code=Code(archive=b"sources", digest="d"),
@@ -278,11 +277,6 @@ class World:
             clock=self.clock,
         )
         self.decide()
-
-    @staticmethod
-    def address() -> tuple[str, int]:
-        """Where the ranks would meet."""
-        return "127.0.0.1", 1
 
     # ---- the driver
 
@@ -339,7 +333,7 @@ class World:
         node = Node(
             worker=worker, host=worker, num_cores=1, gpus=(), gpu_names=(), interface=None, versions=local_versions()
         )
-        self.say(agent, messages.Hello(node))
+        self.say(agent, messages.Hello(node, (worker, 1)))
         return agent
 
     def join_all(self) -> None:

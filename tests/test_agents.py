@@ -92,11 +92,12 @@ def hello(register: Agents, *workers: str) -> list[Connection]:
         mine, theirs = ends()
         agents.append(theirs)
         node = Node(worker=worker, host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
-        register.welcome(Hello(node), mine)
+        register.welcome(Hello(node, MEETS_AT), mine)
         ours.append(mine)
     return ours
 
 
+MEETS_AT = ("h", 1)
 agents: list[Connection] = []
 """The other ends, kept open."""
 
@@ -167,7 +168,7 @@ def test_second_agent_of_a_worker_takes_the_place_of_the_first(register: Agents)
     displaced = register.peers[W1]
     mine, theirs = ends()
     agents.append(theirs)
-    assert register.welcome(Hello(displaced.node), mine) is displaced
+    assert register.welcome(Hello(displaced.node, MEETS_AT), mine) is displaced
     second = [mine]
     assert register.find(first[0]) is None
     assert register.find(second[0]) is register.peers[W1]

@@ -256,6 +256,23 @@ def test_losses_of_infrastructure_start_the_gang_again_without_a_checkpoint(worl
     assert len(world.starts) == 2
 
 
+def test_ranks_meet_where_rank_0_is(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.form()
+    world.kill_worker(W1)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert [start.job.store for start in world.starts] == [(W1, 1), None]  # who is alone has nobody to meet
+    world = world_of(3, min_workers=2)
+    world.form()
+    world.kill_worker(W1)
+    world.obey_all()
+    world.wait(1.0)
+    world.form()
+    assert [start.job.store for start in world.starts] == [(W1, 1), (W2, 1)]
+
+
 def test_a_hint_is_given_once(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()

@@ -25,7 +25,7 @@ def checkpoint(step: int, **metrics: float) -> CheckpointFile:
 def an_agent() -> tuple[Peer, Connection]:
     mine, theirs = ends()
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
-    return Peer(node, mine, joined_at=time.monotonic()), theirs
+    return Peer(node, ("h", 1), mine, joined_at=time.monotonic()), theirs
 
 
 @pytest.fixture

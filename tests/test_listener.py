@@ -272,7 +272,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
     class Launcher(OwnNode):
         def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
             agents.append(agent.dial(orders[0]))
-            agents[0].send(Hello(describe_node(orders[0].worker, None)))
+            agents[0].send(Hello(describe_node(orders[0].worker, None), ("127.0.0.1", 1)))
             until(lambda: supervisor._events.qsize() == 2, "the hello to be heard")
 
     with scratch_folder("first-"):

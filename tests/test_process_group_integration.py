@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +106,46 @@ def again_and_again(times: int) -> list[float]:
 
 def test_groups_are_destroyed_and_formed_again_40_times() -> None:
     assert gang(again_and_again, 40) == [[11.0] * 41] * 2
+
+
+def meet_at_master() -> tuple[bool, str]:
+    """Whether anything was in the store before, and which attempt it is; rank 0 is killed in the first one."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False)  # type: ignore[attr-defined]
+    was_used = store.check(["used"])
+    dist.barrier()
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if current_rank().is_main:
+        store.set("used", attempt)
+        if attempt == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return was_used, store.get("used").decode()
+
+
+def test_each_attempt_has_a_store_of_its_own_that_anybody_may_join() -> None:
+    assert gang(meet_at_master, max_restarts=1) == [(False, "1")] * 2
+
+
+DRIVER = """
+import sys
+from flytekitplugins.daskpytorch import Gang, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+
+if __name__ == "__main__":
+    request = request_for(lambda: current_rank().world_size, (), {}, Gang(ranks_per_worker=2))
+    print([GangFutures(Supervisor(request, OwnNode()), 2).result(), "torch" in sys.modules])
+"""
+
+
+def test_a_driver_need_not_import_torch_for_its_ranks_to_meet(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    driver = subprocess.run(
+        [sys.executable, "driver.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert driver.stdout.strip() == "[[2, 2], False]"
 
 
 def of_its_own(folder: str) -> tuple[float, bool]:

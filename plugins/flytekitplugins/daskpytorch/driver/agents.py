@@ -41,6 +41,8 @@ class Peer:
     """An agent that has said hello."""
 
     node: Node
+    meets_at: tuple[str, int]
+    """Where the ranks meet if rank 0 is there."""
     connection: Connection
     """Which knows when the agent last said anything: that is noted by the thread that hears it."""
     joined_at: float
@@ -157,7 +159,8 @@ class Agents:
         self._shunned.discard(worker)
         self.lost.pop(worker, None)
         connection.heard_at = now = self.clock()
-        self.peers[worker] = self._by_connection[connection] = Peer(hello.node, connection, joined_at=now)
+        peer = Peer(hello.node, hello.meets_at, connection, joined_at=now)
+        self.peers[worker] = self._by_connection[connection] = peer
         return displaced
 
     def refuse(self, worker: str, error: Exception, launch: int) -> None:

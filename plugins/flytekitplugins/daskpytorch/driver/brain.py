@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver import events
@@ -50,7 +50,7 @@ from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
-__all__ = ["GROWS", "Brain", "GangCancelledError", "Rendezvous"]
+__all__ = ["GROWS", "Brain", "GangCancelledError"]
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
@@ -77,13 +77,6 @@ class GangCancelledError(Exception):
     """The gang was cancelled."""
 
 
-class Rendezvous(Protocol):
-    """Where the ranks find each other."""
-
-    def address(self) -> tuple[str, int]:
-        """Its host and port."""
-
-
 Phase = Callable[[], Any]
 """Does what is due, and returns the phase that follows at once, or None to be called again when something happens."""
 
@@ -97,7 +90,6 @@ class Brain:
         agents: Agents,
         checkpoints: Checkpoints,
         committer: Committer,
-        rendezvous: Rendezvous,
         observers: Observers,
         received: ReceivedResults,
         *,
@@ -118,7 +110,6 @@ class Brain:
         self._agents = agents
         self._checkpoints = checkpoints
         self._committer = committer
-        self._rendezvous = rendezvous
         self._observers = observers
         self._received = received
         self._code = code
@@ -544,6 +535,7 @@ class Brain:
         self._observe("placed", shape)
         in_rank = self._observers.for_rank()
         self._has_observers_in_rank = bool(in_rank)
+        self._carriers = [self._agents.peers[node.worker] for node in nodes]
         job = Job(
             gang=hashlib.sha256(self._agents.token).hexdigest()[:16],
             attempt=self._number,
@@ -551,7 +543,7 @@ class Brain:
             large=self._request.large.address if self._request.large is not None else None,
             pass_local_rank=self._request.pass_local_rank,
             backend=backend,
-            store=self._rendezvous.address() if shape.world_size > 1 or backend == "nccl" else None,
+            store=self._carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None,
             timeout=self._settings.start_timeout,
             devices=self._settings.devices,
             max_restarts=self._settings.max_restarts,
@@ -569,7 +561,6 @@ class Brain:
             environment=self._request.environment,
             observers=in_rank,
         )
-        self._carriers = [self._agents.peers[node.worker] for node in nodes]
         for peer, here in zip(self._carriers, places, strict=True):
             peer.start(job, self._code, here)
         placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}

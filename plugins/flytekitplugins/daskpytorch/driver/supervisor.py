@@ -10,7 +10,7 @@ import queue
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.blame import from_user
@@ -34,9 +34,6 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["GangCancelledError", "Supervisor"]
 
@@ -176,27 +173,23 @@ class Supervisor:
             self._observers.tell("resumed", max(steps))
             self._observers.tell("keeps", listed(checkpoints.saved(), committer.saved()))
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
-        with contextlib.closing(_Rendezvous(self._launcher.host)) as rendezvous:
-            if self._launcher.num_wanted * self._request.ranks_per_worker > 1:
-                rendezvous.address()  # torch's imports take seconds, and run beside those of the workers
-            self._brain = brain = Brain(
-                self._request,
-                self._agents,
-                checkpoints,
-                committer,
-                rendezvous,
-                self._observers,
-                self.received,
-                code=code,
-                checkpoint=checkpoint,
-                asked_at=self._asked_at,
-                debugging=self._debugging,
-            )
-            while (results := brain.decide()) is None:
-                if (event := self._next_event(brain.patience)) is not None:
-                    brain.take(event)
-                brain.look_for_silence()
-            return results
+        self._brain = brain = Brain(
+            self._request,
+            self._agents,
+            checkpoints,
+            committer,
+            self._observers,
+            self.received,
+            code=code,
+            checkpoint=checkpoint,
+            asked_at=self._asked_at,
+            debugging=self._debugging,
+        )
+        while (results := brain.decide()) is None:
+            if (event := self._next_event(brain.patience)) is not None:
+                brain.take(event)
+            brain.look_for_silence()
+        return results
 
     def _dismiss(self) -> None:
         """Let the agents go, and wait until they have cleaned up."""
@@ -219,25 +212,3 @@ class Supervisor:
             # By the only thread that sends: another's send might reach whoever gets the number next.
             event.connection.close()
         return event
-
-
-class _Rendezvous:
-    """A store on a port that the system picks, in this process, which outlives every rank; opened when it is needed.
-
-    Torch asks for the name of every address that it connects to, so each connection costs a query of the domain name
-    system, and five seconds where that does not answer: a rank that is alone does without.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._store: TCPStore | None = None
-
-    def address(self) -> tuple[str, int]:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        if self._store is None:
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        return self._host, self._store.port
-
-    def close(self) -> None:
-        self._store = None

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import Pipe, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import assert_never
 
@@ -174,6 +175,8 @@ class _Agent:
         self._used: dict[str, float] = {}
         """When checkpoints were last asked for: to note it in the files would change those that the driver has, too."""
         self._server = fork_client.connect(start_method)
+        self._meeting: socket.socket | None = None
+        """Where ranks knock to meet rank 0, should it be here; it opens, and who came too early waits."""
         self._leaving = leaving
         self._ranks: dict[int, _Rank] = {}
         self._num_kills_for_memory = 0
@@ -195,6 +198,8 @@ class _Agent:
         self._outcome_from_thread.close()
         if self._large is not None:
             self._large.close()
+        if self._meeting is not None:
+            self._meeting.close()
         for rank in self._ranks.values():
             rank.close()
 
@@ -206,7 +211,9 @@ class _Agent:
     def serve(self, driver: Connection) -> None:
         self._driver = driver
         self._interface = interface_of(driver.own_address)
-        self._say(messages.Hello(describe_node(self._order.worker, self._interface)))
+        self._meeting = _listen_at(driver.own_address)
+        node, (host, port, *_) = describe_node(self._order.worker, self._interface), self._meeting.getsockname()
+        self._say(messages.Hello(node, (host, port)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
             for handle in self._due():
@@ -281,6 +288,8 @@ class _Agent:
             )
             with contextlib.suppress(OSError):  # it has just ended, which is noted in its turn
                 rank.channel.send(asked)
+                if asked.serves_store and self._meeting is not None:
+                    send_handle(rank.channel, self._meeting.fileno(), None)
         if order.job.large is not None:
             self._in_background(self._bring_large, order.job.attempt, order.job.large)
         if order.job.checkpoint is not None:
@@ -556,6 +565,12 @@ def heartbeat_interval(place: Place, pulse: float | None) -> float:
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))
+
+
+def _listen_at(address: str) -> socket.socket:
+    """A port that the system picks, for as many callers at once as it allows."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
 
 
 def dial(order: AgentOrder) -> Connection:

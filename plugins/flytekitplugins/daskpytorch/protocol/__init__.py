@@ -9,6 +9,7 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
     agent  ──▶ its ranks      `RankOrder`, before all else; `Provided`, `NotProvided`, `Quit`  the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
+    rank   ──▶ rank 0         where each of them listens, in torch's `TCPStore`                TCP, one connection each
 
 Where an agent reaches the driver's own folder, those bytes stay where they are: the file has a second name there
 (`checkpoint_file`); and what is large in a return value is a file that the rank makes there (`returned_file`).
@@ -23,11 +24,15 @@ The user's objects are bytes (`pickling`) to all but the ranks. `Start` brings e
 (`code`), in place of which it uses the driver's own files where these are; and of the driver's program what ranks are
 to have of it (`program`).
 
+Each agent opens a port, and says so in its `Hello`. The driver tells all ranks that of rank 0's agent, which hands the
+socket on to rank 0: torch's store is there, a new one with each attempt. Who calls before it is open waits in the
+socket's queue. So the driver needs neither torch nor a connection to each rank, and nobody can take the port meanwhile.
+
     driver                                    agent, one per node                       rank
       │ ◀─────────── dials, handshake ───────────│ ─── has it forked ───────────────────▶ │ waits
-      │ ◀─────────── Hello(node) ────────────────│                                        │
+      │ ◀─────────── Hello(node, meets_at) ──────│                                        │
       │ all have come                            │                                        │
-      │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder ───────────────────────▶ │ joins the process group
+      │ ─── Start(job, code, places) ──────────▶ │ ─── RankOrder; rank 0's socket ──────▶ │ joins the process group
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │ runs the function
       │ ◀── Lines ────────────────────────────── │ ◀── output ─────────────────────────── │
       │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Hint, Piece ─────────── │ log, submit

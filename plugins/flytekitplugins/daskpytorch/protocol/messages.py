@@ -66,6 +66,8 @@ class Hello:
     """The agent is there."""
 
     node: Node
+    meets_at: tuple[str, int]
+    """Host and port where the ranks of a gang can meet whose rank 0 is here."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Job:
 
     gang: str
     attempt: int
-    """Which attempt of the gang; each has rendezvous keys of its own."""
+    """Which attempt of the gang; each has a rendezvous store of its own."""
     call: bytes
     """From `code.pack_call`."""
     large: Address | None = None
@@ -42,7 +42,7 @@ class Job:
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store; None where the only rank has nobody to meet."""
+    """Host and port of the rendezvous store, which rank 0 serves; None where the only rank has nobody to meet."""
     timeout: float
     """Seconds for all ranks to meet."""
     devices: Literal["own", "all"] = "own"
@@ -78,7 +78,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """All that one rank is told; the first message on its channel."""
+    """All that one rank is told; the first message on its channel.
+
+    Where it is to serve the rendezvous store, the socket follows that this listens on; see `serves_store`.
+    """
 
     place: Place
     job: Job
@@ -93,6 +96,11 @@ class RankOrder:
     """The whole of the rank's environment; it may hold secrets."""
     data: WorkerData | None = None
     """The way to what the Dask worker here holds; None where there is none."""
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether it is here that the ranks meet."""
+        return self.place.rank == 0 and self.job.store is not None
 
 
 # ---- While it runs: from the driver ...
@@ -258,7 +266,7 @@ def environment(
         "ROLE_WORLD_SIZE": str(place.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        # With it env:// joins the driver's store; without, rank 0 opens one.
+        # With it env:// joins the gang's store; without, rank 0 opens one.
         "TORCHELASTIC_USE_AGENT_STORE": str(job.store is not None),
         "TORCHELASTIC_RUN_ID": job.gang,
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt),

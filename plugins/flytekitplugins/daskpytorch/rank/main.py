@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, assert_never
@@ -65,6 +66,7 @@ ACCOUNT_TIMEOUT = 2.0
 def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
+    listener = _take_listener(channel) if order.serves_store else None
     interval = interval_of(order.place.rank, order.place.world_size)
     link = _Link(channel, order.job.attempt, Path(order.scratch), interval, hints=order.job.hints)
     observers = Observers()
@@ -81,7 +83,7 @@ def main(channel: Connection) -> int:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
             call = _unpack(order, link, observers)
-            process_group.join(order.place, order.job, _take_device(order))
+            process_group.join(order.place, order.job, _take_device(order), listener)
             context.enter(rank)
             flight_recorder.call_before_abort(link.send_collectives)
             link.send(reports.Ready())
@@ -115,6 +117,12 @@ def main(channel: Connection) -> int:
             observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
     _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
+
+
+def _take_listener(channel: Connection) -> int:
+    listener = recv_handle(channel)
+    os.set_inheritable(listener, False)  # a program that outlives the rank is not to keep others waiting at its door
+    return listener
 
 
 def _failure(error: BaseException, progress: Progress, *, is_final: bool) -> Failure:

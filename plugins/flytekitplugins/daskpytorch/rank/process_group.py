@@ -76,19 +76,20 @@ def install() -> None:
     distributed.init_process_group = init_process_group
 
 
-def join(place: Place, job: Job, device: torch.device | None) -> None:
+def join(place: Place, job: Job, device: torch.device | None, listener: int | None = None) -> None:
     """Form the process group, with the other ranks.
 
     Args:
         place: This rank's.
         job: The gang's.
         device: Where the group's GPU collectives run; None where it has none.
+        listener: The socket on which this rank serves the store that all meet by; None where another does.
     """
     from torch import distributed
 
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
-    _membership = _Membership(os.getpid(), place, job.timeout, _store(job), backend)
+    _membership = _Membership(os.getpid(), place, job.timeout, _store(job, listener), backend)
     distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
 
 
@@ -154,13 +155,15 @@ def _set_timeout(timeout: timedelta) -> None:
         distributed.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
 
 
-def _store(job: Job) -> Store:
+def _store(job: Job, listener: int | None) -> Store:
     from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if job.store is None:
         return HashStore()
     host, port = job.store
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=job.timeout))
+    timeout, serves = timedelta(seconds=job.timeout), listener is not None
+    store = TCPStore(host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener)
+    # An older attempt's rank, suspended and awake again, may still know the port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
 
 
