@@ -366,9 +366,10 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     import torch.distributed  # noqa: F401
 
     from flytekitplugins.daskpytorch.protocol import storages  # noqa: F401
-    from flytekitplugins.daskpytorch.rank import loaders, main, process_group  # noqa: F401
+    from flytekitplugins.daskpytorch.rank import host_names, loaders, main, process_group  # noqa: F401
 
     process_group.install()
+    host_names.ask_for_none()
     for name in others:
         import_module(name)
     # With each process group torch asks twice for plugins, and reads the metadata of all that is installed. Kept in
