@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -206,6 +207,21 @@ def test_caches_hidden_folders_and_what_is_no_part_of_the_project_stay(project: 
 def test_no_installed_package_and_no_part_of_this_plugin_travels(project: Path) -> None:
     tops = {name.partition("/")[0].removesuffix(".py") for name in names_in(code_module.pack_code())}
     assert tops.isdisjoint({"flytekitplugins", "flytekit", "pytest", "_pytest", "cloudpickle", "json", "tarfile"})
+
+
+def test_a_module_of_ones_own_in_the_place_of_an_installed_one_travels(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = ModuleType("ship_later")
+    installed.__file__ = "/elsewhere/lib/python3/site-packages/ship_later.py"
+    monkeypatch.setitem(sys.modules, "ship_later", installed)
+    own = ModuleType("ship_later")
+    own.__file__ = str(project.parent / "later" / "ship_later.py")
+    Path(own.__file__).parent.mkdir()
+    Path(own.__file__).touch()
+    assert "ship_later.py" not in names_in(code_module.pack_code())
+    monkeypatch.setitem(sys.modules, "ship_later", own)
+    assert "ship_later.py" in names_in(code_module.pack_code())
 
 
 def test_digest_is_the_same_twice_and_whenever_the_files_were_written(project: Path) -> None:

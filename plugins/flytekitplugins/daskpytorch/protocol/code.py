@@ -219,10 +219,10 @@ class _Project:
     @classmethod
     def loaded(cls) -> Self:
         """That of this process."""
-        installed, project = _installation_folders(), cls()
+        project = cls()
         companions: set[tuple[Path, str | None]] = set()
-        for module in list(sys.modules.values()):
-            if place := _place_in_project(module, installed):
+        for module in _modules_not_installed():
+            if place := _place_in_project(module):
                 root, relative = place
                 project.files[str(relative)] = root / relative
                 if module is sys.modules["__main__"]:
@@ -254,17 +254,36 @@ class _Project:
         return [str(root) for root in roots]
 
 
-def _place_in_project(module: ModuleType, installed: tuple[str, ...]) -> tuple[Path, Path] | None:
-    """The folder that the module is imported from and its path below, or None for what is installed."""
+_installed_modules: dict[str, ModuleType] = {}
+"""By name. There are thousands, and to look at each of them with every gang would take most of its packing's time."""
+
+
+def _modules_not_installed() -> Iterator[ModuleType]:
+    installed = _installation_folders()
+    for name, module in list(sys.modules.items()):
+        if _installed_modules.get(name) is module:
+            continue
+        if _is_installed(_attributes(module).get("__file__"), installed):
+            _installed_modules[name] = module
+        else:
+            yield module
+
+
+def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
+    """In whatever environment: layered ones (PYTHONPATH, .pth files) have folders that this one does not know."""
+    if not isinstance(file, str):
+        return False
+    absolute = file if file.startswith(installed) else os.path.abspath(file)
+    return absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS)
+
+
+def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
+    """The folder that the module is imported from and its path below, or None where it has none to travel."""
     attributes = _attributes(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
         return None  # built in; or this package and its siblings
-    absolute = file if file.startswith(installed) else os.path.abspath(file)
-    # Of whatever environment: layered ones (PYTHONPATH, .pth files) have folders that this one does not know.
-    if absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS):
-        return None
-    path = Path(absolute)
+    path = Path(os.path.abspath(file))
     parts = name.split(".")
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
     root = Path(str(path).removesuffix(str(relative)))
@@ -288,6 +307,7 @@ def _attributes(module: ModuleType) -> dict[str, Any]:
     return attributes
 
 
+@functools.cache
 def _installation_folders() -> tuple[str, ...]:
     folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     folders.update(site.getsitepackages(), [site.getusersitepackages()])
