@@ -1,4 +1,7 @@
-"""How many files a driver may have open: each agent's connection is one, and many systems begin with 1,024."""
+"""How many files a process may have open: a driver a connection of each agent, rank 0 one of each rank.
+
+Many systems begin with 1,024.
+"""
 
 from __future__ import annotations
 

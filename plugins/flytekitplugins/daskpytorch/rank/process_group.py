@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.process.open_files import allow_files
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "join", "leave", "num_collectives", "num_exchanges"]
 
+OTHER_FILES = 512
+"""Files that a rank may have open besides the connections of others to its store; half of what many systems allow."""
 ON_GPUS = "cpu:gloo,cuda:nccl"
 """What a gang with nccl has: without gloo it could exchange neither objects nor asynchronous checkpoints."""
 
@@ -89,7 +92,7 @@ def join(place: Place, job: Job, device: torch.device | None, listener: int | No
 
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
-    _membership = _Membership(os.getpid(), place, job.timeout, _store(job, listener), backend)
+    _membership = _Membership(os.getpid(), place, job.timeout, _store(job, listener, place.world_size), backend)
     distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
 
 
@@ -155,13 +158,15 @@ def _set_timeout(timeout: timedelta) -> None:
         distributed.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
 
 
-def _store(job: Job, listener: int | None) -> Store:
+def _store(job: Job, listener: int | None, world_size: int) -> Store:
     from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if job.store is None:
         return HashStore()
     host, port = job.store
     timeout, serves = timedelta(seconds=job.timeout), listener is not None
+    if serves:
+        allow_files(world_size + OTHER_FILES)
     store = TCPStore(host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener)
     # An older attempt's rank, suspended and awake again, may still know the port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
