@@ -67,8 +67,7 @@ def main(channel: Connection) -> int:
     """Run one rank from its first message to its exit code."""
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
-    interval = interval_of(order.place.rank, order.place.world_size)
-    link = _Link(channel, order.job.attempt, Path(order.scratch), interval, hints=order.job.hints)
+    link = _link(channel, order)
     observers = Observers()
     progress, ledger = Progress(), Ledger()
     has_returned = False
@@ -117,6 +116,11 @@ def main(channel: Connection) -> int:
             observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
     _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
+
+
+def _link(channel: Connection, order: RankOrder) -> _Link:
+    interval = interval_of(order.place.rank, order.place.world_size)
+    return _Link(channel, order.job.attempt, Path(order.scratch), interval, hints=order.job.hints)
 
 
 def _take_listener(channel: Connection) -> int:
