@@ -308,7 +308,7 @@ class StopSignal:
     def release(self, last_call: int) -> None:
         """Let calls through: false up to this one, true from the next."""
         with self._lock:
-            self._last_call = last_call
+            self._last_call, self._is_held = last_call, True  # so that the next looks
             self._lock.notify_all()
 
 

@@ -167,9 +167,20 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     timeout, serves = timedelta(seconds=job.timeout), listener is not None
     if serves:
         allow_files(world_size + OTHER_FILES)
-    store = TCPStore(host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener)
+    by_libuv = not serves or _takes_listener_by_libuv()
+    store = TCPStore(
+        host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener, use_libuv=by_libuv
+    )
     # An older attempt's rank, suspended and awake again, may still know the port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
+
+
+def _takes_listener_by_libuv() -> bool:
+    """Before torch 2.8 its older server alone takes a socket: https://github.com/pytorch/pytorch/pull/150215."""
+    import torch
+    from packaging.version import Version
+
+    return Version(torch.__version__) >= Version("2.8")
 
 
 def num_collectives() -> int:
