@@ -122,8 +122,11 @@ def wrong_type() -> int:
 def fail(how: str, folder: str) -> float:
     """Rank 1 fails and says when; rank 0 does not even hear that it should end."""
     if current_rank().rank == 0:
+        while not Path(folder, "joined").exists():  # rank 1 meets at rank 0's store, which stands still with it
+            time.sleep(0.01)
         Path(folder, "waits").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
+    Path(folder, "joined").touch()
     while not Path(folder, "waits").exists():
         time.sleep(0.01)
     Path(folder, "failed_at").write_text(str(time.time()))
