@@ -1,8 +1,7 @@
-"""What waits for an import."""
+"""Calls that wait for an import."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from pathlib import Path
@@ -46,26 +45,6 @@ def test_a_module_that_is_imported_already_is_changed_now() -> None:
     module = importlib.import_module("waited_for.part")
     imports.call_after("waited_for.part", change)
     assert module.answer() == "ours"
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_nothing_is_collected_while_a_module_is_imported(tmp_path: Path, *, is_enabled: bool) -> None:
-    (tmp_path / "waited_for/part.py").write_text("import gc\nanswer = gc.isenabled()")
-    imports.spare_collections("waited_for")
-    try:
-        (gc.enable if is_enabled else gc.disable)()
-        assert importlib.import_module("waited_for").answer is False
-        assert gc.isenabled() == is_enabled
-    finally:
-        gc.enable()
-
-
-def test_an_import_that_fails_leaves_collections_on(tmp_path: Path) -> None:
-    (tmp_path / "waited_for/part.py").write_text("1 / 0")
-    imports.spare_collections("waited_for")
-    with pytest.raises(ZeroDivisionError):
-        importlib.import_module("waited_for")
-    assert gc.isenabled()
 
 
 def test_a_module_that_is_not_there_is_missed_as_ever() -> None:

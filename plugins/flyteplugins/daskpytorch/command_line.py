@@ -10,7 +10,6 @@ from typing import Any
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.system import runs_gangs
-from flytekitplugins.daskpytorch.rank import imports
 from flytekitplugins.daskpytorch.settings import is_debugging
 from flytekitplugins.daskpytorch.task.early_start import is_worthwhile
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
@@ -28,7 +27,6 @@ def run(command: Any) -> Any:
     if runs_gangs():
         fork_client.import_ahead(IMPORTED_AHEAD)
         fork_client.connect().close()
-        imports.spare_collections("torch")
     command.invoke = functools.partial(_heeding_ctrl_c, command.invoke)
     return command
 

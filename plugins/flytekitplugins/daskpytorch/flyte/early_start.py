@@ -14,7 +14,6 @@ from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyt
 from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.system import runs_gangs
-from flytekitplugins.daskpytorch.rank import imports
 from flytekitplugins.daskpytorch.settings import is_debugging
 from flytekitplugins.daskpytorch.task.config import keep_apart
 from flytekitplugins.daskpytorch.task.early_start import is_worthwhile
@@ -23,4 +22,3 @@ keep_apart("flytekit", "flytekitplugins.daskpytorch", (), TaskPlugins.register_p
 fork_client.import_ahead(IMPORTED_AHEAD)
 if is_worthwhile(sys.argv, "pyflyte") and runs_gangs() and not is_debugging():
     fork_client.connect().close()
-    imports.spare_collections("torch")

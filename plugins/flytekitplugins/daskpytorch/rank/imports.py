@@ -1,7 +1,5 @@
-"""What waits for an import, and costs nothing where it does not come. Runs in ranks, and in a command's driver."""
+"""Calls that wait for an import, and cost nothing where it does not come."""
 
-import functools
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -9,9 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["call_after", "spare_collections"]
-
-Execute = Callable[[ModuleType], None]
+__all__ = ["call_after"]
 
 
 def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
@@ -19,33 +15,13 @@ def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
     if (module := sys.modules.get(name)) is not None:
         call(module)
     else:
-        sys.meta_path.insert(0, _Waiting(name, functools.partial(_execute_and_call, call)))
-
-
-def spare_collections(name: str) -> None:
-    """Have a large module imported without garbage collections, which find nothing and take a sixth of the time."""
-    if name not in sys.modules:
-        sys.meta_path.insert(0, _Waiting(name, _execute_uncollected))
-
-
-def _execute_and_call(call: Callable[[ModuleType], object], execute: Execute, module: ModuleType) -> None:
-    execute(module)
-    call(module)
-
-
-def _execute_uncollected(execute: Execute, module: ModuleType) -> None:
-    restore = gc.enable if gc.isenabled() else gc.disable
-    gc.disable()
-    try:
-        execute(module)
-    finally:
-        restore()
+        sys.meta_path.insert(0, _Waiting(name, call))
 
 
 class _Waiting(MetaPathFinder):
-    def __init__(self, name: str, execute: Callable[[Execute, ModuleType], None]) -> None:
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
         self._name = name
-        self._execute = execute
+        self._call = call
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if fullname != self._name:
@@ -53,6 +29,11 @@ class _Waiting(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            execute = functools.partial(self._execute, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._call(module)
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
