@@ -24,7 +24,7 @@ def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
 
 
 def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
-    """Whether none is ever the best, as where a name is misspelt: all that have metrics lack the one that counts."""
+    """What to say where none can be the best, as with a misspelt name: all with metrics lack the one that counts."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None

@@ -26,9 +26,10 @@ def exit_quickly() -> None:
 
 
 def _leave_garbage() -> None:
+    global _silence
     gc.freeze()
     if "triton" in sys.modules:
-        globals()["_silence"] = _Silence()
+        _silence = _Silence()
 
 
 class _Silence:
@@ -60,3 +61,7 @@ def heeding_sigterm() -> Iterator[None]:
 def _end_task(*_: object) -> None:
     if not preempt_all(SIGTERM):
         raise PreemptedError(f"{SIGTERM}, while no gang was running", cause=SIGTERM)
+
+
+_silence: _Silence | None = None
+"""Lives until this module is cleared."""
