@@ -1,8 +1,8 @@
 """A Python that has torch and Dask imported, and runs programs in forks of itself, which spares each of them seconds.
 
 Besides, such a program is what `python program.py` or `python -c ...` is: a process of its own with its own `__main__`,
-its own command, and the mark of the test that started it, which imports all else itself, flytekit and the package under
-test among it. Not for a program whose variables Python, torch or Dask read when they start.
+its own command, and the mark of the test that started it, which imports all else itself, flytekit among it. Not for a
+program whose variables Python, torch or Dask read when they start.
 
 Fork servers, and the processes that a Dask nanny starts, are such programs, too:
 
@@ -65,11 +65,21 @@ IMPORTED = (
     "keyring",
     "mashumaro.codecs.json",
     "rich_click",
-    # What workflows import.
+    "docstring_parser",
+    "markdown_it.rules_block",
+    "pythonjsonlogger.jsonlogger",
+    "rich.traceback",
+    "statsd",
+    # What workflows, ranks and drivers import.
     "botocore.session",
     "obstore",
     "s3fs",
     "sklearn.datasets",
+    "wandb",
+    # Of the package under test what needs no flytekit, and reads no variable when it is imported.
+    "flytekitplugins.daskpytorch.dispatch",
+    "flytekitplugins.daskpytorch.node.agent",
+    "flytekitplugins.daskpytorch.rank.main",
 )
 """What takes long, and reads no variable that a test sets."""
 

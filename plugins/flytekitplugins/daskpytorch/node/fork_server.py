@@ -51,9 +51,6 @@ BOOTSTRAP = (
     # flytekitplugins-dask fixes where this namespace is looked for before sys.path is set.
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
-LEISURE = float(os.environ.get("DASKPYTORCH_LEISURE", "3"))
-"""Seconds until a server that has forked no rank imports what only training needs, and any other gets cheaper to fork:
-not at once, so that it does not slow the first gang's start."""
 TRAINS = "torch._dynamo"
 """What every optimizer imports, and no rank that does not train. After the first one its server does so, too: where
 nobody trains that would take two seconds of processor time in vain, and some of the next gangs would wait for it."""
@@ -215,7 +212,7 @@ class _Server:
         client = _Client(socket.socket(fileno=descriptors[0]), spawns=packet == SPAWN)
         if not client.spawns and not self._has_imports:
             _import_for_ranks(self._imported_ahead)
-            self._has_imports, self._import_at = True, time.monotonic() + LEISURE
+            self._has_imports, self._import_at = True, time.monotonic() + _leisure()
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
 
@@ -358,6 +355,14 @@ def _be_rank(channel: int) -> NoReturn:
     finally:
         # Not sys.exit: threads of CUDA or NCCL that hang at exit must not keep a finished rank alive.
         os._exit(status)
+
+
+def _leisure() -> float:
+    """Seconds until a server imports what only training needs, or gets cheaper to fork where it has forked ranks.
+
+    Not at once, so that it does not slow the first gang's start.
+    """
+    return float(os.environ.get("DASKPYTORCH_LEISURE", "3"))
 
 
 def _import_for_ranks(others: Sequence[str]) -> None:
