@@ -1,13 +1,13 @@
 """One attempt of a gang: which ranks there are, and what has become of them. Runs in the driver.
 
-Holds no connection: the supervisor tells it what happens, and it says what that means.
+The brain tells it what happens, and it says what that means; what all ranks are to know is told to their agents here.
 """
 
 import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
-from flytekitplugins.daskpytorch.protocol.messages import Exited
+from flytekitplugins.daskpytorch.protocol.messages import Exited, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Chosen
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
@@ -35,6 +35,8 @@ class Attempt:
     number: int
     places: dict[int, tuple[Place, Node]]
     """rank -> its place, and the node of its worker."""
+    carriers: Sequence[Peer] = ()
+    """The agents that have been given its ranks, those among them that have gone included."""
     ready: set[int] = field(default_factory=set)
     """Ranks that have joined the process group."""
     results: dict[int, Any] = field(default_factory=dict)
@@ -69,8 +71,6 @@ class Attempt:
     """When to ask the ranks where they are, after a failure that may come of a collective; by the clock."""
     stillness: Stillness | None = None
     """From the moment that all have met."""
-    waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
-    """The collectives that all ranks waited in at the last look, if they did."""
     hangs_at: float = 0.0
     """Not before this moment can it count as hung: ranks that have not ended only move on."""
     stop_at: float | None = None
@@ -148,6 +148,11 @@ class Attempt:
     def has_own_failure(self) -> bool:
         """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
         return self.has_earnest_failure and not self.root_failure().is_infrastructure
+
+    def tell(self, message: ToAgent) -> None:
+        """Tell all agents that carry its ranks; those of newcomers wait for orders of their own."""
+        for peer in self.carriers:
+            peer.send(message)
 
     def note_ready(self, rank: int) -> None:
         """A rank has joined the process group."""

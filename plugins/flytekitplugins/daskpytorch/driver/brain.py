@@ -1,4 +1,4 @@
-"""Decides what a gang does next: start, grow, stop, start again, give up. Runs in the driver; `gang` lends it ears.
+"""Decides what a gang does next: start, grow, stop, start again, give up. Runs in the driver; `supervisor` lends it ears.
 
 Handlers record what has happened and do nothing else; `decide` alone acts on it, so that whatever happens, at whatever
 moment, meets the same rules. What the gang is in the middle of is a phase, which is a method:
@@ -7,6 +7,7 @@ moment, meets the same rules. What the gang is in the middle of is a phase, whic
        │          │                          │
        └──────────┴── results, or an error ◀─┘
 
+What ranks save is kept in `saving`, a hang looked for by `hang_watch`, and `announcer` tells the observers.
 Nothing here starts threads, waits (but for storage, at the very end) or looks at the clock otherwise than by `clock`:
 a test can play a whole gang's life through.
 """
@@ -17,25 +18,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
-from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
+from flytekitplugins.daskpytorch.driver.announcer import Announcer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import AttemptFailure, FailurePolicy, error_of
-from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.driver.hang_detector import (
-    RankState,
-    next_look,
-    pulse_for,
-    report_hang,
-    waits_of,
-)
+from flytekitplugins.daskpytorch.driver.hang_detector import pulse_for
+from flytekitplugins.daskpytorch.driver.hang_watch import ANSWER_TIME, HangWatch
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, listed
+from flytekitplugins.daskpytorch.driver.saving import Saving
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -48,7 +45,6 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
-from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 __all__ = ["GROWS", "Brain", "GangCancelledError"]
 
@@ -60,17 +56,11 @@ SETTLE_TIME = 0.25
 """Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
 GROWTH_SETTLE_TIME = 1.0
 """Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone either."""
-ANSWER_TIME = 0.4
-"""Seconds for the ranks of a gang that hangs to say where they are by themselves."""
-STACKS_WAIT = 1.5
-"""Seconds in all, also for those that did not, and were signalled."""
 TICK = 1.0
 """Seconds between looks at what may have changed without an event."""
 SCHEDULER_LOST = "the Dask scheduler was lost"
 GROWS = "more workers have come"
 """The one reason to start again that is none to worry about."""
-NOTICE_INTERVAL = 10.0
-"""Seconds between two words about what is waited for."""
 
 
 class GangCancelledError(Exception):
@@ -108,43 +98,32 @@ class Brain:
         self._settings = request.settings
         self._deadlines = Deadlines(request.settings.grace_period)
         self._agents = agents
-        self._checkpoints = checkpoints
-        self._committer = committer
         self._observers = observers
         self._received = received
         self._code = code
-        self._checkpoint = checkpoint
         self._asked_at = asked_at
         self._debugging = debugging or Debugging()
         self._now = clock
         self._num_wanted = agents.launcher.num_wanted
         self._num_least = self._settings.min_workers or self._num_wanted
-        self._fetches = Fetches(self._settings.keep, checkpoints.entries)
         self._policy = FailurePolicy(self._settings.max_restarts)
         self._has_observers_in_rank = False
         self._accountant = Accountant(asked_at, clock)
-        self._hints_given: set[str] = set()
-        self._noticed_at = asked_at
+        self._announcer = Announcer(request.name, observers, hints=self._settings.hints, began_at=asked_at, clock=clock)
+        self._saving = Saving(
+            checkpoints, committer, self._accountant, self._announcer, keep=self._settings.keep, newest=checkpoint
+        )
         # What has happened, and was not acted on yet.
         self._broken: dict[str, str] = {}
         self._is_cancelled = False
-        self._stopped_early: StoppedEarlyError | None = None
         self._stop_request: StopRequest | None = None
-        self._has_kept = False
-        self._commits: dict[tuple[int, int], int] = {}
-        """Steps of sharded checkpoints that are about to be committed, by the attempt's number and the save's."""
         # What the gang is in the middle of.
         self._attempt: Attempt | None = None
-        self._carriers: list[Peer] = []
-        """The agents that have been given its ranks, those among them that have gone included."""
+        self._watch: HangWatch | None = None
         self._number = 0
         self._is_growing = False
         self._late: set[int] = set()
         """Ranks that did not meet the others in time."""
-        self._stacks: dict[int, str] = {}
-        """Of ranks that did not answer."""
-        self._signal_at = math.inf
-        self._stacks_until: float | None = None
         self._deadline = 0.0
         self._settled_at = 0.0
         self._ended_at = 0.0
@@ -161,7 +140,7 @@ class Brain:
         while self._results is None and (following := self._phase()) is not None:
             self._phase = following
         if self._accountant.is_due():
-            self._observe("accounted", self._accountant.goodput())
+            self._announcer.tell("accounted", self._accountant.goodput())
         return self._results
 
     def final_account(self, error: Exception | None) -> Goodput:
@@ -200,16 +179,16 @@ class Brain:
             case events.NotLaunched(worker, error, launch):
                 self._agents.refuse(worker, error, launch)
             case events.Uploaded(file, failure):
-                self._note_kept(file, failure)
+                self._saving.note_kept(self._attempt, file, failure)
             case events.Committed():
-                self._note_committed(event)
+                self._saving.note_committed(self._attempt, event)
             case events.Preempted(reason):
                 self._request_stop(reason, ends_gang=True)
             case events.Cancelled():
                 self._is_cancelled = True
             case events.Interrupted():
                 if (debugged := self.at_prompt) is not None:
-                    self._tell(messages.Tell(orders.Interrupt(debugged)))
+                    self._gang.tell(messages.Tell(orders.Interrupt(debugged)))
             case _:
                 assert_never(event)
 
@@ -232,11 +211,11 @@ class Brain:
             case messages.Leaving():
                 self._note_leaving(peer)
             case messages.Stacks(rank, text):
-                self._stacks[rank] = text
+                self._note_stacks(rank, text)
             case messages.Lines(rank, lines):
-                self._observe("wrote", rank, lines)
+                self._announcer.tell("wrote", rank, lines)
             case messages.NotSent(file, reason):
-                self._note_kept(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
+                self._saving.note_kept(self._attempt, file, OSError(f"{peer.node.worker} could not send it: {reason}"))
             case messages.Reported():
                 pass  # reports come opened
             case _:
@@ -249,6 +228,10 @@ class Brain:
     def _note_exit(self, peer: Peer, exited: messages.Exited) -> None:
         if (attempt := self._attempt_of(peer, exited.rank)) is not None:
             attempt.note_exit(exited)
+
+    def _note_stacks(self, rank: int, text: str) -> None:
+        if self._watch is not None:
+            self._watch.stacks[rank] = text
 
     def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
         """The attempt, where this rank is one of its own, is this agent's, and has not left."""
@@ -276,20 +259,19 @@ class Brain:
         match report:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
-                self._observe("logged", report)
+                self._announcer.tell("logged", report)
             case reports.Used() | reports.Spent() | reports.GoodputWanted():
                 self._account_for(peer, attempt, rank, report)
             case reports.Hint(kind, text):
-                self._give_hint(kind, f"rank {rank} {text}")
+                self._announcer.hint(kind, f"rank {rank} {text}")
             case reports.Noted(text):
-                self._note(f"rank {rank} {text}")
+                self._announcer.note(f"rank {rank} {text}")
             case reports.Saved(file):
-                attempt.steps[rank] = file.step
-                self._fetches.fetch(peer, file)
+                self._saving.note_saved(peer, attempt, rank, file)
             case reports.ShardsWritten(shards):
-                self._note_shards(attempt, rank, shards)
+                self._saving.note_shards(attempt, rank, shards)
             case reports.ShardsNotWritten():
-                self._note_shards(attempt, rank, report)
+                self._saving.note_shards(attempt, rank, report)
             case reports.Wanted():
                 attempt.wanted.append((peer, rank, report))
             case Part():
@@ -302,7 +284,7 @@ class Brain:
                 self._note_left_prompt(attempt, rank, steps=steps)
             case reports.Waits(text):
                 attempt.prompts.debugged.add(rank)
-                self._note(text)
+                self._announcer.note(text)
             case reports.Ready():
                 self._note_ready(attempt, rank)
             case reports.Held(num_calls):
@@ -324,7 +306,7 @@ class Brain:
     def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
         attempt.prompts.leave(rank, steps=steps)
         attempt.note_stirring()
-        self._observe("debugging", None)
+        self._announcer.tell("debugging", None)
 
     def _account_for(
         self, peer: Peer, attempt: Attempt, rank: int, said: reports.Used | reports.Spent | reports.GoodputWanted
@@ -337,7 +319,7 @@ class Brain:
                 self._tell_account(peer, attempt, said.number)
             return
         if isinstance(said, reports.Used):
-            self._observe("used", said.usage)
+            self._announcer.tell("used", said.usage)
         if rank == 0:
             self._accountant.hear(said)
             wanted, attempt.accounts_wanted = attempt.accounts_wanted, []
@@ -354,7 +336,7 @@ class Brain:
             self._accountant.enter("training")
         if attempt.is_formed:
             began_at = self._asked_at if attempt.number == 0 else attempt.began_at
-            self._observe("formed", self._now() - began_at)
+            self._announcer.tell("formed", self._now() - began_at)
 
     def _lose(self, connection: Connection) -> None:
         if (peer := self._agents.forget(connection)) is not None:
@@ -372,80 +354,7 @@ class Brain:
             self._agents.note_broken(worker, traceback)
         if self._attempt is not None:
             self._attempt.lose(worker, traceback)
-        self._fetches.forget(peer)
-
-    def _note_kept(self, file: CheckpointFile, error: Exception | None) -> None:
-        if error is None:
-            self._fetches.note_end(file)
-            self._count_as_kept(file.attempt, file.step)
-        elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
-            self._note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
-
-    def _note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
-        """Once all ranks have said what came of a sharded checkpoint, have it committed; or give it up."""
-        if isinstance(said, WrittenShards) and said.attempt != attempt.number:
-            return
-        attempt.steps[rank] = said.step
-        if (all_said := attempt.note_shards(rank, said)) is None:
-            return
-        written = [each for _, each in sorted(all_said.items()) if isinstance(each, WrittenShards)]
-        if len(written) == attempt.world_size:
-            self._commits[attempt.number, said.number] = said.step
-            self._committer.commit(written)
-            return
-        failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
-        self._note(
-            f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
-            f"({why.reason})"
-        )
-        self._committer.sweep(attempt.number, said.number)
-        self._tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
-
-    def _note_committed(self, commit: events.Committed) -> None:
-        self._commits.pop((commit.attempt, commit.number), None)
-        if commit.error is None:
-            self._count_as_kept(commit.attempt, commit.step)
-        else:
-            self._note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
-        self._committer.sweep(commit.attempt, commit.number)
-        if (attempt := self._attempt) is not None and attempt.number == commit.attempt and not attempt.is_over:
-            attempt.note_stirring()
-            self._tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
-
-    def _count_as_kept(self, attempt: int, step: int) -> None:
-        self._has_kept = True
-        if self._attempt is not None and attempt == self._attempt.number:
-            self._attempt.has_saved = True
-            self._accountant.keep(step)
-        self._observe("kept", step)
-        kept = self._saved()
-        self._observe("keeps", kept)
-        if self._settings.hints and (hint := hint_of_metric(kept, self._settings.keep)) is not None:
-            self._give_hint("metric", hint)
-        if self._attempt is not None and not self._attempt.is_over:
-            self._tell(messages.Tell(orders.Kept(kept)))
-
-    def _saved(self) -> tuple[SavedCheckpoint, ...]:
-        """What a user is told of all that are kept, of both kinds."""
-        return listed(self._checkpoints.saved(), self._committer.saved())
-
-    def _give_wanted(self, attempt: Attempt) -> None:
-        """Let ranks have the checkpoints that they wait for: what rank 0 gets, now that all it has saved is here."""
-        waiting, attempt.wanted = attempt.wanted, []
-        for _, rank, wanted in waiting:
-            if rank == 0:
-                attempt.chosen[wanted.number] = self._choose(attempt, wanted)
-        for peer, rank, wanted in waiting:
-            if wanted.number in attempt.chosen:
-                peer.send(messages.Bring(attempt.chosen[wanted.number]))
-            else:
-                attempt.wanted.append((peer, rank, wanted))
-
-    def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Chosen:
-        if wanted.is_sharded:
-            found = self._committer.find(wanted.step)
-            return orders.Chosen(attempt.number, wanted.number, None, sharded=found)
-        return orders.Chosen(attempt.number, wanted.number, self._checkpoints.find(wanted.step))
+        self._saving.forget(peer)
 
     def _note_leaving(self, peer: Peer) -> None:
         self._agents.leaving.add(peer.node.worker)
@@ -465,7 +374,7 @@ class Brain:
 
     def _request_stop(self, reason: str, *, ends_gang: bool, is_workers: bool = False) -> None:
         if self._stop_request is None:
-            self._note(f"{reason}: saving a checkpoint and ending")
+            self._announcer.note(f"{reason}: saving a checkpoint and ending")
             self._stop_request = StopRequest(reason, ends_gang, self._deadlines, is_workers, self._now)
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
@@ -477,7 +386,7 @@ class Brain:
         now = self._now()
         is_first = self._number == 0
         self._accountant.enter("starting" if is_first else "waiting")
-        self._attempt = None
+        self._attempt = self._watch = None
         self._deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else now + SETTLE_TIME
         return self._gather
@@ -500,7 +409,7 @@ class Brain:
             raise self._agents.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
         if now >= self._deadline:
             raise self._too_few_left(count)
-        self._give_notice(f"{count} of {self._num_wanted} workers are here, waiting for the others")
+        self._announcer.remind(f"{count} of {self._num_wanted} workers are here, waiting for the others")
         return self._wait(self._deadline, now + SETTLE_TIME)
 
     def _is_hopeless(self, *, recruits: bool) -> bool:
@@ -532,10 +441,10 @@ class Brain:
         places = placement.place_ranks(nodes, self._request.ranks_per_worker, self._settings.devices)
         backend = placement.choose_backend(self._settings.backend, nodes, places)
         shape = Shape(name=self._request.name, backend=backend, nodes=nodes, places=places)
-        self._observe("placed", shape)
+        self._announcer.tell("placed", shape)
         in_rank = self._observers.for_rank()
         self._has_observers_in_rank = bool(in_rank)
-        self._carriers = [self._agents.peers[node.worker] for node in nodes]
+        carriers = [self._agents.peers[node.worker] for node in nodes]
         job = Job(
             gang=hashlib.sha256(self._agents.token).hexdigest()[:16],
             attempt=self._number,
@@ -543,13 +452,13 @@ class Brain:
             large=self._request.large.address if self._request.large is not None else None,
             pass_local_rank=self._request.pass_local_rank,
             backend=backend,
-            store=self._carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None,
+            store=carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None,
             timeout=self._settings.start_timeout,
             devices=self._settings.devices,
             max_restarts=self._settings.max_restarts,
-            checkpoint=self._checkpoint,
-            sharding=self._committer.sharding(),
-            kept=self._saved(),
+            checkpoint=self._saving.newest,
+            sharding=self._saving.sharding(),
+            kept=self._saving.saved(),
             storage=self._request.storage.own if self._request.storage is not None else None,
             best_by=self._settings.keep.metric,
             profile=self._settings.profile,
@@ -561,11 +470,12 @@ class Brain:
             environment=self._request.environment,
             observers=in_rank,
         )
-        for peer, here in zip(self._carriers, places, strict=True):
+        for peer, here in zip(carriers, places, strict=True):
             peer.start(job, self._code, here)
         placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
-        self._attempt = Attempt(number=self._number, places=placed, clock=self._now)
-        self._stop_request, self._has_kept = None, False
+        self._attempt = attempt = Attempt(number=self._number, places=placed, carriers=carriers, clock=self._now)
+        self._watch = HangWatch(attempt, self._settings.hang_timeout, self._now, lambda: self._saving.is_committing)
+        self._stop_request, self._saving.has_news = None, False
         return self._train
 
     # ---- seeing it through
@@ -576,13 +486,19 @@ class Brain:
             raise AssertionError("no attempt has been started")
         return self._attempt
 
+    @property
+    def _hang_watch(self) -> HangWatch:
+        if self._watch is None:
+            raise AssertionError("no attempt has been started")
+        return self._watch
+
     def _train(self) -> Phase | None:
         """Until every rank has left, or all must be ended because something happened."""
         attempt, now = self._gang, self._now()
         if attempt.is_over:
             return self._begin_to_settle()
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
-        if is_time or self._is_cancelled or self._stopped_early is not None:
+        if is_time or self._is_cancelled or self._announcer.stopped_early is not None:
             return self._stop()
         if attempt.is_failing:
             if self._is_understood(attempt):
@@ -591,11 +507,10 @@ class Brain:
             self._let_leave(attempt)
         elif self._is_to_end(attempt):
             return self._stop()
-        if attempt.wanted and not (self._fetches.is_busy or attempt.shards or self._commits):
-            self._give_wanted(attempt)
+        self._saving.give_wanted(attempt)
         if (rank := attempt.prompts.turn()) is not None:
-            self._observe("debugging", rank)
-            self._tell(messages.Tell(orders.Prompt(rank)))
+            self._announcer.tell("debugging", rank)
+            attempt.tell(messages.Tell(orders.Prompt(rank)))
         return self._wait(*self._moments(attempt))
 
     def _is_understood(self, attempt: Attempt) -> bool:
@@ -613,18 +528,18 @@ class Brain:
             attempt.ask_at = attempt.stop_at - ANSWER_TIME
         if now >= attempt.ask_at:
             attempt.ask_at = math.inf
-            self._tell(messages.Tell(orders.Locate()))
+            attempt.tell(messages.Tell(orders.Locate()))
         return is_earnest and attempt.have_answered(attempt.remembered)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
         """Whether a training in which nothing has failed is to be stopped all the same."""
-        has_kept, self._has_kept = self._has_kept, False
+        has_kept, self._saving.has_news = self._saving.has_news, False
         if self._is_late(attempt):
             self._late = attempt.places.keys() - attempt.ready
             return True
         if self._stop_request is not None:
-            return self._stop_request.pursue(attempt, self._tell)
-        if self._is_hung(attempt):
+            return self._stop_request.pursue(attempt)
+        if self._hang_watch.is_hung():
             return True
         if len(attempt.ranks_of) < self._num_wanted:
             self._is_growing = has_kept and self._has_newcomers(attempt)
@@ -644,14 +559,14 @@ class Brain:
             attempt.prompts.due,
             None if attempt.is_formed or attempt.prompts.debugged else attempt.began_at + self._settings.start_timeout,
             self._stop_request.deadline if asked and self._stop_request is not None else None,
-            self._hangs_at(attempt) if self._stacks_until is None else min(self._signal_at, self._stacks_until),
+            self._hang_watch.due,
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
         """All have delivered: nobody needs the others any more."""
         if attempt.stop_at is None:
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
-            self._tell(messages.Tell(orders.Leave()))
+            attempt.tell(messages.Tell(orders.Leave()))
 
     def _has_newcomers(self, attempt: Attempt) -> bool:
         """Whether it is time to take more workers in: right after a checkpoint, so that no steps are lost."""
@@ -670,19 +585,16 @@ class Brain:
         except ConnectionError:  # a lost scheduler takes the workers along by itself
             return
 
-    def _tell(self, message: messages.ToAgent) -> None:
-        """Tell all agents that carry ranks of this attempt; those of newcomers wait for orders of their own."""
-        for peer in self._carriers:
-            peer.send(message)
-
     def _stop(self) -> Phase:
         """Have every rank ended."""
-        reason = str(self._stopped_early) if self._stopped_early is not None and not self._is_cancelled else None
-        self._stacks_until = None
+        wish = None if self._is_cancelled else self._announcer.stopped_early
+        self._hang_watch.stop_asking()
         self._accountant.enter("waiting")
         ends = self._deadlines
         close = (ends.close if self._is_last() else ends.reopen) if self._has_observers_in_rank else ends.stop
-        self._tell(messages.Stop(grace=ends.stop, main_grace=close, reason=reason))
+        self._gang.tell(
+            messages.Stop(grace=ends.stop, main_grace=close, reason=str(wish) if wish is not None else None)
+        )
         self._deadline = self._now() + ends.all_stopped
         return self._end_ranks
 
@@ -699,7 +611,7 @@ class Brain:
     def _is_last(self) -> bool:
         """Whether no other attempt follows, as far as is known."""
         attempt = self._gang
-        if self._is_cancelled or self._stopped_early is not None or self._late:
+        if self._is_cancelled or self._announcer.stopped_early is not None or self._late:
             return True
         if self._stop_request is not None:
             return self._stop_request.ends_gang
@@ -717,10 +629,10 @@ class Brain:
             attempt.explain_failure()
         if attempt.has_delivered and not attempt.stopped_early and not self._is_cancelled:
             if (num_workers := len(attempt.ranks_of)) < self._num_wanted:
-                self._note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
+                self._announcer.note(f"ended with {num_workers} of {self._num_wanted} workers, as min_workers allows")
             return self._conclude
         if self._is_last():
-            self._committer.hurry()
+            self._saving.hurry()
         return self._settle
 
     def _conclude(self) -> Phase | None:
@@ -728,8 +640,8 @@ class Brain:
         attempt, limit = self._gang, self._ended_at + self._settings.start_timeout
         if self._is_cancelled:
             raise self._cancelled()
-        if (self._commits or (self._fetches.is_busy and self._stays_here())) and self._now() < limit:
-            self._give_notice("waiting for the newest checkpoint, which is on its way")
+        if (self._saving.is_committing or (self._saving.is_fetching and self._stays_here())) and self._now() < limit:
+            self._announcer.remind("waiting for the newest checkpoint, which is on its way")
             return self._wait(limit)
         self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
@@ -742,15 +654,15 @@ class Brain:
         """Wait for checkpoints that are on their way, as long as whoever sends them is there."""
         if self._is_cancelled:
             raise self._cancelled()
-        if self._stopped_early is not None:
-            raise self._stopped_early
+        if self._announcer.stopped_early is not None:
+            raise self._announcer.stopped_early
         if self._late:
             raise self._gang.not_formed(self._settings.start_timeout, self._late)
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
-        if (self._fetches.is_busy or self._commits) and self._now() < self._ended_at + limit:
-            self._give_notice("waiting for the newest checkpoint, which is on its way")
+        if self._saving.is_busy and self._now() < self._ended_at + limit:
+            self._announcer.remind("waiting for the newest checkpoint, which is on its way")
             return self._wait(self._ended_at + limit)
-        self._fetches.clear()
+        self._saving.give_up_fetches()
         return self._go_on()
 
     def _go_on(self) -> Phase:
@@ -758,14 +670,12 @@ class Brain:
         self._is_growing, self._stop_request = False, None
         self._accountant.close(is_lost=True)
         self._number += 1
-        self._checkpoints.fence(self._number)
-        self._committer.sweep(self._number)
-        self._checkpoint = self._checkpoints.newest()
-        step = self._newest_step()
-        self._observe("restarting", reason, step)
+        self._saving.begin(self._number)
+        step = self._saving.newest_step
+        self._announcer.tell("restarting", reason, step)
         start = f"step {step}" if step is not None else "the beginning, since no checkpoint was saved"
-        self._note(reason)
-        self._note(f"going on from {start}")
+        self._announcer.note(reason)
+        self._announcer.note(f"going on from {start}")
         return self._begin_to_gather()
 
     def _reason_to_go_on(self, attempt: Attempt) -> str:
@@ -783,7 +693,7 @@ class Brain:
         if request is not None and request.ends_gang:  # the next attempt may try again
             raise self._preempted(request, failure.what) from error_of(root_failure, attempt.world_size)
         if root_failure.failure is not None and failure.cause not in {each.cause for each in self._policy.failures}:
-            self._note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
+            self._announcer.note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
         self._policy.note(failure)
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
@@ -799,8 +709,7 @@ class Brain:
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # A rank that was about to be stopped may fail for that reason alone.
-        is_saving = self._fetches.is_busy or bool(self._commits)
-        gets_further = attempt.has_saved or is_saving or self._stop_request is not None
+        gets_further = attempt.has_saved or self._saving.is_busy or self._stop_request is not None
         return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
 
     def _cancelled(self) -> Exception:
@@ -809,10 +718,7 @@ class Brain:
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
         reason = SCHEDULER_LOST if request.is_workers and self._has_lost_scheduler() else request.reason
-        self._checkpoint = self._checkpoints.newest()
-        newest = self._newest_step()
-        sharded = self._committer.newest()
-        is_stored = self._checkpoints.flush(self._deadlines.storage) or (sharded is not None and sharded.step == newest)
+        newest, is_stored = self._saving.store(self._deadlines.storage)
         if newest is None:
             rest = "there is no checkpoint, so the next attempt starts afresh"
         elif self._request.storage is None:
@@ -821,105 +727,10 @@ class Brain:
             rest = f"the next attempt goes on from the checkpoint of step {newest}"
         else:
             rest = f"the checkpoint of step {newest} did not reach {self._request.storage.own} in time"
-        for step in self._commits.values():
+        for step in self._saving.commits.values():
             rest += f"; that of step {step} could not be committed in time"
         failed = f" while it was failing ({failure})" if failure else ""
         return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)
-
-    def _newest_step(self) -> int | None:
-        """Of the checkpoints of both kinds that there are."""
-        newest = (self._checkpoint, self._committer.newest())
-        return max((one.step for one in newest if one is not None), default=None)
-
-    # ---- hanging
-
-    def _is_hung(self, attempt: Attempt) -> bool:
-        """Whether nothing has moved for too long; asks the ranks where they are before it says so."""
-        if self._stacks_until is None:
-            hangs_at = self._hangs_at(attempt)
-            if hangs_at is not None and self._now() >= hangs_at:
-                self._ask_where(attempt)
-            return False
-        if not attempt.have_answered(attempt.remembered):
-            if self._now() >= self._signal_at:
-                self._signal_silent(attempt)
-            if self._now() < self._stacks_until:
-                return False
-        self._stacks_until = None
-        attempt.hangs_at = 0.0  # somebody may have moved since
-        if (hangs_at := self._hangs_at(attempt)) is None or self._now() < hangs_at:
-            return False
-        states = self._rank_states(attempt)
-        if self._settings.hang_timeout == "auto" and not self._is_stuck(attempt, states):
-            attempt.hangs_at = self._now() + next_look(states)
-            return False
-        attempt.hang = report_hang(states, self._settings.hang_timeout or "auto")
-        self._tell(messages.Tell(orders.ShowStacks()))
-        return True
-
-    def _is_stuck(self, attempt: Attempt, states: Mapping[int, RankState]) -> bool:
-        """Whether all ranks wait in collectives, the same as at the last look: nobody is left who could go on."""
-        before, attempt.waits = attempt.waits, waits_of(states)
-        return attempt.waits is not None and attempt.waits == before
-
-    def _ask_where(self, attempt: Attempt) -> None:
-        self._stacks.clear()
-        attempt.located.clear()
-        attempt.remembered.clear()
-        self._tell(messages.Tell(orders.Locate()))
-        self._signal_at, self._stacks_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
-
-    def _signal_silent(self, attempt: Attempt) -> None:
-        """Have the ranks signalled that hang so that they do not even listen."""
-        self._signal_at = math.inf
-        for peer in self._carriers:
-            if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in attempt.located]:
-                peer.send(messages.Dump(silent))
-
-    def _hangs_at(self, attempt: Attempt) -> float | None:
-        """When the gang counts as hung, or by `auto` is looked at, unless something moves."""
-        timeout = self._settings.hang_timeout
-        if timeout is None or attempt.stillness is None or attempt.prompts.debugged:
-            return None
-        if self._commits:  # at its end a rank may wait for this, to write what it has saved last
-            return None
-        if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
-            attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, timeout)
-        return attempt.hangs_at
-
-    def _rank_states(self, attempt: Attempt) -> dict[int, RankState]:
-        if attempt.stillness is None:
-            return {}
-        now, located = self._now(), attempt.located
-        return {
-            rank: RankState(
-                is_done=rank in attempt.results,
-                num_collectives=located[rank].num_collectives if rank in located else None,
-                still_for=attempt.stillness.still_for(rank, now),
-                stacks=located[rank].stacks if rank in located else self._stacks.get(rank, "it did not answer"),
-                recalled=attempt.remembered.get(rank),
-            )
-            for rank in attempt.places
-        }
-
-    # ---- talking
-
-    def _give_notice(self, text: str) -> None:
-        if self._now() - self._noticed_at >= NOTICE_INTERVAL:
-            self._noticed_at = self._now()
-            self._note(text)
-
-    def _give_hint(self, kind: str, text: str) -> None:
-        if kind not in self._hints_given:
-            self._hints_given.add(kind)
-            self._note(f"{text} (A hint, given once; Gang(hints=False) for none.)")
-
-    def _note(self, text: str) -> None:
-        self._observe("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
-
-    def _observe(self, method: str, *args: object) -> None:
-        wish = self._observers.tell(method, *args)
-        self._stopped_early = self._stopped_early or wish
 
 
 def _check_versions(nodes: Sequence[Node]) -> None:

@@ -63,15 +63,15 @@ class StopRequest:
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period
 
-    def pursue(self, attempt: Attempt, tell: Callable[[Tell], None]) -> bool:
+    def pursue(self, attempt: Attempt) -> bool:
         """Do what is next, by telling the attempt's agents; whether the time is up."""
         if not self._is_asked:
             self._is_asked = True
-            tell(Tell(Hold()))
+            attempt.tell(Tell(Hold()))
         elif not self._is_released and attempt.have_answered(attempt.held):
             self._is_released = True
             last_call = max(attempt.held.values(), default=0)
-            tell(Tell(Release(last_call)))
+            attempt.tell(Tell(Release(last_call)))
             if last_call == 0:
                 self.deadline = min(self.deadline, self.clock() + self.deadlines.unheeded)
         return self.clock() >= self.deadline and not attempt.has_delivered

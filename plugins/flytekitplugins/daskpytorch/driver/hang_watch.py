@@ -1,0 +1,129 @@
+"""Watches one attempt for a hang: asks ranks that stand still where they are before it says so. Runs in the driver."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.hang_detector import RankState, next_look, report_hang, waits_of
+from flytekitplugins.daskpytorch.protocol import messages, orders
+
+__all__ = ["ANSWER_TIME", "HangWatch"]
+
+ANSWER_TIME = 0.4
+"""Seconds for the ranks of a gang that hangs to say where they are by themselves."""
+STACKS_WAIT = 1.5
+"""Seconds in all, also for those that did not, and were signalled."""
+
+
+class HangWatch:
+    """Of one attempt."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        timeout: float | Literal["auto"] | None,
+        clock: Callable[[], float],
+        is_committing: Callable[[], bool],
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            attempt: Whose ranks have been started.
+            timeout: Seconds of silence; None: nobody hangs.
+            clock: Only goes forward.
+            is_committing: Whether a sharded checkpoint is being committed. At its end a rank may wait for that, to
+                write what it has saved last.
+        """
+        self._attempt = attempt
+        self._timeout = timeout
+        self._now = clock
+        self._is_committing = is_committing
+        self._signal_at = math.inf
+        self._answers_until: float | None = None
+        self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
+        """The collectives that all ranks waited in at the last look, if they did."""
+        self.stacks: dict[int, str] = {}
+        """Of ranks that did not answer."""
+
+    def is_hung(self) -> bool:
+        """Whether nothing has moved for too long; asks the ranks where they are before it says so."""
+        attempt = self._attempt
+        if self._answers_until is None:
+            if self._is_due():
+                self._ask()
+            return False
+        if not attempt.have_answered(attempt.remembered):
+            if self._now() >= self._signal_at:
+                self._signal_silent()
+            if self._now() < self._answers_until:
+                return False
+        self.stop_asking()
+        attempt.hangs_at = 0.0  # somebody may have moved since
+        if not self._is_due():
+            return False
+        states = self._states()
+        if self._timeout == "auto" and not self._are_stuck(states):
+            attempt.hangs_at = self._now() + next_look(states)
+            return False
+        attempt.hang = report_hang(states, self._timeout or "auto")
+        attempt.tell(messages.Tell(orders.ShowStacks()))
+        return True
+
+    def stop_asking(self) -> None:
+        """Answers that are still to come do not count."""
+        self._answers_until = None
+
+    @property
+    def due(self) -> float | None:
+        """When there is something to look at though nothing happens; by the clock."""
+        return self._hangs_at() if self._answers_until is None else min(self._signal_at, self._answers_until)
+
+    def _is_due(self) -> bool:
+        hangs_at = self._hangs_at()
+        return hangs_at is not None and self._now() >= hangs_at
+
+    def _hangs_at(self) -> float | None:
+        """When the gang counts as hung, or by `auto` is looked at, unless something moves."""
+        attempt = self._attempt
+        if self._timeout is None or attempt.stillness is None or attempt.prompts.debugged or self._is_committing():
+            return None
+        if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
+            attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, self._timeout)
+        return attempt.hangs_at
+
+    def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
+        """Whether all ranks wait in collectives, the same as at the last look: nobody is left who could go on."""
+        before, self._waits = self._waits, waits_of(states)
+        return self._waits is not None and self._waits == before
+
+    def _ask(self) -> None:
+        self.stacks.clear()
+        self._attempt.located.clear()
+        self._attempt.remembered.clear()
+        self._attempt.tell(messages.Tell(orders.Locate()))
+        self._signal_at, self._answers_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
+
+    def _signal_silent(self) -> None:
+        """Have the ranks signalled that hang so that they do not even listen."""
+        self._signal_at = math.inf
+        attempt = self._attempt
+        for peer in attempt.carriers:
+            if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in attempt.located]:
+                peer.send(messages.Dump(silent))
+
+    def _states(self) -> dict[int, RankState]:
+        attempt = self._attempt
+        if attempt.stillness is None:
+            return {}
+        now, located = self._now(), attempt.located
+        return {
+            rank: RankState(
+                is_done=rank in attempt.results,
+                num_collectives=located[rank].num_collectives if rank in located else None,
+                still_for=attempt.stillness.still_for(rank, now),
+                stacks=located[rank].stacks if rank in located else self.stacks.get(rank, "it did not answer"),
+                recalled=attempt.remembered.get(rank),
+            )
+            for rank in attempt.places
+        }

@@ -1,0 +1,186 @@
+"""What becomes of what the ranks of a gang save: fetched or committed, counted, told, and given back. In the driver.
+
+Of both kinds of checkpoints: one that rank 0 writes whole, which its agent brings (`checkpoints`), and sharded ones, of
+which all ranks write their parts straight to storage (`committer`).
+"""
+
+from flytekitplugins.daskpytorch.context import SavedCheckpoint
+from flytekitplugins.daskpytorch.driver import events
+from flytekitplugins.daskpytorch.driver.agents import Peer
+from flytekitplugins.daskpytorch.driver.announcer import Announcer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
+from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.goodput import Accountant
+from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, listed
+from flytekitplugins.daskpytorch.protocol import messages, orders, reports
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.sharded import Sharding, WrittenShards
+from flytekitplugins.daskpytorch.settings import Keep
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """Of one gang, through all of its attempts."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        committer: Committer,
+        accountant: Accountant,
+        announcer: Announcer,
+        *,
+        keep: Keep,
+        newest: CheckpointFile | None = None,
+    ) -> None:
+        """Begin with the checkpoint that the attempt before has left, if there is one."""
+        self._checkpoints = checkpoints
+        self._committer = committer
+        self._accountant = accountant
+        self._announcer = announcer
+        self._keep = keep
+        self._fetches = Fetches(keep, checkpoints.entries)
+        self.newest = newest
+        """What an attempt starts from."""
+        self.has_news = False
+        """A checkpoint has become safe since this was last looked at."""
+        self.commits: dict[tuple[int, int], int] = {}
+        """Steps of sharded checkpoints that are about to be committed, by the attempt's number and the save's."""
+
+    # ---- what happens
+
+    def note_saved(self, peer: Peer, attempt: Attempt, rank: int, file: CheckpointFile) -> None:
+        """A rank has written a checkpoint, which its agent is to bring."""
+        attempt.steps[rank] = file.step
+        self._fetches.fetch(peer, file)
+
+    def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
+        """A checkpoint has arrived, or has not."""
+        if error is None:
+            self._fetches.note_end(file)
+            self._count_as_kept(attempt, file.attempt, file.step)
+        elif self._fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
+            self._announcer.note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
+
+    def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
+        """Once all ranks have said what came of a sharded checkpoint, have it committed; or give it up."""
+        if isinstance(said, WrittenShards) and said.attempt != attempt.number:
+            return
+        attempt.steps[rank] = said.step
+        if (all_said := attempt.note_shards(rank, said)) is None:
+            return
+        written = [each for _, each in sorted(all_said.items()) if isinstance(each, WrittenShards)]
+        if len(written) == attempt.world_size:
+            self.commits[attempt.number, said.number] = said.step
+            self._committer.commit(written)
+            return
+        failed, why = next((r, each) for r, each in sorted(all_said.items()) if not isinstance(each, WrittenShards))
+        self._announcer.note(
+            f"the sharded checkpoint of step {said.step} was not kept: rank {failed} could not write its part "
+            f"({why.reason})"
+        )
+        self._committer.sweep(attempt.number, said.number)
+        attempt.tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
+
+    def note_committed(self, attempt: Attempt | None, commit: events.Committed) -> None:
+        """A sharded checkpoint counts, or could not be made to."""
+        self.commits.pop((commit.attempt, commit.number), None)
+        if commit.error is None:
+            self._count_as_kept(attempt, commit.attempt, commit.step)
+        else:
+            self._announcer.note(f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
+        self._committer.sweep(commit.attempt, commit.number)
+        if attempt is not None and attempt.number == commit.attempt and not attempt.is_over:
+            attempt.note_stirring()
+            attempt.tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
+
+    def forget(self, peer: Peer) -> None:
+        """An agent has gone, and what it was to bring."""
+        self._fetches.forget(peer)
+
+    def _count_as_kept(self, attempt: Attempt | None, number: int, step: int) -> None:
+        self.has_news = True
+        if attempt is not None and attempt.number == number:
+            attempt.has_saved = True
+            self._accountant.keep(step)
+        self._announcer.tell("kept", step)
+        kept = self.saved()
+        self._announcer.tell("keeps", kept)
+        if (hint := hint_of_metric(kept, self._keep)) is not None:
+            self._announcer.hint("metric", hint)
+        if attempt is not None and not attempt.is_over:
+            attempt.tell(messages.Tell(orders.Kept(kept)))
+
+    # ---- what there is
+
+    @property
+    def is_fetching(self) -> bool:
+        """A checkpoint is on its way from an agent."""
+        return self._fetches.is_busy
+
+    @property
+    def is_committing(self) -> bool:
+        """A sharded checkpoint is about to count."""
+        return bool(self.commits)
+
+    @property
+    def is_busy(self) -> bool:
+        """Either of both."""
+        return self.is_fetching or self.is_committing
+
+    def saved(self) -> tuple[SavedCheckpoint, ...]:
+        """What a user is told of all that are kept, of both kinds."""
+        return listed(self._checkpoints.saved(), self._committer.saved())
+
+    def sharding(self) -> Sharding:
+        """Where the ranks of an attempt write their parts, and what they start from."""
+        return self._committer.sharding()
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the checkpoints of both kinds that there are."""
+        newest = (self.newest, self._committer.newest())
+        return max((one.step for one in newest if one is not None), default=None)
+
+    # ---- what is done
+
+    def give_wanted(self, attempt: Attempt) -> None:
+        """Let ranks have the checkpoints that they wait for: what rank 0 gets, once all it has saved is here."""
+        if not attempt.wanted or self.is_busy or attempt.shards:
+            return
+        waiting, attempt.wanted = attempt.wanted, []
+        for _, rank, wanted in waiting:
+            if rank == 0:
+                attempt.chosen[wanted.number] = self._choose(attempt, wanted)
+        for peer, rank, wanted in waiting:
+            if wanted.number in attempt.chosen:
+                peer.send(messages.Bring(attempt.chosen[wanted.number]))
+            else:
+                attempt.wanted.append((peer, rank, wanted))
+
+    def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Chosen:
+        if wanted.is_sharded:
+            found = self._committer.find(wanted.step)
+            return orders.Chosen(attempt.number, wanted.number, None, sharded=found)
+        return orders.Chosen(attempt.number, wanted.number, self._checkpoints.find(wanted.step))
+
+    def give_up_fetches(self) -> None:
+        """Whoever would send them is not waited for any longer."""
+        self._fetches.clear()
+
+    def begin(self, number: int) -> None:
+        """From now on this attempt's checkpoints alone are taken; it starts from the newest that there is."""
+        self._checkpoints.fence(number)
+        self._committer.sweep(number)
+        self.newest = self._checkpoints.newest()
+
+    def hurry(self) -> None:
+        """No other attempt follows."""
+        self._committer.hurry()
+
+    def store(self, timeout: float) -> tuple[int | None, bool]:
+        """The newest step, of either kind, and whether it is in storage, for which it waits so many seconds."""
+        self.newest = self._checkpoints.newest()
+        step, sharded = self.newest_step, self._committer.newest()
+        return step, self._checkpoints.flush(timeout) or (sharded is not None and sharded.step == step)
