@@ -235,6 +235,11 @@ def test_several_ranks_per_worker(client: Client) -> None:
     assert results == [(rank, 1111.0) for rank in range(4)]
 
 
+def test_ranks_can_be_told_apart_by_what_the_system_shows_of_them(client: Client) -> None:
+    names = dispatch.run(client, Path("/proc/self/comm").read_text).result()
+    assert names == ["rank 0/2\n", "rank 1/2\n"]
+
+
 def test_a_gang_runs_beside_another_on_one_cluster(client: Client, tmp_path: Path) -> None:
     own, other = str(tmp_path / "a"), str(tmp_path / "another")
     one = dispatch.run(client, meet, own, other)

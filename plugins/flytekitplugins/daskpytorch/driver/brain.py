@@ -1,7 +1,8 @@
-"""Decides what a gang does next: start, grow, stop, start again, give up. Runs in the driver; `supervisor` lends it ears.
+"""Decides what a gang does next: start, grow, stop, start again, give up. Runs in the driver.
 
-Handlers record what has happened and do nothing else; `decide` alone acts on it, so that whatever happens, at whatever
-moment, meets the same rules. What the gang is in the middle of is a phase, which is a method:
+The supervisor lends it ears. Handlers record what has happened and do nothing else; `decide` alone acts on it, so that
+whatever happens, at whatever moment, meets the same rules. What the gang is in the middle of is a phase, which is a
+method:
 
     _gather ──▶ _train ──▶ _end_ranks ──▶ _settle ──▶ _gather ...
        │          │                          │

@@ -27,6 +27,7 @@ import cloudpickle
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.process.system import show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.code import Call, completed, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -417,6 +418,7 @@ def _watch_usage(order: RankOrder, link: _Link, ledger: Ledger) -> None:
 
 
 def _settle_in(order: RankOrder) -> None:
+    show_as(f"rank {order.place.rank}/{order.place.world_size}")
     given = order.environment
     for name in set(os.environ).difference(given):
         del os.environ[name]
