@@ -19,6 +19,7 @@ from werkzeug.serving import BaseWSGIServer, make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import tracker
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
@@ -376,6 +377,38 @@ def test_mlflow_run_has_pictures(flow: Flow) -> None:
     assert file.name.startswith(("sample%step%3%", "sample+step+3+"))
     with Image.open(flow.client.download_artifacts(run.info.run_id, str(file))) as image:
         assert image.size == (3, 2)
+
+
+@pytest.mark.parametrize("lost", range(1, 5))
+def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_through(
+    flow: Flow, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(mlflow_run, "MAX_METRICS", 1)
+    sent, send = [], MlflowClient.log_batch
+
+    def log_batch(*args: Any, metrics: Any = (), **told: Any) -> None:
+        send(*args, metrics=metrics, **told)
+        sent.extend(metric.step for metric in metrics if metric.key == "loss")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    observer = begun(flow())
+    until(observer.places, "the run")
+    calls = iter(range(1, 100))
+
+    def knock(_: str) -> None:
+        if next(calls) == lost:
+            raise ConnectionError("no route")
+
+    monkeypatch.setattr(mlflow_run, "_knock", knock)
+    observer.logged(record(1, loss=1.0, one=PICTURE, other=PICTURE))
+    observer.logged(record(2, loss=2.0))
+    observer.ended(None)
+    [run] = flow.runs
+    assert (run.info.status, flow.points(run)) == ("FINISHED", [(1, 1.0), (2, 2.0)])
+    assert sent == [1, 2]
+    files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
+    assert len([file for file in files if file.suffix == ".png"]) == 2
 
 
 @pytest.mark.parametrize("told", [restarted, retried])

@@ -38,6 +38,8 @@ NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", 
 STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 MAX_METRICS, MAX_TAGS = 900, 100
 """In one request."""
+MAX_PICTURES = 20
+"""That wait to be sent."""
 MAX_TEXT = 5_000
 """Characters of a tag or a parameter."""
 MAX_NAME = 250
@@ -103,6 +105,8 @@ class _Run(Run):
         """Up to which step it comes again."""
         self._metrics: list[Metric] = []
         """Not yet sent."""
+        self._pictures: list[tuple[Picture, str, int, int]] = []
+        """The same, with name, step and time in milliseconds."""
         self._tags: dict[str, str] = {}
         self._notes: list[str] = []
         self._parent: str | None = None
@@ -135,8 +139,11 @@ class _Run(Run):
         self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
+        """Note it, to be sent by `flush`; if the server does not answer before that, nothing of it is noted."""
         from mlflow.entities import Metric
 
+        if len(self._metrics) >= MAX_METRICS or len(self._pictures) >= MAX_PICTURES:
+            self.flush()
         at = int(1000 * record.time)
         for name, value in record.numbers.items():
             key = _key(name)
@@ -145,17 +152,8 @@ class _Run(Run):
                 self._metrics.append(Metric(key, value, at, record.step))
         texts = {name: value for name, value in record.metrics.items() if isinstance(value, str)}
         self._tags |= {_key(name): value[:MAX_TEXT] for name, value in texts.items()}
-        if len(self._metrics) >= MAX_METRICS:
-            self.flush()
-        for name, drawing in record.drawings.items():
-            if isinstance(drawing, Picture):  # for histograms it has no place
-                self._call(self._log_image, _key(name), drawing, record.step, at)
-
-    def _log_image(self, name: str, picture: Picture, step: int, at: int) -> None:
-        from PIL import Image
-
-        image = Image.open(io.BytesIO(picture.png))
-        self._client.log_image(self._run.info.run_id, image, key=name, step=step, timestamp=at)
+        pictures = {name: drawing for name, drawing in record.drawings.items() if isinstance(drawing, Picture)}
+        self._pictures += [(drawing, _key(name), record.step, at) for name, drawing in pictures.items()]
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -175,6 +173,21 @@ class _Run(Run):
                 self._drop(metrics, tags)
                 raise
             self._drop(metrics, tags)
+        while self._pictures:
+            try:
+                self._call(self._log_image, *self._pictures[0])
+            except ConnectionError:
+                raise
+            except Exception:
+                self._pictures.pop(0)
+                raise
+            self._pictures.pop(0)
+
+    def _log_image(self, picture: Picture, name: str, step: int, at: int) -> None:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(picture.png))
+        self._client.log_image(self._run.info.run_id, image, key=name, step=step, timestamp=at)
 
     def _drop(self, metrics: list[Metric], tags: Mapping[str, str]) -> None:
         del self._metrics[: len(metrics)]
