@@ -1,6 +1,7 @@
 """What a rank's time goes into, by its ledger."""
 
 import math
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from clock import Clock
+from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 
@@ -184,6 +186,23 @@ def test_a_gauge_reads_off_what_this_process_uses(ledger: Ledger) -> None:
     assert (read.rank, read.num_steps, read.gpu_memory, read.gpu_utilization) == (3, 0, None, None)
     assert read.memory > 1 << 20
     assert dict(read.seconds) == ledger.seconds()
+
+
+def test_the_last_that_a_gauge_says_is_of_all_steps(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "INTERVAL", 0.001)
+    said: queue.SimpleQueue[RankUsage] = queue.SimpleQueue()
+    with Gauge(0, ledger, 0).reporting(2, said.put):
+        said.get()
+        ledger.num_steps = 7
+    *_, last = [said.get() for _ in range(said.qsize())]
+    assert last.num_steps == 7
+
+
+def test_a_gauge_that_was_not_looked_at_says_nothing_at_the_end(ledger: Ledger) -> None:
+    said: list[RankUsage] = []
+    with Gauge(0, ledger, 0).reporting(2, said.append):
+        pass
+    assert said == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -89,13 +90,12 @@ def main(channel: Connection) -> int:
             link.send(reports.Ready())
             ledger.begin()
             _watch_progress(order, link, progress)
-            _watch_usage(order, link, ledger)
             profiler = _profiler(order, link)
             if order.job.hints:
                 hints.watch_samplers(link.hint)
             if link.sharded is not None:
                 link.sharded.reach_ahead()
-            with usage.watched(ledger):
+            with usage.watched(ledger), _reported_usage(order, link, ledger):
                 returned = completed(call.function(*call.args, **_keywords(order, call, host)))
             link.send(reports.Spent(ledger.close(), is_last=True))
             if order.job.hints:
@@ -412,9 +412,9 @@ def _profiler(order: RankOrder, link: _Link) -> StepProfiler | None:
     return profiler
 
 
-def _watch_usage(order: RankOrder, link: _Link, ledger: Ledger) -> None:
+def _reported_usage(order: RankOrder, link: _Link, ledger: Ledger) -> AbstractContextManager[None]:
     gauge = Gauge(order.place.rank, ledger, order.place.device_index or 0)
-    gauge.report(order.place.world_size, lambda usage: link.send(reports.Used(usage)))
+    return gauge.reporting(order.place.world_size, lambda usage: link.send(reports.Used(usage)))
 
 
 def _settle_in(order: RankOrder) -> None:

@@ -182,16 +182,28 @@ class Gauge:
             gpu_utilization=utilization,
         )
 
-    def report(self, world_size: int, send: Callable[[RankUsage], None]) -> None:
-        """Send it every two seconds, in a thread; ranks of large gangs seldomer."""
-        interval = max(INTERVAL, world_size / MAX_SAMPLES)
+    @contextlib.contextmanager
+    def reporting(self, world_size: int, send: Callable[[RankUsage], None]) -> Iterator[None]:
+        """Meanwhile send it every two seconds, in a thread; ranks of large gangs seldomer.
+
+        Where it was sent it is at the end, too, so that the last word on a rank is of all its steps.
+        """
+        interval, is_over, has_sent = max(INTERVAL, world_size / MAX_SAMPLES), threading.Event(), threading.Event()
 
         def go_on() -> None:
-            while True:
-                time.sleep(interval)
+            while not is_over.wait(interval):
                 send(self.read())
+                has_sent.set()
 
-        threading.Thread(target=go_on, name="daskpytorch-usage", daemon=True).start()
+        thread = threading.Thread(target=go_on, name="daskpytorch-usage", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+        thread.join()
+        if has_sent.is_set():
+            send(self.read())
 
 
 def _of_gpu(index: int) -> tuple[int | None, float | None]:
