@@ -256,6 +256,29 @@ def test_losses_of_infrastructure_start_the_gang_again_without_a_checkpoint(worl
     assert len(world.starts) == 2
 
 
+def test_a_gang_settles_from_the_loss_and_not_from_the_end_of_its_ranks(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.form()
+    world.kill_worker(W2)
+    world.wait(brain.SETTLE_TIME)
+    assert len(world.starts) == 1  # the other rank has still to end
+    world.obey_all()
+    assert len(world.starts) == 2
+
+
+def test_losses_that_come_together_cost_one_start(world_of: MakeWorld) -> None:
+    world = world_of(3, min_workers=1)
+    world.form()
+    world.kill_worker(W2)
+    world.wait(0.8 * brain.SETTLE_TIME)
+    world.obey_all()
+    assert len(world.starts) == 1
+    world.kill_worker(W3)
+    world.wait(0.3 * brain.SETTLE_TIME)
+    world.form()
+    assert [len(start.places) for start in world.starts[1:]] == [1]
+
+
 def test_ranks_meet_where_rank_0_is(world_of: MakeWorld) -> None:
     world = world_of(min_workers=1)
     world.form()

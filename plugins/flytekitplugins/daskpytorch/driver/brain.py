@@ -126,6 +126,8 @@ class Brain:
         self._late: set[int] = set()
         """Ranks that did not meet the others in time."""
         self._deadline = 0.0
+        self._lost_at: float | None = None
+        """When the newest loss among its workers was."""
         self._settled_at = 0.0
         self._ended_at = 0.0
         self._wake_at = asked_at
@@ -353,8 +355,9 @@ class Brain:
         traceback = self._broken.pop(worker, None)
         if traceback is not None:
             self._agents.note_broken(worker, traceback)
-        if self._attempt is not None:
+        if self._attempt is not None and worker in self._attempt.ranks_of:
             self._attempt.lose(worker, traceback)
+            self._lost_at = self._now()
         self._saving.forget(peer)
 
     def _note_leaving(self, peer: Peer) -> None:
@@ -389,7 +392,7 @@ class Brain:
         self._accountant.enter("starting" if is_first else "waiting")
         self._attempt = self._watch = None
         self._deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
-        self._settled_at = now if is_first else now + SETTLE_TIME
+        self._settled_at = now if is_first else (now if self._lost_at is None else self._lost_at) + SETTLE_TIME
         return self._gather
 
     def _gather(self) -> Phase | None:
@@ -411,7 +414,7 @@ class Brain:
         if now >= self._deadline:
             raise self._too_few_left(count)
         self._announcer.remind(f"{count} of {self._num_wanted} workers are here, waiting for the others")
-        return self._wait(self._deadline, now + SETTLE_TIME)
+        return self._wait(self._deadline, self._settled_at if now < self._settled_at else now + SETTLE_TIME)
 
     def _is_hopeless(self, *, recruits: bool) -> bool:
         return self._agents.is_hopeless(self._num_wanted, self._num_least, recruits)
@@ -476,7 +479,8 @@ class Brain:
         placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
         self._attempt = attempt = Attempt(number=self._number, places=placed, carriers=carriers, clock=self._now)
         self._watch = HangWatch(attempt, self._settings.hang_timeout, self._now, lambda: self._saving.is_committing)
-        self._stop_request, self._saving.has_news = None, False
+        self._stop_request = self._lost_at = None
+        self._saving.has_news = False
         return self._train
 
     # ---- seeing it through
