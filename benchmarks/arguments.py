@@ -113,7 +113,7 @@ from distributed import Client, wait
 
 def call(array, count, folder):
     workers = list(client.scheduler_info(n_workers=-1)["workers"])
-    scattered = client.scatter(array, broadcast=True)
+    scattered = client.scatter(array, broadcast=True, hash=False)  # else calls share a key, which one of them lets go
     ranks = [
         client.submit(work, scattered, rank, count, folder, workers=[workers[rank]], pure=False)
         for rank in range(count)
