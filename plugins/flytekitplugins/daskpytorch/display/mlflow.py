@@ -38,8 +38,6 @@ NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", 
 STATUS: Mapping[State, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 MAX_METRICS, MAX_TAGS = 900, 100
 """In one request."""
-MAX_PICTURES = 20
-"""That wait to be sent."""
 MAX_TEXT = 5_000
 """Characters of a tag or a parameter."""
 MAX_NAME = 250
@@ -139,11 +137,9 @@ class _Run(Run):
         self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
-        """Note it, to be sent by `flush`; if the server does not answer before that, nothing of it is noted."""
+        """Note it, to be sent by `flush`: what does not get through is sent again, and this is not done again."""
         from mlflow.entities import Metric
 
-        if len(self._metrics) >= MAX_METRICS or len(self._pictures) >= MAX_PICTURES:
-            self.flush()
         at = int(1000 * record.time)
         for name, value in record.numbers.items():
             key = _key(name)
