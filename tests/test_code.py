@@ -275,9 +275,10 @@ def test_sources_are_unpacked_by_a_python_that_knows_no_filters(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extract_all = tarfile.TarFile.extractall
+    options = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}  # it may be such a Python
 
     def as_in_python_3_11_2(self: tarfile.TarFile, path: Path, members: object = None) -> None:
-        extract_all(self, path, filter="fully_trusted")
+        extract_all(self, path, **options)
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", as_in_python_3_11_2)
     monkeypatch.delattr(tarfile, "data_filter", raising=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -76,9 +77,12 @@ def test_records_that_follow_other_reports_have_their_time_again(
     agent: tuple[_Link, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, agents = agent
-    clock, heard = Clock(), []
+    clock, heard, here, sleep_really = Clock(), [], threading.current_thread(), time.sleep
 
     def sleep(seconds: float) -> None:
+        if threading.current_thread() is not here:  # the sender of another test's records
+            sleep_really(seconds)
+            return
         heard.append((seconds, arrived(agents)))
         clock.now += seconds
         if len(heard) == 1:  # another thread of the rank has something to say
