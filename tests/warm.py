@@ -62,8 +62,14 @@ IMPORTED = (
     "dataclasses_json",
     "docker",
     "flyteidl.service.admin_pb2_grpc",
+    "flyteidl.service.agent_pb2_grpc",
+    "flyteidl.service.dataproxy_pb2_grpc",
+    "fsspec.implementations.http",
+    "jsonlines",
     "keyring",
     "mashumaro.codecs.json",
+    "mashumaro.codecs.msgpack",
+    "pytimeparse",
     "rich_click",
     "docstring_parser",
     "markdown_it.rules_block",
@@ -74,7 +80,7 @@ IMPORTED = (
     "botocore.session",
     "obstore",
     "s3fs",
-    "pydantic",  # not wandb, which makes a folder when it is imported that the first program to end would remove
+    "pydantic.main",  # not wandb, which makes a folder when it is imported that the first program to end would remove
     "sklearn.datasets",
     # Of the package under test what needs no flytekit, and reads no variable when it is imported.
     "flytekitplugins.daskpytorch.dispatch",
