@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def run(part: list[str], limit: float) -> Outcome:
         output.seek(0)
         said = output.read()
     seconds = time.monotonic() - began
-    return Outcome(command=f"python benchmarks/{' '.join(part)}", seconds=seconds, failure=failure, output=said)
+    return Outcome(command=f"python benchmarks/{shlex.join(part)}", seconds=seconds, failure=failure, output=said)
 
 
 def pass_on(lines: IO[str], last: deque[str]) -> None:
