@@ -255,7 +255,7 @@ def answer_for_pip() -> None:
 def serve_tests() -> None:
     """Be the warm Python of a process of tests."""
     gc.disable()
-    atexit.register(_leave_alone, known := set[str]())  # the first to register is the last to be called
+    atexit.register(_leave, known := set[str]())  # the first to register is the last to be called
     sys.modules["triton"] = None  # type: ignore[assignment] # which says at the end of each program that it leaks
     for name in IMPORTED:
         importlib.import_module(name)
@@ -268,10 +268,46 @@ def serve_tests() -> None:
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
-def _leave_alone(known: set[str]) -> None:
-    """Let a program end without taking apart what it has not imported itself: that would take most of a second."""
+_program: tuple[int, int | None] = 0, None
+"""The process whose program's code has ended, and what it is to end with; None where by a signal."""
+
+
+def _leave(known: set[str]) -> None:
+    """Let a program end without taking anything apart; or, where a signal ends it, what it has not imported itself.
+
+    All of it would take most of a second, and what it has imported itself a tenth. What it has forked, as a fork server
+    its ranks, ends by itself without taking anything apart.
+    """
+    process, code = _program
+    if process != os.getpid():
+        return
+    if code is not None and _flushed():
+        os._exit(code)
     modules = [module for name in known if (module := sys.modules.pop(name, None)) is not None]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+
+
+def _flushed() -> bool:
+    """Whether all that it has said is out; else Python is to end as it does then."""
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except Exception:
+        return False
+    return True
+
+
+def _code_for(end: BaseException | None) -> int | None:
+    """What Python ends with for it; None where it ends by a signal."""
+    match end:
+        case None | SystemExit(code=None):
+            return 0
+        case SystemExit(code=int(code)):
+            return code & 0xFF
+        case KeyboardInterrupt():
+            return None
+        case _:
+            return 1
 
 
 def _serve(orders: socket.socket) -> None:
@@ -332,7 +368,20 @@ def _run(order: dict[str, Any], files: Sequence[int]) -> None:
     _show(order["command"])
     if not _is_fork_server(order["command"]):
         _keep_spare()
-    _execute(order["command"])
+    _note_end_of(order["command"])
+
+
+def _note_end_of(command: Sequence[str]) -> None:
+    """Execute it, and keep what it ends with."""
+    global _program
+    end: BaseException | None = None
+    try:
+        _execute(command)
+    except BaseException as raised:
+        end = raised
+        raise
+    finally:
+        _program = os.getpid(), _code_for(end)
 
 
 def _take(files: Sequence[int], targets: Sequence[int]) -> None:
