@@ -1,8 +1,8 @@
 """A Python that has torch and Dask imported, and runs programs in forks of itself, which spares each of them seconds.
 
 Besides, such a program is what `python program.py` or `python -c ...` is: a process of its own with its own `__main__`,
-its own command, and the mark of the test that started it, which imports all else itself, flytekit among it. Not for a
-program whose variables Python, torch or Dask read when they start.
+its own command, and the mark of the test that started it, which imports all else itself; of flytekit it seems so, see
+`flytekit_aside`. Not for a program whose variables Python, torch or Dask read when they start.
 
 Fork servers, and the processes that a Dask nanny starts, are such programs, too:
 
@@ -35,6 +35,8 @@ from multiprocessing import popen_fork, util
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import flytekit_aside
+
 if TYPE_CHECKING:
     import pytest
 
@@ -56,26 +58,6 @@ IMPORTED = (
     "distributed.cli.dask_worker",
     "distributed.dashboard.scheduler",
     "distributed.dashboard.worker",
-    # What flytekit imports; not itself, which reads its configuration when it is imported.
-    "aiohttp",
-    "croniter",
-    "dataclasses_json",
-    "docker",
-    "flyteidl.service.admin_pb2_grpc",
-    "flyteidl.service.agent_pb2_grpc",
-    "flyteidl.service.dataproxy_pb2_grpc",
-    "fsspec.implementations.http",
-    "jsonlines",
-    "keyring",
-    "mashumaro.codecs.json",
-    "mashumaro.codecs.msgpack",
-    "pytimeparse",
-    "rich_click",
-    "docstring_parser",
-    "markdown_it.rules_block",
-    "pythonjsonlogger.jsonlogger",
-    "rich.traceback",
-    "statsd",
     # What workflows, ranks and drivers import.
     "botocore.session",
     "obstore",
@@ -259,6 +241,7 @@ def serve_tests() -> None:
     sys.modules["triton"] = None  # type: ignore[assignment] # which says at the end of each program that it leaks
     for name in IMPORTED:
         importlib.import_module(name)
+    flytekit_aside.import_aside()
     del sys.modules["triton"]
     known |= sys.modules.keys() - {"sys", "builtins", "__main__"}
     answer_for_pip()
