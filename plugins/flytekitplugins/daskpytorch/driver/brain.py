@@ -53,7 +53,7 @@ BLAME_WINDOW = 0.7
 """Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0
 """Seconds for the ranks to leave once all have delivered, and for observers in rank 0 to close what they have open."""
-SETTLE_TIME = 0.25
+SETTLE_TIME = 0.2
 """Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
 GROWTH_SETTLE_TIME = 1.0
 """Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone either."""
