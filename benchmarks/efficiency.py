@@ -1,6 +1,6 @@
 """How well training scales from one rank to many: the same plain script under `torchrun` and as a gang.
 
-    python benchmarks/efficiency.py                       # three starts of five rounds; seven minutes on two cores
+    python benchmarks/efficiency.py                       # ten starts of two rounds; eight minutes on two cores
     python benchmarks/efficiency.py --ranks 4 16          # these beside one rank, not 1, 2, 4, ... up to GPUs or cores
     python benchmarks/efficiency.py --quick               # one start of two rounds: does it still run?
 
@@ -20,7 +20,8 @@ loss      `tasks.char_lstm.train` itself, by the seconds of training until the h
 Efficiency is a number of ranks' throughput, divided by that number and by the throughput of one rank under the same
 launcher. With GPUs each rank has one, and the backend is nccl; else each rank has one thread, also where there is one
 rank, since other cores would help it alone, and the backend is gloo. `CUDA_VISIBLE_DEVICES=` hides the GPUs.
-Processes differ from start to start by more than from round to round, so everything is started several times.
+Processes differ from start to start by more than from round to round, so everything is started many times, for few
+rounds each.
 
 This process imports nothing but the standard library; what is measured runs in processes of its own.
 """
@@ -336,8 +337,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="beside 1 (default: 1, 2, 4, ...)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per step (default: 128; with GPUs 4096)")
-    parser.add_argument("--starts", type=int, default=3, metavar="N", help="how often all is started (default: 3)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds in each start (default: 5)")
+    parser.add_argument("--starts", type=int, default=10, metavar="N", help="how often all is started (default: 10)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds in each start (default: 2)")
     parser.add_argument("--quick", action="store_true", help="one start of two rounds: does it still run?")
     try:
         plan = chosen(parser.parse_args())
