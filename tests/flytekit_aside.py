@@ -53,22 +53,22 @@ def import_aside() -> None:
 
 
 class _Aside(MetaPathFinder, Loader):
-    """Finds what was imported, once."""
+    """Finds what was imported, until it is imported again."""
 
     def __init__(self, aside: dict[str, ModuleType]) -> None:
         self._aside = aside
         self._spec = aside[NAME].__spec__
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != NAME:
+        if name != NAME or self._spec is None or os.environ.keys() & READ_ONCE:
             return None
-        sys.meta_path.remove(self)
-        return None if os.environ.keys() & READ_ONCE else ModuleSpec(name, self, is_package=True)
+        return ModuleSpec(name, self, origin=self._spec.origin, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._aside[NAME]
 
     def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)
         module.__spec__ = self._spec
         sys.modules.update(self._aside)
         _read_anew(self._aside)

@@ -81,8 +81,9 @@ def test_what_a_program_forks_has_its_modules_until_it_has_ended(tmp_path: Path)
 
 
 FLYTEKIT = """
-import json, os, signal, sys
+import importlib.util, json, os, signal, sys
 found = {"before": [name for name in sys.modules if name.split(".")[0] == "flytekit"]}
+found["there"] = importlib.util.find_spec("flytekit").origin
 import flytekit
 from flytekit.clis.sdk_in_container import utils
 from flytekit.configuration import Config, DataConfig
