@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -129,7 +130,10 @@ class Census(Observer):
 
 
 def num_packed() -> int:
-    links = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # another thread has closed it
+            links.append(str(file.readlink()))
     return sum(link.startswith("/memfd:daskpytorch-") for link in links)
 
 
