@@ -1,6 +1,6 @@
 """How well training scales from one rank to many: the same plain script under `torchrun` and as a gang.
 
-    python benchmarks/efficiency.py                       # ten starts of two rounds; eight minutes on two cores
+    python benchmarks/efficiency.py                       # ten starts of two rounds; a quarter of an hour, two cores
     python benchmarks/efficiency.py --ranks 4 16          # these beside one rank, not 1, 2, 4, ... up to GPUs or cores
     python benchmarks/efficiency.py --quick               # one start of two rounds: does it still run?
 
