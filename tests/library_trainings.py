@@ -29,6 +29,7 @@ def break_when_due(folder: str, step: int, breaks_at: int | None) -> None:
     if step == breaks_at and current_rank().rank == 1 and not Path(folder, "broken").exists():
         until(lambda: Path(folder, "kept-4").exists(), "the checkpoint of step 4")
         Path(folder, "broken").touch()
+        time.sleep(1)  # lost, which has to be more than a busy driver is late to hear that the ranks have met
         os.kill(os.getpid(), signal.SIGKILL)
 
 
