@@ -378,6 +378,26 @@ def test_whatever_it_is_told_the_parts_add_up_and_none_is_negative(acts: list[tu
         assert math.isclose(goodput.total, now - 100.0, abs_tol=1e-3)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_driver_hears_late_is_not_taken_from_the_work(is_lost: bool) -> None:
+    """Ranks have been at work for 2 s when a busy driver hears that they have met, and what they say takes a while."""
+    now = 0.0
+    accountant = Accountant(now, lambda: now)
+    now = 10.0
+    accountant.enter("training")
+    now = 16.5
+    accountant.hear(Spent({"starting": 3.0, "evaluation": 5.0}))  # half a second ago
+    assert parts(accountant.goodput()) == {"starting": 11.5, "evaluation": 5.0}
+    now = 20.0
+    accountant.hear(Spent({"starting": 3.0, "evaluation": 5.0, "stepping": 4.0}, 7))
+    accountant.keep(7)
+    assert parts(accountant.goodput()) == {"starting": 11.0, "evaluation": 5.0, "stepping": 4.0}
+    now = 21.0
+    accountant.close(is_lost=is_lost)
+    last = {"stepping": 4.0, "lost": 1.0} if is_lost else {"stepping": 5.0}
+    assert parts(accountant.goodput()) == {"starting": 11.0, "evaluation": 5.0, **last}
+
+
 def test_of_many_saves_only_those_are_remembered_that_may_still_count() -> None:
     now = 0.0
     accountant = Accountant(now, lambda: now)

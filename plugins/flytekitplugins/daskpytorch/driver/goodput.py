@@ -26,12 +26,19 @@ class _Training:
 
     span: float = 0.0
     """Seconds that it has taken, by the driver's clock."""
+    late: float = 0.0
+    """Seconds for which rank 0 had been at work when the driver heard that it is, at least."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """What rank 0's time has gone into, as far as it has said."""
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """The same at each save, by its step; those before one that is safe are forgotten."""
     safe: set[int] = field(default_factory=set)
     """Steps of such since the newest of which it is known what had been done by then; one may be named before that."""
+
+    def hear(self, spent: Mapping[str, float]) -> None:
+        """Rank 0 says what its time had gone into when it said so."""
+        self.spent = spent
+        self.late = max(self.late, math.fsum(spent.values()) - self.span)  # less what this was on its way for
 
     def keep(self, step: int) -> None:
         """What was saved at this step is safe."""
@@ -58,7 +65,8 @@ class _Training:
         return parts
 
     def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """The rank's seconds, of which there may be a few milliseconds more than of the driver's."""
+        """The rank's seconds since the driver heard of it; what came before it has counted as the gang's start."""
+        spent = {**spent, "starting": max(0.0, spent.get("starting", 0.0) - self.late)}
         whole = math.fsum(spent.values())
         scale = min(1.0, self.span / whole) if whole else 0.0
         return {name: scale * seconds for name, seconds in spent.items()}
@@ -90,8 +98,9 @@ class Accountant:
         """What rank 0's time has gone into while it trains."""
         if self._phase != "training":
             return
+        self._go_on()
         training = self._training
-        training.spent = work.usage.seconds if isinstance(work, Used) else work.seconds
+        training.hear(work.usage.seconds if isinstance(work, Used) else work.seconds)
         if isinstance(work, Spent) and work.step is not None:
             training.at_saves[work.step] = work.seconds
         if isinstance(work, Spent) and work.is_last:
