@@ -69,7 +69,7 @@ PROGRESS = 3
 DRIVER = f"""
 import gc, json, os, signal, sys, threading, time
 from distributed import Client
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 
 def train(folder, pace, save_interval, ballast):
     import torch
@@ -118,7 +118,7 @@ def train(folder, pace, save_interval, ballast):
 def nothing():
     return None
 
-class Watcher(dispatch.Echo):
+class Watcher(Observer):
     def __init__(self, folder):
         self._events = open(os.path.join(folder, "events"), "a", buffering=1)
 
@@ -139,7 +139,6 @@ class Watcher(dispatch.Echo):
         self._write("restarting", text=reason, step=step)
 
     def noted(self, text):
-        super().noted(text)
         self._write("noted", text=text)
 
     def ended(self, error):
@@ -178,17 +177,16 @@ def main(settings):
         signal.signal(signal.SIGTERM, heed)
     say("ready", census())
     sys.stdin.readline()
-    quiet, dispatch.Echo = dispatch.Echo, lambda: Watcher(folder)
+    gang = Gang(**settings["gang"], observers=(lambda: Watcher(folder),))
     results, outcome, message = [], "finished", ""
     try:
-        futures = dispatch.run(client, train, folder, *settings["train"], gang=Gang(**settings["gang"]))
+        futures = dispatch.run(client, train, folder, *settings["train"], gang=gang)
         say("launched")
         results = futures.result()
     except Exception as error:
         outcome, message = type(error).__name__, str(error)
     say("outcome", [outcome, message, results])
-    dispatch.Echo = quiet
-    futures = results = None
+    futures = results = gang = None
     for line in sys.stdin:
         if line.strip() == "census":
             say("census", census())

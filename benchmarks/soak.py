@@ -51,7 +51,7 @@ DRIVER = """
 import collections, gc, json, os, random, signal, sys, threading, time
 from concurrent.futures import CancelledError
 from distributed import Client
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 
 class SpoiltError(Exception):
     pass
@@ -76,18 +76,12 @@ def work(what, seconds, folder):
     time.sleep(seconds)
     return int(total)
 
-class Quiet(dispatch.Echo):
+class Watcher(Observer):
     def __init__(self):
         self.has_kept = threading.Event()
 
     def kept(self, step):
         self.has_kept.set()
-
-    def noted(self, text):
-        pass
-
-    def wrote(self, rank, lines):
-        pass
 
 KINDS = {"runs": 48, "early": 16, "late": 10, "raises": 10, "killed": 10, "left": 4, "worker": 2}
 
@@ -126,9 +120,9 @@ class Soak:
     def gang(self, what, number, moment, rank):
         folder = os.path.join(self.folder, str(number))
         os.mkdir(folder)
-        quiet = Quiet()
-        dispatch.Echo = lambda: quiet
-        gang = dispatch.run(self.client, work, what, moment / 4, folder, gang=Gang(max_restarts=3, start_timeout=60))
+        watcher = Watcher()
+        settings = Gang(max_restarts=3, start_timeout=60, observers=(lambda: watcher,))
+        gang = dispatch.run(self.client, work, what, moment / 4, folder, gang=settings)
         if what == "left":
             self.left.append(gang[0])
             return lambda: None
@@ -143,7 +137,7 @@ class Soak:
                 gang.cancel()
             elif what in ("killed", "worker"):
                 pids = [pid_of(folder, 0), pid_of(folder, 1)]
-                quiet.has_kept.wait(60)
+                watcher.has_kept.wait(60)
                 if what == "killed":
                     os.kill(pids[rank], signal.SIGKILL)
                 else:

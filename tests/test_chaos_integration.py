@@ -1,4 +1,7 @@
-"""Ten random schedules of faults; `benchmarks/chaos.py --schedules 200` runs more of the same."""
+"""Random schedules of faults, and many gangs in a row; `benchmarks/chaos.py --schedules 200` runs more of the same.
+
+A few of each in every run, so that neither benchmark can be broken for days.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ def run(script: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_random_schedules_end_as_they_must() -> None:
-    run("chaos.py", "--schedules", "10", "--seed", "17")
+@pytest.mark.parametrize("chosen", [["--only", "2"], pytest.param([], marks=pytest.mark.slow)])
+def test_random_schedules_end_as_they_must(chosen: list[str]) -> None:
+    run("chaos.py", "--schedules", "10", "--seed", "17", *chosen)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nothing_piles_up_over_many_gangs() -> None:
-    run("soak.py", "--quick")
+@pytest.mark.parametrize("num_gangs", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_nothing_piles_up_over_many_gangs(num_gangs: int) -> None:
+    run("soak.py", "--gangs", str(num_gangs))
