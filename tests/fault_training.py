@@ -303,11 +303,13 @@ def run_on(
     from flytekitplugins.daskpytorch.driver.supervisor import Request, Supervisor
     from flytekitplugins.daskpytorch.node.own_node import OwnNode
 
+    settings = gang or Gang()
     request = Request(
         name=function.__qualname__,
         call=code.pack_call(function, args, kwargs),
         ranks_per_worker=where,
-        settings=gang or Gang(),
+        settings=settings,
+        observers=[make() for make in settings.observers],
     )
     return gang_futures.GangFutures(Supervisor(request, OwnNode(), [machine.echo()]), where)
 

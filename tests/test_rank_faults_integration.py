@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from distributed import Client
@@ -171,7 +172,7 @@ def test_observers_in_rank_0_open_once_the_users_modules_are_imported(
     where: Client | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_line: str
 ) -> None:
     """What they import, in threads, those import, too."""
-    trace, name = tmp_path / "trace", f"imports_{'badly' if last_line else 'well'}"
+    trace, name = tmp_path / "trace", f"imports_{uuid4().hex}"  # a module that no other test has imported
     (tmp_path / f"{name}.py").write_text(
         "import os\nfrom pathlib import Path\n\n\ndef train():\n    return 1\n\n\n"
         f"if os.environ.get('RANK') == '0':\n    Path({str(trace)!r}).write_text('imported')\n    {last_line}\n"
