@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import queue
+import signal
 import sys
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+import psutil
 import pytest
 
 from flytekitplugins.daskpytorch.context import current_rank
@@ -323,6 +325,36 @@ def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
         made._upload(file)
     finally:
         made.close()
+
+
+def test_what_a_rank_had_open_is_closed_though_nobody_hears_of_its_end(tmp_path: Path) -> None:
+    order = AgentOrder(worker="w", num_ranks=1, driver=("127.0.0.1", 1), token=b"")
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    made._driver, theirs = ends()
+    theirs.close()  # the driver has given up a worker that was suspended
+    with contextlib.closing(made):
+        rank = made._fork(0)
+        [[rank.place]] = place_ranks([agent.describe_node("w", None)], 1)
+        Path(f"/proc/self/fd/{rank.output}").write_text("its last words\n")
+        made._server.kill(0, signal.SIGKILL)
+        with pytest.raises(OSError, match="Broken pipe"):
+            made._note_exit()
+    assert rank.channel.closed
+    assert rank.output is None
+
+
+def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
+    def spawn(key: int, channel: int, output: int) -> None:
+        raise BrokenPipeError("the fork server is gone")
+
+    order = AgentOrder(worker="w", num_ranks=1, driver=("127.0.0.1", 1), token=b"")
+    num_before = psutil.Process().num_fds()
+    made = agent._Agent(order, tmp_path, None, None, "forkserver")
+    made._server.spawn = spawn  # type: ignore[method-assign]
+    with contextlib.closing(made), pytest.raises(BrokenPipeError):
+        made._fork(0)
+    del made
+    assert psutil.Process().num_fds() == num_before
 
 
 def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path) -> None:

@@ -316,11 +316,13 @@ class _Agent:
         mine, theirs = Pipe()
         output, output_of_rank = os.pipe()
         os.set_blocking(output, False)
-        self._server.spawn(key, theirs.fileno(), output_of_rank)
-        theirs.close()
-        os.close(output_of_rank)
-        self._ranks[key] = _Rank(key=key, channel=mine, output=output)
-        return self._ranks[key]
+        rank = self._ranks[key] = _Rank(key=key, channel=mine, output=output)  # closed at last, whatever comes
+        try:
+            self._server.spawn(key, theirs.fileno(), output_of_rank)
+        finally:
+            theirs.close()
+            os.close(output_of_rank)
+        return rank
 
     def _stop(self, asked: messages.Stop) -> None:
         for rank in self._at_work():
@@ -539,13 +541,15 @@ class _Agent:
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
-        rank = self._ranks.pop(key)
+        with contextlib.closing(self._ranks.pop(key)) as rank:  # also where the driver has gone, and hears of nothing
+            self._tell_exit(rank, exitcode)
+
+    def _tell_exit(self, rank: _Rank, exitcode: int) -> None:
         while not rank.channel.closed and rank.channel.poll():
             self._relay_reports(rank)
         while rank.output is not None and wait([rank.output], 0):
             self._relay_output(rank)
         if rank.place is None:  # it ended before it had its orders; another is forked when they come
-            rank.close()
             return
         self._say(
             messages.Exited(
@@ -557,7 +561,6 @@ class _Agent:
                 time=time.time(),
             )
         )
-        rank.close()
 
 
 def heartbeat_interval(place: Place, pulse: float | None) -> float:
