@@ -315,7 +315,11 @@ class Cluster:
         self._num_started += 1
         name = f"worker-{self._num_started}"
         options = ["--nthreads", "1", "--memory-limit", "2Gi", "--no-dashboard", "--scheduler-file", "contact.json"]
-        until(lambda: read(self.contact).strip(), f"the scheduler; see {self._folder / 'log'}")
+        # A scheduler that is just ending has removed its file; the worker finds that out by itself.
+        until(
+            lambda: read(self.contact).strip() or not is_running(self.scheduler),
+            f"the scheduler; see {self._folder / 'log'}",
+        )
         return self._start("worker", "--name", name, *options)
 
     def _start(self, kind: str, *options: str) -> int:

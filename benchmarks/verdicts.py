@@ -397,10 +397,22 @@ def _spent(setting: Setting, story: Story) -> tuple[set[tuple[str, str]], bool]:
         endings |= {("GangError", "")} | ({("GangHungError", "")} if hangs else set())
     elif len(own) > 1:
         endings |= {(name, "same error came at the same step twice") for name in ("GangError", "GangHungError")}
+    if any(made.fault.signum == Signals.SIGINT for made in own) and _has_kept_nothing(story):
+        endings |= {("GangError", "no checkpoint had been saved since the start")}
     if setting.max_restarts == 0 and any(made.fault.moment == "start" for made in defeats):
         endings |= {("GangStartError", ""), ("GangError", "")}
     must = setting.max_restarts == 0 and any(made.is_certain and _must_defeat(made.fault) for made in defeats)
     return endings, must
+
+
+def _has_kept_nothing(story: Story) -> bool:
+    """In its last attempt: an exception would come again."""
+    return [event["kind"] for event in story.of_kind("placed", "kept")][-1:] == ["placed"]
+
+
+def _interrupts_ranks(fault: Fault) -> bool:
+    """The driver, which ends of it, may hear that a rank has raised for it just before."""
+    return fault.target == "everything" and fault.signum == Signals.SIGINT
 
 
 def _must_defeat(fault: Fault) -> bool:
@@ -441,6 +453,8 @@ UNPREPARED = "before it had its orders|the agent that watches its ranks failed"
 
 def _cause(fault: Fault, setting: Setting) -> str:
     """What must be said of a fault's consequence."""
+    if fault.target == "everything":
+        return "KeyboardInterrupt"
     if fault.target == "rank":
         told = {Signals.SIGSTOP: "hangs", Signals.SIGINT: "KeyboardInterrupt"}
         return told.get(fault.signum, fault.signum.name)
@@ -464,7 +478,7 @@ def _defeats(story: Story) -> list[tuple[float, int, str, str]]:
 
 
 def _judge_blame(schedule: Schedule, story: Story) -> Iterator[str]:
-    unused = [made for made in story.made if _may_defeat(made.fault)]
+    unused = [made for made in story.made if _may_defeat(made.fault) or _interrupts_ranks(made.fault)]
     for at, rank, worker, how in _defeats(story):
         explaining = [m for m in unused if _explains(m, schedule.setting, at, rank, worker, how)]
         if explaining:

@@ -138,6 +138,31 @@ def test_a_fault_that_hits_an_attempt_while_it_ends_for_an_earlier_one() -> None
     assert "SIGKILL rank [0] (middle +0): no rank was blamed for it" in judged(story)
 
 
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_an_exception_in_an_attempt_that_has_kept_nothing_may_be_the_end(has_kept: bool) -> None:
+    why = "Not started again, because no checkpoint had been saved since the start"
+    message = f"rank 1 of 2 failed on {WORKERS[1]} (host here) after step 3: KeyboardInterrupt\n\n{why}"
+    story = Story(
+        events=[placed(1), *([kept(3, 2)] if has_kept else []), {"kind": "ended", "at": 6, "text": message}],
+        notes=trained(0, 0, 3, 2),
+        made=[made(replace(KILL, signum=Signals.SIGINT), ranks={1})],
+        outcome="GangError",
+        message=message,
+    )
+    assert ("; allowed: " in judged(story)) == has_kept
+
+
+@pytest.mark.parametrize(("signum", "is_explained"), [(Signals.SIGINT, True), (Signals.SIGTERM, False)])
+def test_a_rank_that_is_interrupted_with_everything_before_the_driver_is(signum: Signals, is_explained: bool) -> None:
+    story = killed()
+    story.events[2]["text"] = REASON.replace("ended by signal 9, SIGKILL", "KeyboardInterrupt")
+    del story.events[3:]
+    story.notes = trained(0, 0, 3, 2)
+    story.made = [made(Fault(target="everything", signum=signum, moment="middle", victim=0))]
+    story.outcome, story.results = "died", []
+    assert ("no fault that was made explains it" not in judged(story)) == is_explained
+
+
 def test_more_failures_than_faults() -> None:
     story = killed()
     story.events[4:4] = [restarting(7.5, REASON, 2), placed(7.6)]
