@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -546,6 +547,18 @@ def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
         assert not free.is_set()
         free.set()
     assert not worker.plugins  # and the worker could close
+
+
+def test_a_worker_whose_python_is_ending_says_nothing_of_an_agent_that_it_cannot_wait_for() -> None:
+    """As at a second Ctrl-C: there are no more threads to wait in."""
+
+    async def close_late(leaving: dask_agents._Farewell) -> None:
+        await asyncio.get_running_loop().shutdown_default_executor()
+        await leaving.teardown(None)  # type: ignore[arg-type]
+
+    with contextlib.closing(dask_agents._Farewell()) as leaving:
+        asyncio.run(close_late(leaving))
+        assert os.read(leaving.readable, 8) == b"."
 
 
 def what_the_fork_server_has_imported() -> tuple[bool, int]:

@@ -221,7 +221,8 @@ class _Farewell(WorkerPlugin):  # type: ignore[misc]
             if self._done.is_set():
                 return
             os.write(self._writable, b".")
-        with contextlib.suppress(asyncio.CancelledError):  # by a second Ctrl-C: Dask would log it as an error of ours
+        # By a second Ctrl-C it is cancelled, or there are no more threads: Dask would log either as an error of ours.
+        with contextlib.suppress(asyncio.CancelledError, RuntimeError):
             await asyncio.to_thread(self._done.wait)
 
     def close(self) -> None:
