@@ -186,7 +186,7 @@ def main(settings):
     except Exception as error:
         outcome, message = type(error).__name__, str(error)
     say("outcome", [outcome, message, results])
-    futures = results = gang = None
+    futures = results = None
     for line in sys.stdin:
         if line.strip() == "census":
             say("census", census())

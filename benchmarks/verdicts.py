@@ -453,7 +453,7 @@ UNPREPARED = "before it had its orders|the agent that watches its ranks failed"
 
 def _cause(fault: Fault, setting: Setting) -> str:
     """What must be said of a fault's consequence."""
-    if fault.target == "everything":
+    if _interrupts_ranks(fault):
         return "KeyboardInterrupt"
     if fault.target == "rank":
         told = {Signals.SIGSTOP: "hangs", Signals.SIGINT: "KeyboardInterrupt"}
