@@ -227,7 +227,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "shout": _shout_and_raise,
     "unpicklable": _raise_unpicklable,
     "close and raise": _close_group_and_raise,
-    "sys.exit": lambda: sys.exit(0),
+    "sys.exit": lambda: sys.exit(3),
     "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: ctypes.string_at(0),

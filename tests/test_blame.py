@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import random
 import signal
 import threading
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -51,6 +54,32 @@ class MuteError(Exception):
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
+
+
+class PanicError(BaseException):
+    """As extensions written in Rust raise."""
+
+
+def panic() -> None:
+    """Raise such an error."""
+    raise PanicError
+
+
+class Panics:
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return panic, ()
+
+
+class PanickingError(Exception):
+    """One whose every use panics."""
+
+    def __str__(self) -> str:
+        raise PanicError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise PanicError
 
 
 class DistBackendError(RuntimeError):
@@ -298,7 +327,43 @@ def test_pickle_that_does_not_open_here_falls_back_to_the_builtin_of_that_name()
     assert type(record.rebuilt()) is ValueError
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (StopIteration(), "a rank's function raised StopIteration"),
+        (StopIteration("the batch"), "a rank's function raised StopIteration: the batch"),
+        (StopAsyncIteration(), "a rank's function raised StopAsyncIteration"),
+        (CancelledError(), "a rank's function raised CancelledError"),
+        (BdbQuit(), "a rank's function raised BdbQuit"),
+    ],
+)
+def test_what_ends_a_catchers_loop_without_an_error_is_rebuilt_as_a_runtime_error(error: Exception, said: str) -> None:
+    rebuilt = failure(error).rebuilt()
+    assert type(rebuilt) is RuntimeError
+    assert str(rebuilt) == said
+    assert type(rebuilt.__cause__) is type(error)
+
+
+def test_an_exception_whose_unpickling_panics_is_not_rebuilt() -> None:
+    record = failure(LockedError("x"))
+    assert Failure(**{**vars(record), "pickled": pickle.dumps(Panics())}).rebuilt() is None
+
+
+def test_an_exception_that_panics_when_it_is_shown_or_pickled_can_be_recorded() -> None:
+    record = failure(PanickingError())
+    assert record.pickled is None
+    assert record.message == "<exception str() failed>"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(None, "exit code 0"), (3, "exit code 3"), (True, "exit code 1"), ("no such file", "exit code 1 (no such file)")],
+)
+def test_an_exit_says_its_code(code: object, said: str) -> None:
+    assert failure(SystemExit(code)).message == said
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()])
 def test_exceptions_that_would_end_the_driver_are_not_rebuilt(error: BaseException) -> None:
     assert failure(error).rebuilt() is None
 
@@ -348,7 +413,7 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
     assert rest[-2:] == ["epoch 3", "step 17"]
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_verdict_on_an_early_end_of_the_interpreter_is_a_gang_error(error: BaseException) -> None:
     caught = error_of(rank_exit(0, error=error), 2)
     assert type(caught) is GangError

@@ -133,7 +133,7 @@ def fail_on_rank_1(how: str) -> None:  # noqa: C901 - one way to fail after the 
             time.sleep(0.2)
             raise SimpleError("the batch is spoilt")
         case "leaves early":
-            sys.exit(0)
+            sys.exit("no such file")
         case "exit code":
             os._exit(3)
         case "killed":
@@ -293,7 +293,7 @@ def test_an_exception_with_a_demanding_init_keeps_its_type(client: Client) -> No
     ("how", "cause"),
     [
         ("unpicklable exception", "SimpleError: code 7"),
-        ("leaves early", "SystemExit: 0"),
+        ("leaves early", "SystemExit: exit code 1 .no such file"),
         ("exit code", "exit code 3"),
         ("crash", "SIGSEGV"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.daskpytorch import (
     DaskDDP,
     Gang,
+    GangError,
     Goodput,
     Keep,
     LogRecord,
@@ -107,6 +109,11 @@ def fails() -> int:
     if weight:
         raise KeyError(weight)
     return weight
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(observers=(Ear,))))
+def exits(code: int) -> None:
+    sys.exit(code)
 
 
 HERE = [os.getpid(), 1, 1, 1, 0]
@@ -275,6 +282,24 @@ def test_dispatch_run_calls_the_function_at_once() -> None:
     assert futures.result() == [HERE]
     assert isinstance(dispatch.run(client, fails).exception(), KeyError)
     assert not client.mock_calls
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_exit_code_is_the_end_of_the_rank_alone() -> None:
+    client = mock.create_autospec(Client, instance=True)
+    assert exits(code=0) is None
+    assert dispatch.run(client, sys.exit).result() == [None]
+    with pytest.raises(GangError, match="rank 0 of 1 failed: exit code 3"):
+        exits(code=3)
+    assert HEARD[-1] is GangError
+    assert isinstance(dispatch.run(client, sys.exit, 3).exception(), GangError)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_stop_iteration_is_a_runtime_error() -> None:
+    error = dispatch.run(mock.create_autospec(Client, instance=True), next, iter(())).exception()
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error.__cause__, StopIteration)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
         pytest.param("close and raise", "SpoiltError: the batch is spoilt", id="3"),
         pytest.param("demanding", "DemandingError: code 7", id="5-init"),
         pytest.param("unpicklable", "SpoiltError: code 7", id="5-unpicklable"),
-        pytest.param("sys.exit", "SystemExit: 0", id="6"),
+        pytest.param("sys.exit", "exit code 3", id="6"),
         pytest.param("os._exit", "exit code 3", id="7"),
         pytest.param("SIGKILL", "SIGKILL", id="8"),
         pytest.param("SIGSEGV", "SIGSEGV", id="9-segmentation"),

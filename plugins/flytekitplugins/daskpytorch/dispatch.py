@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.driver.request import (
 )
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.code import ending_as_program, name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import (
     A_KEY,
@@ -248,7 +248,7 @@ def _run_here(
     )
 
     def call() -> Any:
-        with rank.joined():
+        with rank.joined(), ending_as_program():
             return getattr(function, "_task_function", function)(*args, **kwargs)
 
     return SettledFutures(received, call)

@@ -89,7 +89,7 @@ def _send(connection: Connection, found: list[Any] | _Missing | _Refused) -> Non
     if isinstance(found, list):
         try:
             data = cloudpickle.dumps(found.pop(), protocol=5)
-        except Exception as error:  # whatever a user's own class may raise
+        except BaseException as error:  # whatever a user's own class may raise
             found = _Refused(
                 f"a partition cannot be pickled: {type(error).__name__}: {error}. Let Dask make plain data."
             )

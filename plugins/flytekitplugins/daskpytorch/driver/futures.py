@@ -12,6 +12,7 @@ from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 __all__ = ["Futures", "GangFuture", "GangFutures", "SettledFutures"]
 
@@ -113,15 +114,17 @@ class GangFutures(Futures[GangFuture]):
 
     def _settle(self) -> None:
         try:
-            results = self._supervisor.run()
+            self._settle_ended(self._supervisor.run())
         except BaseException as error:
-            self._supervisor.received.drop_returned()
-            cause = CancelledError(str(error)) if isinstance(error, GangCancelledError) else error
-            if isinstance(cause, Exception):
-                cause = from_user(cause)
+            is_cancelled = isinstance(error, GangCancelledError)
+            cause = CancelledError(str(error)) if is_cancelled else from_user(raisable(error, "the gang's driver"))
             for future in self._futures:
-                future.set_exception(cause)
-            return
+                if not future.done():
+                    future.set_exception(cause)
+        finally:
+            self._supervisor.received.drop_returned()
+
+    def _settle_ended(self, results: Sequence[Any]) -> None:
         self._num_ranks = min(len(results), len(self._futures))
         if self._num_ranks < len(self._futures):
             self._settle_missing()
@@ -129,12 +132,12 @@ class GangFutures(Futures[GangFuture]):
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
             try:
                 returned = self._supervisor.received.load_returned(rank, result)
-            except Exception as error:
-                self._futures[rank].set_exception(error)
+            except BaseException as error:  # whatever a user's class, or an extension that makes one, raises
+                error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
+                self._futures[rank].set_exception(raisable(error, "unpickling a return value"))
             else:
                 self._futures[rank].set_result(returned)
                 del returned
-        self._supervisor.received.drop_returned()
 
     def _settle_missing(self) -> None:
         how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"
@@ -153,4 +156,4 @@ class SettledFutures(GangFutures):
         try:
             future.set_result(call())
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(raisable(error, "the function"))

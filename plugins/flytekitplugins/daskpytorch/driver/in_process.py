@@ -24,12 +24,13 @@ from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
-from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.failure import describe_exit
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
 from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
@@ -138,7 +139,7 @@ class InProcess:
                 self._accountant.enter("training")
                 self._ledger.begin()
                 try:
-                    with usage.watched(self._ledger):
+                    with _exits_as_errors(), usage.watched(self._ledger):
                         yield
                     self._accountant.hear(reports.Spent(self._ledger.close(), is_last=True))
                     rank.checkpoint.flush()
@@ -251,6 +252,16 @@ class InProcess:
     def _submit(self, key: str, path: str, data: bytes) -> None:
         for piece in result_frames.cut(key, path, data):
             self._received.add(self._received.keep(0, piece))
+
+
+@contextlib.contextmanager
+def _exits_as_errors() -> Iterator[None]:
+    """Make an exit code that is not 0 the error of the gang, which this process outlives."""
+    try:
+        yield
+    except SystemExit as error:
+        how = describe_exit(error)
+        raise GangError(f"rank 0 of 1 failed: {how}", rank=0, cause=how) from error
 
 
 @contextlib.contextmanager

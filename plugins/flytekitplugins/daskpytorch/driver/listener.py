@@ -17,6 +17,7 @@ from itertools import islice
 from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.received import Part
 from flytekitplugins.daskpytorch.protocol import handshake, heartbeat
+from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarge, FromAgent, Reported, Upload
 from flytekitplugins.daskpytorch.protocol.reports import unpack
@@ -276,8 +277,8 @@ class Listener:
         def work() -> None:
             try:
                 self._serve_file(connection, request)
-            except Exception as error:  # whatever it is, the checkpoint is not here
-                self._end_transfer(connection, request, error)
+            except BaseException as error:  # whatever it is, the checkpoint is not here
+                self._end_transfer(connection, request, raisable(error, "the transfer"))
             else:
                 self._end_transfer(connection, request, None)
 

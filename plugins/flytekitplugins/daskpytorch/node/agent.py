@@ -418,7 +418,7 @@ class _Agent:
     def _bring_large(self, attempt: int, original: Address) -> None:
         try:
             there = orders.Large(attempt, self._find_large(original))
-        except Exception as error:
+        except BaseException as error:  # the ranks wait for an answer
             there = orders.Large(attempt, None, f"{type(error).__name__}: {error}")
         self._note_outcome(there)
 
@@ -442,7 +442,7 @@ class _Agent:
         try:
             if file is not None:
                 self._find(file)
-        except Exception as error:
+        except BaseException as error:  # as above
             there = missing(f"{type(error).__name__}: {error}")
         self._note_outcome(there)
 

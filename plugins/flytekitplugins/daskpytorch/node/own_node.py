@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.hardware import gpus_here
+from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 
 __all__ = ["OwnNode", "num_ranks_here"]
@@ -31,8 +32,8 @@ class OwnNode:
     def _serve(self, order: AgentOrder, on_failure: OnFailure) -> None:
         try:
             agent.run(order, start_method=self._start_method)
-        except Exception as error:
-            on_failure(order.worker, error)
+        except BaseException as error:  # the driver waits for the agent
+            on_failure(order.worker, raisable(error, "the agent"))
 
     def present(self) -> Sequence[str]:
         """This node."""

@@ -33,6 +33,7 @@ __all__ = [
     "Sources",
     "check_call",
     "completed",
+    "ending_as_program",
     "name_of",
     "pack_call",
     "pack_code",
@@ -113,6 +114,20 @@ class _ByName:
 def completed(returned: Any) -> Any:
     """What a call has returned; of a coroutine function, once it has run to its end."""
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+
+
+@contextlib.contextmanager
+def ending_as_program() -> Iterator[None]:
+    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`: exit code 0 is a normal end.
+
+    Raises:
+        SystemExit: The exit code is another.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
 
 
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------

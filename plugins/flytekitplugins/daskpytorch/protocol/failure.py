@@ -8,6 +8,7 @@ import re
 import signal
 import traceback
 from bdb import BdbQuit
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 import cloudpickle
@@ -16,7 +17,16 @@ from tblib import pickling_support
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
-__all__ = ["CONSEQUENCES", "CONSEQUENCE_TYPES", "MAX_PICKLED", "MAX_TEXT", "Failure", "RankExit"]
+__all__ = [
+    "CONSEQUENCES",
+    "CONSEQUENCE_TYPES",
+    "MAX_PICKLED",
+    "MAX_TEXT",
+    "Failure",
+    "RankExit",
+    "describe_exit",
+    "raisable",
+]
 
 
 MAX_TEXT = 32 << 10
@@ -31,6 +41,8 @@ CONSEQUENCES = re.compile(
 """What torch, gloo and NCCL say in a rank whose peer has gone."""
 CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 """Of errors that the same code runs into again, however it got there; the last is what `q` in a debugger raises."""
+SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
+"""Exceptions by which a loop, an event loop or a debugger ends without an error, wherever they are raised."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -89,13 +101,14 @@ class Failure:
     def rebuilt(self) -> Exception | None:
         """The exception in its own type: unpickled, or of a builtin type with the same text; None where neither can be.
 
-        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt.
+        Exceptions that would end the driver (`SystemExit`, `KeyboardInterrupt`) are not rebuilt. One that ends its
+        catcher's loop without an error (`StopIteration`) is made a `RuntimeError`.
         """
         error: object = None
         if self.pickled is not None:
             try:
                 error = cloudpickle.loads(self.pickled)  # from our own rank, by its agent's connection
-            except Exception:
+            except BaseException:  # extensions written in Rust raise their own on wrong data
                 error = None
         if error is None:
             kind = getattr(builtins, self.type_name, None)
@@ -104,7 +117,7 @@ class Failure:
                     error = kind(self.message)
                 except TypeError:  # UnicodeDecodeError and its like
                     error = None
-        return error if isinstance(error, Exception) else None
+        return raisable(error, "a rank's function") if isinstance(error, Exception) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +174,30 @@ class RankExit:
         return self.exitcode in (None, -signal.SIGKILL, -signal.SIGTERM)
 
 
+def describe_exit(error: SystemExit) -> str:
+    """Return how Python ends for such an argument of `sys.exit`."""
+    code = error.code or 0
+    return f"exit code {int(code)}" if isinstance(code, int) else f"exit code 1 ({code})"
+
+
+def raisable(error: BaseException, raiser: str) -> Exception:
+    """Return what a future may raise for an error: a `RuntimeError` from any that ends its catcher without an error.
+
+    Python does the same for a `StopIteration` that leaves a generator or a coroutine (PEP 479). Otherwise
+    `list(map(future.result, ...))` would end early in silence, and a future that waits for `asyncio` would never end.
+
+    Args:
+        error: Any error.
+        raiser: Who has raised the error, for the message.
+    """
+    if isinstance(error, Exception) and not isinstance(error, SIGNALS_TO_CALLERS):
+        return error
+    name, text = type(error).__name__, _text_of(error)
+    instead = RuntimeError(f"{raiser} raised {name}: {text}" if text else f"{raiser} raised {name}")
+    instead.__cause__ = error
+    return instead.with_traceback(error.__traceback__)
+
+
 def _shortened(text: str) -> str:
     """At most `MAX_TEXT` characters of it, from both ends, and a word about the rest."""
     if len(text) <= MAX_TEXT:
@@ -175,9 +212,11 @@ def _place_of(error: BaseException) -> str:
 
 
 def _text_of(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return describe_exit(error)
     try:
         return str(error)
-    except Exception:
+    except BaseException:  # of a user's own class
         return "<exception str() failed>"
 
 
@@ -187,6 +226,6 @@ def _pickled(error: BaseException) -> bytes | None:
         data = cloudpickle.dumps(error)
         if type(pickle.loads(data)) is not type(error):  # noqa: S301 - made two lines above
             return None
-    except Exception:
+    except BaseException:  # of a user's own class
         return None
     return bytes(data) if len(data) <= MAX_PICKLED else None

@@ -179,7 +179,7 @@ class RankCheckpoint(Checkpoint):
                 metrics=metrics,
             )
             unfinished.rename(self.folder / written.name)
-        except Exception as error:  # a full disk, mostly: worth a word, but not the training
+        except BaseException as error:  # a full disk, mostly: worth a word, but not the training
             unfinished.unlink(missing_ok=True)
             print(
                 f"the checkpoint of step {step} was not written ({_reason(error)}); the training goes on, and the "

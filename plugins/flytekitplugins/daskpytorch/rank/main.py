@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, assert_never
+from typing import IO, TYPE_CHECKING, Any, NoReturn, assert_never
 
 import cloudpickle
 
@@ -30,7 +31,7 @@ from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.system import show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
-from flytekitplugins.daskpytorch.protocol.code import Call, completed, unpack_call
+from flytekitplugins.daskpytorch.protocol.code import Call, completed, ending_as_program, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.observer import Observers
@@ -95,7 +96,8 @@ def main(channel: Connection) -> int:
                 hints.watch_samplers(link.hint)
             if link.sharded is not None:
                 link.sharded.reach_ahead()
-            with usage.watched(ledger), _reported_usage(order, link, ledger):
+            returned = None
+            with usage.watched(ledger), _reported_usage(order, link, ledger), _ending_forks(), ending_as_program():
                 returned = completed(call.function(*call.args, **_keywords(order, call, host)))
             link.send(reports.Spent(ledger.close(), is_last=True))
             if order.job.hints:
@@ -117,6 +119,30 @@ def main(channel: Connection) -> int:
             observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
     _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
     return 0
+
+
+@contextlib.contextmanager
+def _ending_forks() -> Iterator[None]:
+    """End a process that the block has forked where that comes back from the block: it is not the rank."""
+    rank = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != rank:
+            _end_fork(sys.exception())
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """End this process as `multiprocessing` ends its children: without the exit functions of the rank."""
+    code: object = None
+    if isinstance(error, SystemExit):
+        code = error.code
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _link(channel: Connection, order: RankOrder) -> _Link:
@@ -184,6 +210,12 @@ class _Link:
         self._hinted: set[str] = set()
         self.records = Records(self.send_records, interval, hints=hints)
         """What is logged goes here."""
+        os.register_at_fork(after_in_child=self._fall_silent)
+
+    def _fall_silent(self) -> None:
+        """Report nothing from a process that the rank has forked, whatever of the rank that process still holds."""
+        self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # a thread of the rank may have held them
+        self._channel.close()
 
     def send(self, report: reports.ShortReport) -> None:
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""

@@ -207,7 +207,7 @@ class ShardedCheckpoints:
             whose = {"rank": self._rank, "step": save.step}
             writer = ShardWriter(self._files, folder, **whose, copies=self._copies, moved=self._moved)
             parts, items = writer.write(save.pieces)
-        except Exception as error:  # whatever a store's client raises
+        except BaseException as error:  # whatever a store's client raises
             self._report(ShardsNotWritten(number=save.number, step=save.step, reason=_text(error)))
         else:
             written = WrittenShards(
@@ -277,7 +277,7 @@ def _told(error: Exception | None) -> str | None:
     return None if error is None else _text(error)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

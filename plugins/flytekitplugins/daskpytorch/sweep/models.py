@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.driver.request import Request, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -224,9 +225,9 @@ class ModelFutures(Futures[ModelFuture]):
     def _serve(self) -> None:
         try:
             self._start_all()
-        except Exception as error:  # nobody shall wait for models that nobody starts
+        except BaseException as error:  # nobody shall wait for models that nobody starts
             with self._changed:
-                self._give_up(self._waiting, error)
+                self._give_up(self._waiting, raisable(error, "starting the models"))
         finally:
             running.discard(self)
 
@@ -336,6 +337,12 @@ class ModelFutures(Futures[ModelFuture]):
             return
         error = error_of(gang[0])
         result = gang[0].result() if error is None else None
+        try:
+            self._note_end(model, error, result)
+        finally:
+            model.settle(result, error)
+
+    def _note_end(self, model: Model, error: BaseException | None, result: Any) -> None:
         self._sweep.tell(model, error, result)  # before the next is suggested
         with self._changed:
             self._pool.release(model)
@@ -348,7 +355,6 @@ class ModelFutures(Futures[ModelFuture]):
                 self._sweep.note_progress(model, model.storage)
         if error is not None and stopped is None:  # which says it itself
             error.add_note(self._place_of(model))
-        model.settle(result, error)
 
     def _place_of(self, model: Model) -> str:
         return f"in experiment {model.index} of {len(self)}"

@@ -179,7 +179,7 @@ class Sweep:
         try:
             if self.suggestions is not None:
                 self.suggestions.tell(model.index, error, result, model.log.newest)
-        except Exception as failure:  # whatever the study's storage raises: the model has its result all the same
+        except BaseException as failure:  # whatever the study's storage raises: the model has its result all the same
             model.line.noted(f"the study could not be told how it ended ({type(failure).__name__}: {failure})")
 
     @cached_property

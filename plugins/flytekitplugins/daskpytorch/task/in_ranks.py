@@ -163,7 +163,8 @@ class InRanks:
                     storage=storage_of(current_execution(), "gang", gang),
                     ask_for_folder=lambda: self._as_output(results.wanted_folder(received)),
                 )
-                with rank.joined():
+                returned = None
+                with rank.joined(), code.ending_as_program():
                     returned = code.completed(self._task_function(**inputs))
             how = "done"
         finally:

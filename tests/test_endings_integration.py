@@ -1,0 +1,166 @@
+"""How ranks end: what Python does at the end of a program, and what comes of a rank that ends in another way."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
+
+ONCE = Gang(max_restarts=0)
+MAX_WAIT = 60.0
+"""Seconds, on a busy machine, for what would take hours otherwise."""
+
+
+class PanicError(BaseException):
+    """What extensions written in Rust raise is no `Exception`, either."""
+
+
+# ---- What the ranks run
+
+
+def end_by(ways: list[str]) -> str:
+    """Meet the others for the last time, and end, each rank in its way; rank 0 goes on for a while, and returns."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if current_rank().is_main:
+        time.sleep(0.3)  # its export
+        return "exported"
+    _end(ways[current_rank().rank])
+    return "not reached"
+
+
+def _end(how: str) -> None:
+    import click
+
+    parser = argparse.ArgumentParser(prog="train.py")
+    match how:
+        case "sys.exit()":
+            sys.exit()
+        case "sys.exit(0)":
+            sys.exit(0)
+        case "quit()":
+            sys.modules["builtins"].quit()
+        case "click":
+            click.command()(lambda: None).main([])
+        case "--help":
+            parser.parse_args(["--help"])
+        case "--no-such-option":
+            parser.parse_args(["--no-such-option"])
+        case "sys.exit(3)":
+            sys.exit(3)
+        case "sys.exit(text)":
+            sys.exit("no such file")
+
+
+async def end_in_coroutine() -> str:
+    """End the program from a coroutine."""
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+def take_one_too_many() -> int:
+    """Ask an iterator for more than it has."""
+    batches = iter([1, 2])
+    return next(batches) + next(batches) + next(batches)
+
+
+def fork_and_return(how: str) -> str:
+    """Both the rank and a fork of it come back from here."""
+    rank = current_rank()
+    rank.log({"loss": 1.0}, step=1)
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        return f"rank, and its fork ended with {os.waitstatus_to_exitcode(status)}"
+    rank.log({"loss": 2.0}, step=2)  # of the rank that it was
+    if how == "raise":
+        raise ValueError("only the fork's")
+    if how == "exit":
+        sys.exit(7)
+    return "fork"
+
+
+def unpickled_only_in(pid: int) -> str:
+    """Be made in one process, and bring others to their ends."""
+    if os.getpid() != pid:
+        raise PanicError("cannot be made here")
+    return "made"
+
+
+class OnlyHere:
+    """Pickles, but can be unpickled in no other process."""
+
+    def __reduce__(self) -> tuple[Callable[..., str], tuple[int]]:
+        return unpickled_only_in, (os.getpid(),)
+
+
+def return_only_here() -> Any:
+    """Return on rank 0 what the driver cannot unpickle."""
+    return OnlyHere() if current_rank().is_main else "fine"
+
+
+# ---- The tests
+
+
+def test_a_rank_that_exits_with_0_has_returned_none(client: Client) -> None:
+    ways = ["", "sys.exit()", "sys.exit(0)", "quit()", "click", "--help"]
+    futures = dispatch.run(client, end_by, ways, gang=Gang(max_restarts=0, ranks_per_worker=3))
+    assert futures.result() == ["exported", None, None, None, None, None]
+
+
+def test_a_coroutine_that_exits_with_0_has_returned_none(client: Client) -> None:
+    start = lambda: end_in_coroutine()  # noqa: E731, PLW0108 - a coroutine function is refused
+    assert dispatch.run(client, start, gang=ONCE).result() == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        ("sys.exit(text)", "exit code 1 (no such file)"),
+        ("--no-such-option", "exit code 2"),
+    ],
+)
+def test_any_other_exit_code_is_the_error(client: Client, how: str, code: str) -> None:
+    with pytest.raises(GangError) as caught:
+        dispatch.run(client, end_by, ["", how], gang=ONCE).result()
+    assert (caught.value.rank, caught.value.cause) == (1, f"SystemExit: {code}")
+
+
+def test_a_stop_iteration_of_a_rank_ends_no_loop_of_the_driver(client: Client) -> None:
+    futures = dispatch.run(client, take_one_too_many, gang=ONCE)
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        list(map(lambda future: future.result(), futures))  # noqa: C417 - a generator expression would raise by itself
+    assert isinstance(caught.value.__cause__, GangError)
+    assert "in take_one_too_many" in caught.value.__cause__.rank_traceback
+
+    async def ask_in_two_ways() -> None:
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await asyncio.wait_for(asyncio.wrap_future(futures[0]), MAX_WAIT)
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await asyncio.wait_for(asyncio.to_thread(futures[1].result), MAX_WAIT)
+
+    asyncio.run(ask_in_two_ways())
+
+
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), ("exit", 7)])
+def test_only_the_rank_itself_reports_of_a_rank_that_forks(client: Client, how: str, code: int) -> None:
+    futures = dispatch.run(client, fork_and_return, how, gang=ONCE)
+    assert futures.result(MAX_WAIT) == [f"rank, and its fork ended with {code}"] * 2
+
+
+def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(client: Client) -> None:
+    futures = dispatch.run(client, return_only_here, gang=ONCE)
+    with pytest.raises(RuntimeError, match="PanicError: cannot be made here") as caught:
+        futures.result(MAX_WAIT)
+    assert "return value of rank 0" in "".join(caught.value.__cause__.__notes__)
+    assert futures[1].result(MAX_WAIT) == "fine"
