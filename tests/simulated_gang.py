@@ -73,6 +73,10 @@ class OwnError(Exception):
     """What a simulated rank's function raises."""
 
 
+class PeerLostError(RuntimeError):
+    """What a simulated rank's function raises when another rank has gone."""
+
+
 class Cluster(AgentLauncher):
     """Workers by name; their agents dial in when a test lets them."""
 
@@ -457,11 +461,12 @@ class World:
             agent.heard_at = self.clock()
             self.feed(Beaten({agent: heartbeat.packed(num_moves)}))  # type: ignore[dict-item]
 
-    def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False) -> None:
+    def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "") -> None:
         if agent.ranks.pop(rank, None) is not None:
-            self.say(
-                agent, messages.Exited(rank, exitcode, stopped, out_of_memory=False, log_tail="", time=self.clock())
+            exited = messages.Exited(
+                rank, exitcode, stopped, out_of_memory=False, log_tail="", time=self.clock(), watchdog=watchdog
             )
+            self.say(agent, exited)
 
     def ready(self, agent: Agent) -> None:
         for rank in list(agent.ranks.values()):

@@ -68,6 +68,14 @@ def wait_for_ever() -> None:
     threading.Event().wait()
 
 
+def abort_as_nccls_watchdog_does() -> None:
+    sys.stderr.write("Process group watchdog thread terminated with exception: NCCL error: remote process exited\n")
+    for _ in range(100):
+        sys.stderr.write("frame #0: <unknown function>\n")
+    sys.stderr.flush()
+    os.abort()
+
+
 class Driver:
     """Hears the agent, and gives it orders."""
 
@@ -395,6 +403,14 @@ def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver:
     while driver.hear(dict) != {0: 3}:
         pass
     assert driver.hear(dict) == {0: 3}  # though nothing has changed
+
+
+def test_what_nccls_watchdog_says_is_told_with_the_abort_however_long_the_stacks_after_it(driver: Driver) -> None:
+    driver.start(abort_as_nccls_watchdog_does)
+    exited = driver.hear(messages.Exited)
+    assert exited.exitcode == -signal.SIGABRT
+    assert exited.watchdog.endswith("terminated with exception: NCCL error: remote process exited")
+    assert "NCCL error" not in exited.log_tail
 
 
 # ---- A rank that hangs -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ NODES = [
     for i in (1, 2)
 ]
 OWN = ValueError("bad batch")
-PEER_LOST = ConnectionResetError("Connection reset by peer")
+PEER_LOST = RuntimeError("Connection reset by peer")
 
 
 @pytest.fixture

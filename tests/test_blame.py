@@ -7,11 +7,13 @@ import copy
 import pickle
 import random
 import signal
+import socket
 import threading
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +21,13 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.driver.blame import describe, error_of, find_root_failure, from_user
-from flytekitplugins.daskpytorch.protocol.failure import MAX_PICKLED, MAX_TEXT, Failure, RankExit
+from flytekitplugins.daskpytorch.protocol.failure import (
+    MAX_PICKLED,
+    MAX_TEXT,
+    Failure,
+    RankExit,
+    is_of_watchdog,
+)
 
 
 class PlainError(Exception):
@@ -82,6 +90,18 @@ class PanickingError(Exception):
         raise PanicError
 
 
+def raised_in(path: str, error: Exception, *, by: str = "/usr/lib/site-packages/a_client.py") -> Failure:
+    """The record of an exception of a call that code in this file has made, as a rank makes it."""
+    names: dict[str, Any] = {"error": error.with_traceback(None)}
+    exec(compile("def call():\n    raise error", path, "exec"), names)
+    exec(compile("def function():\n    call()", by, "exec"), names)
+    try:
+        names["function"]()
+    except Exception as caught:
+        return Failure.of(caught, 0.0)
+    raise AssertionError
+
+
 class DistBackendError(RuntimeError):
     """Named as torch names what a rank raises when its peer has gone."""
 
@@ -114,6 +134,7 @@ def rank_exit(
     log_tail: str = "",
     hang: str | None = None,
     step: int | None = None,
+    watchdog: str = "",
 ) -> RankExit:
     return RankExit(
         rank=rank,
@@ -127,9 +148,15 @@ def rank_exit(
         stopped=stopped,
         hang=hang,
         step=step,
+        watchdog=watchdog,
     )
 
 
+TIMED_OUT = (
+    "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=10, OpType=BROADCAST) ran for 600021 ms"
+)
+"""What torch 2.8 says when its watchdog aborts."""
 HANG = "it hangs: no sign of life for 3.0 s\nWhat all ranks were doing:\nrank 0: train.py, line 7"
 
 # ---- The rules: each kind of end, from the one most to blame to the one least ---------------------------------------
@@ -172,8 +199,44 @@ def test_time_of_an_exception_is_when_it_was_raised_not_when_its_rank_ended() ->
 
 
 def test_unexpected_exit_code_counts_like_a_signal() -> None:
-    exits = [rank_exit(0, error=ConnectionResetError("reset"), time=1.0), rank_exit(1, 3, time=2.0)]
+    exits = [rank_exit(0, error=RuntimeError("Connection reset"), time=1.0), rank_exit(1, 3, time=2.0)]
     assert find_root_failure(exits).rank == 1
+
+
+@pytest.mark.parametrize("aborted_at", [0.9, 1.2])
+def test_abort_by_nccls_watchdog_is_a_consequence_of_a_lost_worker(aborted_at: float) -> None:
+    aborted = rank_exit(0, -signal.SIGABRT, time=aborted_at, watchdog=TIMED_OUT)
+    assert aborted.is_consequence
+    assert find_root_failure([aborted, rank_exit(1, None, time=1.0)]).rank == 1
+    assert find_root_failure([aborted, rank_exit(1, 143, stopped=True, time=1.0)]).rank == 0
+
+
+def test_abort_by_nccls_watchdog_alone_is_infrastructure_unless_the_collectives_differ() -> None:
+    aborted = rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT)
+    assert aborted.is_infrastructure
+    error = error_of(aborted, 2)
+    assert type(error) is WorkerLostError
+    assert "SIGABRT of torch's NCCL watchdog, which said: what():  [PG ID 0 PG GUID 0(default_pg) Rank 1]" in str(error)
+    assert not replace(aborted, difference="rank 1 has not called collective 2").is_infrastructure
+
+
+@pytest.mark.parametrize(
+    ("line", "is_of_group"),
+    [
+        (TIMED_OUT, True),
+        ("[E ProcessGroupNCCL.cpp:684] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(", True),
+        ("Process group watchdog thread terminated with exception: NCCL error: remote process exited", True),
+        ("ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress", True),
+        ("[TC] Aborting process on rank 1 due to timeout - collective operation timed out", True),
+        ("[TC] Aborting process on rank 1 due to error - nccl hit async error: ncclRemoteError", True),
+        ("Process group watchdog thread terminated with exception: CUDA error: device-side assert", False),
+        ("Process group watchdog thread terminated with exception: NCCL error: unhandled cuda error", False),
+        ("my own watchdog barks", False),
+        ("what():  [enforce fail at gloo/transport/tcp/pair.cc:447] op.preamble.length <= op.nbytes", False),
+    ],
+)  # fmt: skip
+def test_line_of_nccls_watchdog_is_known(line: str, is_of_group: bool) -> None:
+    assert is_of_watchdog(line) == is_of_group
 
 
 def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> None:
@@ -193,12 +256,9 @@ def test_stopped_rank_is_a_consequence() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ConnectionResetError("whatever"),
-        BrokenPipeError(),
         RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711"),
         RuntimeError("Broken pipe"),
         RuntimeError("NCCL error: remote process exited or there was a network error"),
-        OSError("[c10d] The client socket has timed out after 600000ms"),
         DistBackendError("anything at all"),
     ],
 )
@@ -209,7 +269,45 @@ def test_loss_of_a_peer_reads_as_a_consequence(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
+        ConnectionResetError("whatever"),
+        BrokenPipeError(),
+        OSError("[c10d] The client socket has timed out after 600000ms"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "is_consequence"),
+    [
+        ("/usr/lib/site-packages/torch/distributed/distributed_c10d.py", True),
+        ("/usr/lib/site-packages/flytekitplugins/daskpytorch/rank/main.py", True),
+        pytest.param(socket.__file__, False, id="the user's socket"),
+        ("/usr/lib/site-packages/urllib3/connection.py", False),
+        ("/usr/lib/site-packages/flytekitplugins/daskpytorch/data/bucket.py", False),
+    ],
+)
+def test_error_of_a_socket_is_a_consequence_where_the_group_has_it(
+    error: Exception, path: str, is_consequence: bool
+) -> None:
+    assert raised_in(path, error).is_consequence == is_consequence
+    assert raised_in(socket.__file__, error, by=path).is_consequence == is_consequence  # that the call has opened
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_consequence"), [(ConnectionRefusedError("refused"), False), (DistBackendError("aborted"), True)]
+)
+def test_error_that_wraps_another_is_what_that_one_is(cause: Exception, is_consequence: bool) -> None:
+    error = RuntimeError("the data cannot be read: Connection refused") if not is_consequence else ValueError("failed")
+    error.__cause__ = cause
+    assert failure(error).is_consequence == is_consequence
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
         ValueError("the connection was refused by the user"),
+        ConnectionError("the user's database is not there"),
+        ConnectionResetError(),
+        BrokenPipeError(),
+        TimeoutError("timed out waiting for the user's database"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         FileNotFoundError(2, "No such file", "data.csv"),
         MemoryError(),

@@ -41,7 +41,7 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Saved, Wanted
 from flytekitplugins.daskpytorch.settings import Keep
-from simulated_gang import Agent, OwnError, Watcher, World, is_own, raised
+from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
 REASON = "the task was told to end"
@@ -655,7 +655,7 @@ def test_shards_of_an_older_attempt_are_refused(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()
     late = [world.shards(0, rank, 100, 0) for rank in (0, 1)]
-    world.fail(world.agent(W1), 0, ConnectionResetError("reset by peer"))
+    world.fail(world.agent(W1), 0, RuntimeError("Connection reset by peer"))
     world.kill_worker(W2)
     second = world.new_worker()
     world.obey_all()
@@ -1058,6 +1058,40 @@ def test_rank_that_aborts_in_a_collective_is_explained_as_soon_as_the_others_hav
     assert isinstance(world.agent(W2).orders[-1], messages.Stop)
     world.obey_all()
     assert "rank 2 has not called collective 2 of the default group (gloo)" in str(raised(world))
+
+
+WATCHDOG = "[PG ID 0 Rank 0] Process group watchdog thread terminated with exception: NCCL error: remote process exited"
+
+
+@pytest.mark.parametrize("is_abort_first", [False, True])
+def test_worker_is_lost_though_nccls_watchdog_aborts_the_rank_of_another(
+    world_of: MakeWorld, is_abort_first: bool
+) -> None:
+    world = world_of(max_restarts=0)
+    world.form()
+    happen = [
+        lambda: world.kill_worker(W2),
+        lambda: world.leave(world.agent(W1), 0, -signal.SIGABRT, watchdog=WATCHDOG),
+    ]
+    for each in reversed(happen) if is_abort_first else happen:
+        each()
+        world.wait(0.2, beats=False)
+    world.obey_all()
+    world.wait(1.0)
+    error = raised(world)
+    assert isinstance(error, WorkerLostError)
+    assert (error.rank, error.cause) == (1, "its worker was lost")
+
+
+def test_abort_by_nccls_watchdog_that_nothing_explains_is_a_loss_of_infrastructure(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=1)
+    world.form()
+    world.leave(world.agent(W1), 0, -signal.SIGABRT, watchdog=WATCHDOG)
+    world.wait(1.0)
+    world.obey_all()
+    world.finish()
+    assert world.results == [0, 1]
+    assert "ended by signal 6, SIGABRT of torch's NCCL watchdog" in world.watcher.reasons[0]
 
 
 def test_rank_that_aborts_is_not_waited_for_longer_than_answers_take(world_of: MakeWorld) -> None:
@@ -1482,7 +1516,7 @@ class AnyOrder(RuleBasedStateMachine):
     def a_rank_raises(self, world: World, data: st.DataObject) -> None:
         agent = an_agent(world, data)
         if agent and (rank := next((each for each in agent.ranks.values() if not each.has_delivered), None)):
-            error = data.draw(st.sampled_from([OwnError("bad batch"), ConnectionResetError("reset by peer")]))
+            error = data.draw(st.sampled_from([OwnError("bad batch"), PeerLostError("Connection reset by peer")]))
             if isinstance(error, OwnError):
                 self.own_failures.add((agent.attempt or 0, rank.rank))
             world.fail(agent, rank.rank, error)
@@ -1593,7 +1627,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert whole == {save for save in world.commits | world.given_up if save[0] == last}
             assert world.results == list(range(len(world.results)))
             return
-        if not isinstance(error, (GangError, GangCancelledError, OwnError, ConnectionResetError)):
+        if not isinstance(error, (GangError, GangCancelledError, OwnError, PeerLostError)):
             raise error
         if isinstance(error, (GangStartError, GangCancelledError)):
             return

@@ -576,11 +576,9 @@ def test_folder_that_cannot_be_written_is_an_error_at_the_start_that_says_what_n
     (tmp_path / "file").touch()
     paths = storage_of(Execution(), "train-1", Gang(checkpoint_uri=str(tmp_path / "file")))
     committer = Committer(place_of(paths, tmp_path, is_users=True), None, lambda _: None)
-    with pytest.raises(OSError, match="Not a directory") as caught:
+    told = rf"^Gang\(checkpoint_uri=...\): {tmp_path}/file/train-1 cannot be used \(NotADirectoryError: .*Check"
+    with pytest.raises(OSError, match=told):
         committer.begin()
-    assert caught.value.__notes__ == [
-        f"Gang(checkpoint_uri=...) must name a folder that the driver can write: {tmp_path}/file/train-1"
-    ]
 
 
 def test_gang_that_saves_no_shards_has_no_thread_for_them_and_no_client(

@@ -65,6 +65,8 @@ NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
         ("checkpoint_uri", 7, "None, a folder or an fsspec URL such as s3://bucket/prefix"),
         ("checkpoint_uri", Path("/kept"), "None, a folder or an fsspec URL such as s3://bucket/prefix"),
         ("checkpoint_uri", "s4://bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", "s3:/bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
+        ("checkpoint_uri", "s3//bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
         ("checkpoint_uri", "s3://", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
         ("checkpoint_uri", "memory://kept", "None, a folder or an fsspec URL such as s3://bucket/prefix, which every"),
     ],

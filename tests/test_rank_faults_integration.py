@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -152,6 +153,34 @@ def test_a_rank_that_raises_before_it_joins(
     assert time.monotonic() - began < MAX_SECONDS
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__cause__.rank == 1
+
+
+def lose_the_users_own_connection(folder: str) -> None:
+    """Rank 1 asks a server of the user's that hangs up, while rank 0 waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    with Path(folder, f"starts-{dist.get_rank()}").open("a") as starts:
+        starts.write("x")
+    if dist.get_rank() == 1:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as asking:
+            answering = server.accept()[0]
+            answering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            answering.close()
+            asking.recv(1)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_connection_of_the_users_own_that_breaks_before_the_first_checkpoint_is_not_tried_again(
+    where: Client | int, tmp_path: Path
+) -> None:
+    with pytest.raises(ConnectionResetError) as caught:
+        ft.run_on(where, lose_the_users_own_connection, str(tmp_path)).result()
+    cause = caught.value.__cause__
+    assert isinstance(cause, GangError)
+    assert cause.rank == 1
+    assert "no checkpoint had been saved since the start" in str(cause)
+    assert (tmp_path / "starts-1").read_text() == "x"
 
 
 class OpensInRank0(Observer):

@@ -135,6 +135,18 @@ def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
+def test_an_address_that_is_none_is_named_with_the_setting(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of other tests, which have other servers
+    told = (
+        r"^dispatch\.map\(storage=\.\.\.\): s3://not-there/grid cannot be used \(FileNotFoundError: .*Check the address"
+    )
+    with pytest.raises(FileNotFoundError, match=told):
+        SweepStorage("s3://not-there", "grid").open(train, [Experiment(0.1)])
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
 @pytest.mark.parametrize("file", ["outcome.pkl", "begun.pkl", "call.pkl"])
 def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     storage = SweepStorage(str(tmp_path), "grid")

@@ -431,8 +431,8 @@ def instead_of(uri: object, allowed: str = A_URI) -> str | None:
     if not is_text(uri):
         return allowed
     protocol, separator, rest = str(uri).partition("://")
-    if not separator:
-        return None
+    if not separator:  # a bucket's address without one of its slashes is no folder's name
+        return allowed if re.match(r"(s3a?|gc?s|abfss?|az)(:|//)", protocol) else None
     from fsspec.registry import known_implementations, registry
 
     if protocol == "memory" or not rest.strip("/") or protocol not in {*registry, *known_implementations}:

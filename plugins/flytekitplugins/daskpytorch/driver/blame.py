@@ -21,8 +21,8 @@ def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
     """The exit that caused the others.
 
     A rank's own exception comes before signals and unexpected exits, these before a lost worker, that before a hang,
-    and that before errors that read like the loss of a peer, and before ranks that we stopped; among equals the first
-    in time.
+    and that before errors that read like the loss of a peer and aborts by NCCL's watchdog, and before ranks that we
+    stopped; among equals the first in time.
     """
     return min(exits, key=lambda e: (_severity(e), e.failure.time if e.failure else e.time))
 
@@ -32,7 +32,7 @@ def _severity(exit_: RankExit) -> int:
         return 0
     if exit_.hang is not None:
         return 4
-    if exit_.failure is not None:
+    if exit_.failure is not None or exit_.watchdog:
         return 5
     if exit_.stopped:
         return 6
@@ -56,6 +56,7 @@ def describe(exit_: RankExit) -> str:
     if exit_.exitcode < 0:
         number = -exit_.exitcode
         hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
+        hint += f" of torch's NCCL watchdog, which said: {exit_.watchdog.strip()[:500]}" if exit_.watchdog else ""
         return f"ended by signal {number}, {_signal_name(number)}{hint}"
     return f"its process ended early with exit code {exit_.exitcode}, without returning a result"
 

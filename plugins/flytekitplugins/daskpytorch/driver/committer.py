@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.events import Committed
-from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.driver.files import Files, unusable
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.retention import retained
 from flytekitplugins.daskpytorch.driver.upload import RETRY_AFTER
@@ -241,8 +241,7 @@ class Committer:
             token.parent.mkdir(parents=True, exist_ok=True)
             token.touch()
         except OSError as error:
-            error.add_note(f"Gang(checkpoint_uri=...) must name a folder that the driver can write: {token.parent}")
-            raise
+            raise unusable("Gang(checkpoint_uri=...)", str(token.parent), error) from error
 
     # ---- in the worker's thread
 

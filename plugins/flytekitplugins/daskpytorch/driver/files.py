@@ -10,7 +10,16 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["Files"]
+__all__ = ["Files", "unusable"]
+
+
+def unusable(setting: str, folder: str, error: OSError) -> OSError:
+    """Return the error of a storage address that cannot be used: of the same kind, with setting and address named."""
+    kind = next(kind for kind in (FileNotFoundError, PermissionError, OSError) if isinstance(error, kind))
+    return kind(
+        f"{setting}: {folder} cannot be used ({type(error).__name__}: {error}). Check the address, "
+        "that its bucket or disk is there, and that the driver may write to it."
+    )
 
 
 class Files:

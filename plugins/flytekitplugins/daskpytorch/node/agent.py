@@ -30,6 +30,7 @@ from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
 from flytekitplugins.daskpytorch.protocol.code import place_code
+from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
@@ -143,6 +144,8 @@ class _Rank:
     num_moves: int | None = None
     """Signs of life that it has given, as far as it has said."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    watchdog: str = ""
+    """Newest log line in which torch's NCCL watchdog says that it aborts the process."""
     kill_at: float | None = None
     """It was told to stop; on the monotonic clock."""
 
@@ -536,6 +539,8 @@ class _Agent:
 
     def _note_lines(self, rank: _Rank, lines: list[str]) -> None:
         rank.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
+        # Noted here, since stacks of all threads follow, which are longer than the tail.
+        rank.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), rank.watchdog)
         if lines and rank.place is not None:
             self._say(messages.Lines(rank.place.rank, lines))
 
@@ -559,6 +564,7 @@ class _Agent:
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail=rank.log_tail,
                 time=time.time(),
+                watchdog=rank.watchdog if exitcode == -signal.SIGABRT else "",
             )
         )
 

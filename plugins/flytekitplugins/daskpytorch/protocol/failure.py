@@ -6,8 +6,10 @@ import builtins
 import pickle
 import re
 import signal
+import sysconfig
 import traceback
 from bdb import BdbQuit
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ __all__ = [
     "Failure",
     "RankExit",
     "describe_exit",
+    "is_of_watchdog",
     "raisable",
 ]
 
@@ -44,6 +47,20 @@ CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
 """Exceptions by which a loop, an event loop or a debugger ends without an error, wherever they are raised."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+GROUP_FILES = re.compile(
+    r"/(torch/(distributed|nn/parallel|autograd)|flytekitplugins/daskpytorch/(rank|protocol|node))/"
+)
+"""Source files whose network errors come from the process group, or from the rank's agent."""
+STANDARD = ("<frozen", sysconfig.get_path("stdlib"))
+"""Starts of file names of Python's standard library."""
+WATCHDOG = re.compile(
+    r"atchdog (caught collective operation timeout|got stuck|thread terminated with exception: (?!.*(?i:CUDA error)))"
+    r"|Aborting process on rank .*due to (timeout|error - nccl)"
+)
+"""Log lines by which torch's NCCL backends (2.6 to 2.15, both of 2.15) say why they abort the process.
+
+A CUDA error is left out: the watchdog is only the first thread to see an error of the rank's own kernels.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +108,7 @@ class Failure:
             place=_place_of(error),
             pickled=_pickled(error),
             time=time,
-            is_consequence=isinstance(error, ConnectionError)
-            or name in CONSEQUENCE_TYPES
-            or (isinstance(error, (RuntimeError, OSError)) and CONSEQUENCES.search(text) is not None),
+            is_consequence=any(map(_is_of_group, _with_causes(error))),
             position=position,
             is_final=is_final or isinstance(error, CERTAIN_TYPES),
         )
@@ -146,6 +161,8 @@ class RankExit:
     """The newest step that it had named."""
     agent_traceback: str | None = None
     """The agent that watched it failed, like this."""
+    watchdog: str = ""
+    """Log line by which torch's NCCL watchdog said why it aborted the rank; empty for any other end."""
 
     @property
     def position(self) -> tuple[int | None, int | None]:
@@ -157,7 +174,7 @@ class RankExit:
         """It may well have ended because another rank did."""
         if self.hang is not None:
             return False
-        return self.stopped if self.failure is None else self.failure.is_consequence
+        return self.stopped or bool(self.watchdog) if self.failure is None else self.failure.is_consequence
 
     @property
     def may_be_of_collective(self) -> bool:
@@ -171,6 +188,8 @@ class RankExit:
         """Taken away from outside: with its worker, or by a signal that code does not send itself by accident."""
         if self.failure is not None or self.hang is not None or self.out_of_memory:
             return False
+        if self.watchdog:  # ranks that call different collectives are an error of the code
+            return self.difference is None
         return self.exitcode in (None, -signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -196,6 +215,41 @@ def raisable(error: BaseException, raiser: str) -> Exception:
     instead = RuntimeError(f"{raiser} raised {name}: {text}" if text else f"{raiser} raised {name}")
     instead.__cause__ = error
     return instead.with_traceback(error.__traceback__)
+
+
+def is_of_watchdog(line: str) -> bool:
+    """Whether torch's NCCL watchdog says in this log line that it aborts the process."""
+    return ("atchdog " in line or "Aborting process" in line) and WATCHDOG.search(line) is not None
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, and those that it was explicitly raised from."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_of_group(error: BaseException) -> bool:
+    """Whether an exception reads like the loss of a peer, and comes from the process group.
+
+    Torch raises its own types, or a `RuntimeError`, whose text tells. An `OSError` may come from any socket: the calls
+    that led to it tell whose.
+    """
+    if type(error).__name__ in CONSEQUENCE_TYPES:
+        return True
+    says_so = CONSEQUENCES.search(_text_of(error)) is not None
+    if isinstance(error, OSError):
+        return (says_so or isinstance(error, ConnectionError)) and GROUP_FILES.search(_caller_of(error)) is not None
+    return says_so and isinstance(error, RuntimeError) and not isinstance(error.__cause__, OSError)
+
+
+def _caller_of(error: BaseException) -> str:
+    """Return the file of the innermost frame outside Python's standard library, or ""."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((file for file in reversed(files) if "-packages/" in file or not file.startswith(STANDARD)), "")
 
 
 def _shortened(text: str) -> str:

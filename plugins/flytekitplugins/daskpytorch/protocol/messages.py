@@ -97,6 +97,8 @@ class Exited:
     out_of_memory: bool
     log_tail: str
     time: float
+    watchdog: str = ""
+    """Log line by which torch's NCCL watchdog said why it aborted the rank."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import cloudpickle
 from dask.base import normalize_token, tokenize
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.driver.files import Files, unusable
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
@@ -74,7 +74,14 @@ class SweepStorage:
 
         Raises:
             ValueError: It is kept of another call, or cannot be read.
+            OSError: The storage cannot be read or written.
         """
+        try:
+            return self._open(function, experiments)
+        except OSError as error:
+            raise unusable("dispatch.map(storage=...)", self.folder, error) from error
+
+    def _open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, Kept]:
         mine = {"function": name_of(function), "arguments": _bound(function)}
         there = self.files.below(self.folder)
         found = self._read_all(sorted(path for path in there if path.rpartition("/")[2] in (CALL, BEGUN, OUTCOME)))
