@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import hashlib
 import json
 import logging.handlers
+import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import fork_client, fork_server
+from flytekitplugins.daskpytorch.node import fork_client, fork_server, generators
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server as own_fork_server
 from processes import is_alive, nothing_left_behind, ranks_of, until
@@ -62,6 +65,22 @@ class Rank:
         """The next line it writes."""
         return self.output.readline().decode().rstrip()
 
+
+GENERATORS = """
+    import gc, multiprocessing, numpy, pickle, random, sys, torch
+    gc.unfreeze()  # else it does not list what was imported ahead
+    states = {"torch": torch.get_rng_state(), "authkey": bytes(multiprocessing.current_process().authkey)}
+    for found in gc.get_objects():
+        if type(found) is numpy.random.RandomState:
+            states["numpy"] = found.get_state()
+        elif type(found) is random.Random:
+            is_sympys = found is sys.modules["sympy.core.random"].rng
+            states["sympy" if is_sympys else len(states)] = found.getstate()
+    for name, state in states.items():
+        states[name] = hash(pickle.dumps(state))
+    print(states)
+"""
+"""A rank that shows all the random generators that it was forked with; hashes of ranks of one server are alike."""
 
 FAMILY = """
     import os, subprocess, time
@@ -106,6 +125,15 @@ def test_server_is_not_started_with_a_nannys_setting_of_the_allocator(monkeypatc
     with contextlib.closing(fork_client.connect("spawn")):  # imports nothing
         assert "MALLOC_TRIM_THRESHOLD_" not in own_fork_server().environ()
     fork_client.shutdown()
+
+
+def test_no_generator_of_a_rank_is_seeded_as_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_client, "_imported_ahead", ["numpy.random", "sympy.core.random"])
+    with contextlib.closing(fork_client.connect()) as client:
+        first, second = (ast.literal_eval(Rank.running(client, key, GENERATORS).line()) for key in range(2))
+    fork_client.shutdown()
+    assert first.keys() == second.keys() >= {"torch", "numpy", "authkey", "sympy"}
+    assert [name for name in first if first[name] == second[name]] == []
 
 
 def test_exit_code_of_each_rank_is_reported_with_its_key(client: ForkServerClient) -> None:
@@ -184,6 +212,19 @@ def test_all_that_every_rank_imports_is_at_hand(client: ForkServerClient) -> Non
         print(*(f"flytekitplugins.daskpytorch.{name}" in sys.modules for name in names))
     """
     assert Rank.running(client, 0, source).line() == "True True True"
+
+
+def test_a_generator_to_which_its_library_gives_a_seed_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random.Random, "seed", random.Random.seed)
+    monkeypatch.setattr(multiprocessing.current_process(), "authkey", multiprocessing.current_process().authkey)
+    generators.watch()
+    fresh, fixed, set_later = random.Random(), random.Random(7), random.Random()
+    set_later.seed(7)
+    before = [generator.getstate() for generator in (fresh, fixed, set_later)]
+    generators.seed_anew()
+    after = [generator.getstate() for generator in (fresh, fixed, set_later)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, True]
+    assert random.Random.seed.__module__ == "random"
 
 
 def test_torchs_question_for_plugins_is_answered_from_memory(client: ForkServerClient) -> None:

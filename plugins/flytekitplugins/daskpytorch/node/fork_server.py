@@ -35,7 +35,7 @@ from importlib import import_module, metadata
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from flytekitplugins.daskpytorch.node import hugepages
+from flytekitplugins.daskpytorch.node import generators, hugepages
 from flytekitplugins.daskpytorch.process import sigterm
 
 __all__ = ["END", "MAX_PACKET", "command", "is_of_this_user"]
@@ -310,6 +310,7 @@ class _Server:
             if spawns:
                 os.set_inheritable(channel, True)
                 os.execv(sys.executable, command("main_of_spawned_rank", [channel], sys.path))  # noqa: S606
+            generators.seed_anew()
             self._watch_for_training()
         except BaseException:
             traceback.print_exc()
@@ -470,6 +471,7 @@ def main() -> None:
     Other arguments name modules to import ahead.
     """
     gc.enable()
+    generators.watch()
     control, *hand_over = (int(argument) for argument in sys.argv[1:] if argument.isdecimal())
     for descriptor in (control, *hand_over):
         os.set_inheritable(descriptor, False)
