@@ -229,6 +229,13 @@ def test_state_that_cannot_be_pickled_is_refused_with_advice(rank: Rank, state: 
     assert not list(rank.folder.iterdir())
 
 
+def test_tensor_without_values_is_refused_by_its_name_with_advice(rank: Rank) -> None:
+    state = {"model": {"w": torch.ones(2), "b": torch.ones(2, device="meta")}}
+    with pytest.raises(TypeError, match=r"state\['model'\]\['b'\] is a tensor on the meta device.*to_empty\("):
+        rank.checkpoint().save(state, 1)
+    assert not list(rank.folder.iterdir())
+
+
 # ---- What is sharded ------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import warnings
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
@@ -121,6 +122,58 @@ def test_objects_say_what_is_theirs_and_take_it(tmp_path: Path) -> None:
 def test_what_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"loader\.lock of the state to be saved is a PosixPath"):
         Rank(tmp_path).checkpoints.save({"loader": {"lock": Path("here")}}, 1, {})
+
+
+class Marked(torch.Tensor):
+    """A class of the user's."""
+
+
+def strange_tensors() -> dict[str, tuple[torch.Tensor, str]]:
+    with warnings.catch_warnings(action="ignore"):  # some of them are prototypes, or go
+        return {
+            "sparse": (torch.eye(3).to_sparse(), r"layout torch.sparse_coo. Put value.to_dense\(\)"),
+            "csr": (torch.eye(3).to_sparse_csr(), r"layout torch.sparse_csr. Put value.to_dense\(\)"),
+            "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"nested tensor. .*unbind\(\)"),
+            "jagged": (
+                torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+                r"nested tensor. .*unbind\(\)",
+            ),
+            "quantized": (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), r"quantized.*int_repr\(\)"),
+            "lazy": (torch.nn.LazyLinear(3).weight, "lazy module.* Call the module once"),
+            "subclass": (torch.ones(3).as_subclass(Marked), "test_sharded.Marked, which torch.load.* plain tensors"),
+        }
+
+
+STRANGE = sorted(strange_tensors())
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_tensor_that_could_not_be_read_again_is_refused_by_its_key_with_advice(tmp_path: Path, kind: str) -> None:
+    tensor, advice = strange_tensors()[kind]
+    with pytest.raises(TypeError, match=rf"^model\.w of the state to be saved .*{advice}"):
+        Rank(tmp_path).save({"model": {"w": tensor}}, 1)
+
+
+def test_a_tensor_without_values_is_refused_by_its_key_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^model\.w of the state to be saved .*meta device.*to_empty\(device=...\)"):
+        Rank(tmp_path).save({"model": {"w": torch.ones(3, device="meta")}}, 1)
+
+
+@pytest.mark.parametrize("kind", [*STRANGE, "expanded"])
+def test_a_tensor_that_cannot_be_written_to_is_refused_by_its_key_with_advice(tmp_path: Path, kind: str) -> None:
+    entry = Rank(tmp_path).save({"model": {"w": torch.ones(3)}}, 1)
+    strange = strange_tensors() | {"expanded": (torch.ones(1).expand(3), r"expanded.*value.clone\(\)")}
+    tensor, advice = strange[kind]
+    with pytest.raises(TypeError, match=rf"step 1 .*cannot be loaded: model\.w of the state .*{advice}.*\(rank 0\)"):
+        Rank(tmp_path, [entry]).checkpoints.load({"model": {"w": tensor}})
+
+
+def test_a_class_of_tensors_that_torch_is_told_of_is_saved(tmp_path: Path) -> None:
+    with torch.serialization.safe_globals([Marked]):
+        entry = Rank(tmp_path).save({"w": torch.ones(3).as_subclass(Marked)}, 1)
+        content = {"w": torch.zeros(3).as_subclass(Marked)}
+        assert Rank(tmp_path, [entry]).checkpoints.load(content) == 1
+    assert content["w"].equal(torch.ones(3))
 
 
 @pytest.mark.parametrize("harm", ["removed", "shortened", "changed", "no layout", "another layout"])

@@ -209,7 +209,8 @@ class Checkpoint:
             metrics: As for `save`.
 
         Raises:
-            TypeError: Something in it is neither a tensor nor plain data, or a metric is no number.
+            TypeError: Something in it is neither a dense tensor nor plain data (sparse, nested and quantized tensors,
+                and tensors on the meta device, are refused by their keys), or a metric is no number.
             ValueError: The ranks save different steps, or their parts do not make up a whole.
         """
         numbers(metrics)

@@ -279,7 +279,7 @@ class _Inspector(pickle.Pickler):
         if not isinstance(obj, self._tensor):
             return None
         if isinstance(obj, self._sharded):
-            raise _ShardedError(obj)
+            raise _RefusedError(obj)
         return self.take(obj)
 
     def take(self, tensor: torch.Tensor) -> int:
@@ -296,6 +296,8 @@ class _Copier(_Inspector):
         self._seen: dict[Any, tuple[Any, int]] = {}  # holds the originals, too, so that no memory is given twice
 
     def take(self, tensor: torch.Tensor) -> int:
+        if tensor.is_meta:
+            raise _RefusedError(tensor)
         key = _place_of(tensor)
         if key not in self._seen:
             self._seen[key] = (tensor, len(self.copies))
@@ -312,7 +314,7 @@ class _Restorer(pickle.Unpickler):
         return self._copies[pid]
 
 
-class _ShardedError(Exception):
+class _RefusedError(Exception):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self.tensor = tensor
@@ -333,7 +335,7 @@ def _copy(state: Any) -> Any:
         copier.dump(state)
         buffer.seek(0)
         return _Restorer(buffer, copier.copies).load()
-    except _ShardedError as found:
+    except _RefusedError as found:
         raise _refusal(state, found.tensor) from None
     except Exception as error:
         raise TypeError(
@@ -349,7 +351,7 @@ def _refuse_sharded(state: Any) -> None:
     try:
         with Path(os.devnull).open("wb") as nowhere:
             _Inspector(nowhere).dump(state)
-    except _ShardedError as found:
+    except _RefusedError as found:
         raise _refusal(state, found.tensor) from None
     except Exception:  # noqa: S110 - whatever does not pickle here concerns nobody
         pass
@@ -362,6 +364,10 @@ def _sharded_types() -> tuple[type, ...]:
 
 
 def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
+    if not isinstance(tensor, _sharded_types()):
+        from flytekitplugins.daskpytorch.rank.tensor_kinds import META
+
+        return TypeError(f"the state to be saved has no values: {_name_in(state, tensor)} {META}.")
     return TypeError(
         f"the state to be saved is sharded: {_name_in(state, tensor)} is a {type(tensor).__name__} of shape "
         f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Use "

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from flytekitplugins.daskpytorch.protocol.torch_metadata import state_of
+from flytekitplugins.daskpytorch.rank.host_copies import HostCopies
+from flytekitplugins.daskpytorch.rank.tensor_kinds import check_savable
 
 __all__ = ["Piece", "SavePlans", "Staged", "as_dicts"]
 
@@ -60,7 +62,7 @@ class SavePlans:
         """What the ranks have divided the work by; this rank's."""
         self._own: Sequence[WriteItem] = ()
         self._state: str | None = None
-        self._buffers: list[list[torch.Tensor]] = []
+        self._copies: list[HostCopies] = []
         """Of saves that have been written; their memory is not given back, since the next one needs as much."""
 
     def look_at(self, state: Mapping[str, Any]) -> bool:
@@ -72,6 +74,7 @@ class SavePlans:
         """
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(as_dicts(state))
+        check_savable(self._planner.state_dict)
         self._looked_at = local = self._planner.create_local_plan()
         kinds = ((item, self._planner.lookup_object(item.index)) for item in local.items if _is_value(item))
         self._values = {item.index.fqn: _frozen(item.index.fqn, value) for item, value in kinds}
@@ -89,20 +92,17 @@ class SavePlans:
             plan = ranks.reduce_scatter("plan", lambda: self._looked_at, self._divide)
         except CheckpointException as error:  # no Exception of Python's
             raise ValueError(f"the state's shards do not fit together: {error}") from None
-        self._agreed, self._own, self._buffers = self._looked_at, plan.items, []
+        self._agreed, self._own, self._copies = self._looked_at, plan.items, []
 
     def stage(self, number: int, step: int, metrics: Mapping[str, float]) -> Staged:
         """Copy what this rank is to write; the tensors into memory of a save before where there is some."""
         items = [item for item in self._own if not _is_value(item)]
         tensors = [self._tensor(item) for item in items]
-        buffers = self._buffers.pop() if self._buffers else [_like(tensor) for tensor in tensors]
-        for buffer, tensor in zip(buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
+        copies = self._copies.pop() if self._copies else HostCopies(tensors)
+        copies.fill(tensors)
         copied = [
-            Piece(item=item, size=buffer.nbytes, write=functools.partial(torch.save, buffer))
-            for item, buffer in zip(items, buffers, strict=True)
+            Piece(item=item, size=copy.nbytes, write=functools.partial(torch.save, copy))
+            for item, copy in zip(items, copies.tensors, strict=True)
         ]
         values = [Piece(item=item, size=0, write=self._values[item.index.fqn]) for item in self._own if _is_value(item)]
         self._planner, self._values = DefaultSavePlanner(), {}  # the state itself may go
@@ -112,7 +112,7 @@ class SavePlans:
             metrics=metrics,
             pieces=[*copied, *values],
             state=self._state,
-            drop=functools.partial(self._buffers.append, buffers),  # of the list that stands for this plan
+            drop=functools.partial(self._copies.append, copies),  # of the list that stands for this plan
         )
 
     def _tensor(self, item: WriteItem) -> torch.Tensor:
@@ -150,7 +150,3 @@ def _frozen(key: str, value: Any) -> Callable[[IO[bytes]], object]:
         ) from error
     data = file.getvalue()
     return lambda to: to.write(data)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

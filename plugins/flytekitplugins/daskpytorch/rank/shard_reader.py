@@ -30,6 +30,7 @@ from flytekitplugins.daskpytorch.protocol.torch_metadata import from_layout
 from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
 from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
+from flytekitplugins.daskpytorch.rank.tensor_kinds import check_fillable
 
 __all__ = ["DamagedError", "DiffersError", "ShardReader"]
 
@@ -105,11 +106,13 @@ class ShardReader:
         Raises:
             DamagedError: It is not there, or not whole.
             DiffersError: The state has other keys or shapes.
+            TensorKindError: The state has a tensor that cannot be written to.
             OSError: The storage does not answer.
         """
         layout = self._read_layout()
         metadata = from_layout(layout)
         self._planner.set_up_planner(self._content, metadata)
+        check_fillable(self._planner.state_dict)
         _check(self._planner.state_dict, metadata.state_dict_metadata)
         self.unread = frozenset(metadata.state_dict_metadata.keys() - self._planner.state_dict.keys())
         items = _items(layout)

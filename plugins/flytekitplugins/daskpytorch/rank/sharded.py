@@ -48,7 +48,7 @@ class _Said:
 class _Trouble:
     """What keeps a rank from loading a checkpoint."""
 
-    kind: Literal["failure", "damage", "difference"]
+    kind: Literal["failure", "damage", "difference", "target"]
     text: str
 
 
@@ -236,6 +236,8 @@ class ShardedCheckpoints:
             return False
         if (difference := _first(heard, "difference")) is not None:
             raise ValueError(f"{where} is of another state than the one that it is loaded into: {difference}")
+        if (target := _first(heard, "target")) is not None:
+            raise TypeError(f"{where} cannot be loaded: {target}")
         return True
 
     def _tell_forgotten(self, save: Staged) -> None:
@@ -291,6 +293,7 @@ def _error_of(act: Callable[[], object]) -> Exception | None:
 
 def _trouble_of(error: Exception | None) -> _Trouble | None:
     from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError, DiffersError
+    from flytekitplugins.daskpytorch.rank.tensor_kinds import TensorKindError
 
     match error:
         case None:
@@ -299,6 +302,8 @@ def _trouble_of(error: Exception | None) -> _Trouble | None:
             return _Trouble("damage", str(error))
         case DiffersError():
             return _Trouble("difference", str(error))
+        case TensorKindError():
+            return _Trouble("target", str(error))
     return _Trouble("failure", _text(error))
 
 

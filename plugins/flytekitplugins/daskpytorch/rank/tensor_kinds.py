@@ -1,0 +1,88 @@
+"""Kinds of tensors that a checkpoint cannot keep or fill, and what to do instead. Runs in a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.serialization import get_safe_globals
+
+__all__ = ["META", "TensorKindError", "check_fillable", "check_savable"]
+
+META = (
+    "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
+    "its initialisation or load_state_dict"
+)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class TensorKindError(TypeError):
+    """A state has a tensor that a checkpoint cannot keep or fill; the message says what to put in its place."""
+
+
+def check_savable(state: Mapping[str, Any]) -> None:
+    """Check all tensors of a flattened state, those of a `DTensor`'s own part included.
+
+    Raises:
+        TensorKindError: One of them could not be read again.
+    """
+    for key, tensor in _parts(state):
+        if (reason := META if tensor.is_meta and not is_lazy(tensor) else _strange(tensor)) is not None:
+            raise TensorKindError(f"{key} of the state to be saved {reason}.")
+
+
+def check_fillable(state: Mapping[str, Any]) -> None:
+    """Check the same of a state that a checkpoint is loaded into.
+
+    Raises:
+        TensorKindError: One of the tensors cannot be written to.
+    """
+    for key, tensor in _parts(state):
+        if (reason := _strange(tensor) or _shared(tensor)) is not None:
+            raise TensorKindError(f"{key} of the state to be loaded into {reason}.")
+
+
+def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's part of each tensor, under its key."""
+    for key, value in state.items():
+        parts: Iterable[torch.Tensor] = [value] if isinstance(value, torch.Tensor) else []
+        if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
+            parts = [shard.tensor for shard in value.local_shards()]
+        elif hasattr(value, "to_local"):  # a DTensor
+            with torch.no_grad():
+                parts = [value.to_local()]
+        yield from ((key, part) for part in parts)
+
+
+def _strange(tensor: torch.Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "belongs to a lazy module and has no shape yet. Call the module once before"
+    if tensor.is_nested:
+        return "is a nested tensor. Put the list value.unbind() in its place"
+    if tensor.layout is not torch.strided:
+        return f"is a tensor of layout {tensor.layout}. Put value.to_dense() in its place"
+    if tensor.is_quantized:
+        return "is a quantized tensor. Put value.int_repr() in its place, and the scale and zero point beside it"
+    kind = type(tensor)
+    if kind in PLAIN or kind in get_safe_globals() or _is_copied_as_plain(tensor):
+        return None
+    return (
+        f"is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) does not read. Put the plain "
+        "tensors that it is made of in its place, or allow its class on all ranks: torch.serialization.add_safe_globals"
+    )
+
+
+def _is_copied_as_plain(tensor: torch.Tensor) -> bool:
+    """Of functional collectives a result that is still on its way."""
+    try:
+        return type(torch.empty_like(tensor)) in PLAIN
+    except Exception:  # whatever a class of somebody else's raises
+        return False
+
+
+def _shared(tensor: torch.Tensor) -> str | None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "is an expanded tensor: its elements share one place in memory. Put value.clone() in its place"
+    return None
