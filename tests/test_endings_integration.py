@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
+import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
+from flytekitplugins.daskpytorch.rank import ending
 
 ONCE = Gang(max_restarts=0)
 MAX_WAIT = 60.0
@@ -108,6 +114,38 @@ def return_only_here() -> Any:
     return OnlyHere() if current_rank().is_main else "fine"
 
 
+def leave_work_behind(folder: str) -> str:
+    """Return while executors are open, and while threads have still to do what Python waits for."""
+    pool = ProcessPoolExecutor(1)
+    assert pool.submit(abs, -1).result() == 1
+    KEPT.append(pool)  # else it would be closed as garbage
+    marks = [Path(folder, f"{what}-{current_rank().rank}") for what in ("executor", "thread")]
+    ThreadPoolExecutor(1).submit(touch_later, marks[0])
+    threading.Thread(target=touch_later, args=(marks[1],)).start()
+    return "returned"
+
+
+def touch_later(path: Path) -> None:
+    """Need some time for it."""
+    time.sleep(0.5)
+    path.touch()
+
+
+def never_end(how: str) -> str:
+    """Return while something goes on for ever."""
+    ending.GRACE = 1.0
+    match how:
+        case "thread":
+            threading.Thread(target=time.sleep, args=(600,), name="feeder").start()
+        case "process":
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), name="server").start()
+        case "exit function":
+            atexit.register(time.sleep, 600)
+    return "returned"
+
+
+KEPT: list[object] = []
+
 # ---- The tests
 
 
@@ -164,3 +202,29 @@ def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(client: C
         futures.result(MAX_WAIT)
     assert "return value of rank 0" in "".join(caught.value.__cause__.__notes__)
     assert futures[1].result(MAX_WAIT) == "fine"
+
+
+def test_what_python_waits_for_at_its_end_is_done_in_a_rank(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch.run(client, leave_work_behind, str(tmp_path), gang=ONCE).result(MAX_WAIT) == ["returned"] * 2
+    names = {"executor-0", "executor-1", "thread-0", "thread-1"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    told = capfd.readouterr()
+    assert "had not ended by then" not in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("thread", "thread 'feeder'"),
+        ("process", "process 'server' (pid "),
+        ("exit function", "an exit function, at "),
+    ],
+)
+def test_what_would_never_end_is_ended_and_named(
+    client: Client, how: str, named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch.run(client, never_end, how, gang=ONCE).result(MAX_WAIT) == ["returned"] * 2
+    told = capfd.readouterr()
+    assert f"rank 1 is ended 1 s after its function, with what had not ended by then: {named}" in told.out + told.err

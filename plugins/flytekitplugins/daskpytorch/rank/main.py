@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -40,6 +39,7 @@ from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.rank import (
     debugger,
+    ending,
     flame_graph,
     flight_recorder,
     hints,
@@ -111,13 +111,13 @@ def main(channel: Connection) -> int:
         sources.explain(error, order.sources)
         debugger.explain(error, order.place.rank)
         link.send(_failure(error, progress, is_final=has_returned and not _is_of_storage(error)))
-        _wind_up(observers, 1)
+        _wind_up(order, observers, 1)
         return 1
     link.see_out(is_over=not rank.stop_signal.has_fired)
     if observers:
         with contextlib.suppress(TimeoutError):
             observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
-    _wind_up(observers, 1 if rank.stop_signal.has_fired else 0)
+    _wind_up(order, observers, 1 if rank.stop_signal.has_fired else 0, exit_code=0)
     return 0
 
 
@@ -615,9 +615,8 @@ def _dump(
         ) from error
 
 
-def _wind_up(observers: Observers, exit_code: int) -> None:
-    observers.tell("close", exit_code)
+def _wind_up(order: RankOrder, observers: Observers, outcome: int, exit_code: int = 1) -> None:
+    """Close what observers have open, and end the program; the outcome of a rank that was stopped is 1, too."""
+    observers.tell("close", outcome)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that workers of DataLoaders end now is nothing to torch
-    atexit._run_exitfuncs()  # noqa: SLF001 - the fork server ends this process by os._exit, which runs none
-    sys.stdout.flush()
-    sys.stderr.flush()
+    ending.end_as_program(order.place.rank, exit_code)
