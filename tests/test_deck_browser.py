@@ -8,6 +8,7 @@ from browser import Inspected, inspect
 from clock import Clock
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
+from flytekitplugins.daskpytorch.display.values import values_table
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.goodput import Goodput
 from test_deck import record, shape, usage
@@ -49,6 +50,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
         "empty": Recorder("flows.train").html() + report.line_chart("nothing", {"loss": []}, "step"),
         "two": report.page(report.line_chart("one", {"a": points}, "epoch")) + report.page(loose),
         "loose": loose,
+        "values": report.page(values_table({LONG: LONG, "rows": [{LONG: LONG}] * 9}, {LONG: LONG}, {}), loose),
     }
     return inspect(pages, tmp_path_factory.mktemp("browser"), WIDTHS)
 

@@ -14,6 +14,7 @@ from flytekit import Deck
 from flytekit.configuration import DataConfig
 from flytekit.core.context_manager import ExecutionParameters, ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.deck.deck import get_deck_template
 
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.errors import GangError
@@ -175,10 +176,23 @@ def test_the_file_stays_where_it_was_once_flytekit_has_written_the_last_one(in_t
         pass
     written = tmp_path / "written.html"
     written.write_text("the last one")
-    live_deck.move_to_live_file(written)
+    assert live_deck.finish(written) == file
     assert file is not None
     assert file.read_text() == "the last one"
     assert not written.exists()
     written.write_text("another task's")
-    live_deck.move_to_live_file(written)
+    assert live_deck.finish(written) == written
     assert written.read_text() == "another task's"
+
+
+def test_no_page_asks_a_server_for_fonts(in_task: Entered, tmp_path: Path) -> None:
+    in_task(LOCAL)
+    template = get_deck_template().template
+    assert "https://" in template  # flytekit's
+    with live_deck.published(Recorder("flows.train"), dict) as file:
+        assert file is not None
+        assert "<link" not in file.read_text()
+    (written := tmp_path / "written.html").write_text(template)
+    page = live_deck.finish(written).read_text()
+    assert "<link" not in page
+    assert "https://" not in page

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 import pytest
+import torch
 from distributed.worker_memory import parse_memory_limit
 from flyteidl.core import literals_pb2
 from flytekit import Deck, PodTemplate, Resources, Secret, dynamic, task
@@ -505,6 +506,75 @@ def test_the_last_lines_say_how_it_ended_and_where_the_deck_is(
     assert "with_deck" in html
     assert re.search(rf">flytekit</td><td[^>]*>{re.escape(version('flytekit'))}</td>", html)
     assert re.findall(r'handleLinkClick\(this\)">(.*?)</li>', html)[0] == "Training"
+
+
+class Spoilt(NamedTuple):
+    model: torch.nn.Module
+    api_key: str
+    markup: str
+
+
+@task(task_config=SpawnDDP(nproc=1), enable_deck=True)
+def returns_a_module(api_key: str, note: str) -> Spoilt:
+    """flytekit writes a module, and cannot read one: `Weights only load failed`."""
+    return Spoilt(torch.nn.Linear(3, 2), api_key, note)
+
+
+def test_outputs_that_cannot_be_read_back_are_delivered_and_shown_by_what_rank_0_has(
+    without_processes: type[_Trained], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hosts: list[FlyteRank] = []
+
+    def run(trained: _Trained) -> list[bytes]:
+        return [pickle.dumps(hosts[0].outputs(returns_a_module.task_function(**hosts[0].arguments())))]
+
+    of_current_task = FlyteRank.of_current_task
+
+    def of_task(*args: Any, **kwargs: Any) -> FlyteRank:
+        hosts.append(of_current_task(*args, **kwargs))
+        return hosts[0]
+
+    monkeypatch.setattr(FlyteRank, "of_current_task", of_task)
+    monkeypatch.setattr(without_processes, "run", run)
+    given = {"api_key": "s3cret", "note": "<script>alert(1)</script>"}
+    made = in_a_local_run(returns_a_module, given)
+    assert sorted(made.literals) == ["api_key", "markup", "model"]
+    [file] = tmp_path.rglob("deck.html")
+    page = file.read_text().partition("highlight")[0]  # the source code comes last
+    assert "8 parameters" in page
+    assert str(made.literals["model"].scalar.blob.uri) in page
+    assert "s3cret" not in page
+    assert page.count("(hidden)") == 3  # among the training's inputs, in the tabs of inputs and of outputs
+    assert "<script>alert" not in page
+    assert page.count("&lt;script&gt;alert") == 3
+
+
+def in_a_local_run(made: Any, inputs: dict[str, Any]) -> LiteralMap:
+    """What flytekit makes of a call before it reads the outputs for the caller."""
+    ctx = FlyteContextManager.current_context()
+    state = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
+    with FlyteContextManager.with_context(ctx.with_execution_state(state)) as ctx:
+        literals = TypeEngine.dict_to_literal_map(ctx, inputs, made.python_interface.inputs)
+        return made.sandbox_execute(ctx, literals)
+
+
+def test_a_deck_that_cannot_be_written_ends_no_task(
+    files_below: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flytekitplugins.daskpytorch.dask.cluster.opened", lambda **_: contextlib.nullcontext())
+
+    class Unwilling(Deck):  # type: ignore[misc]
+        @property
+        def name(self) -> str:
+            raise OSError("no name")
+
+    @task(task_config=DaskCluster(), enable_deck=True)
+    def orchestrate() -> int:
+        Unwilling("Mine")
+        return 3
+
+    assert orchestrate() == 3
+    assert "the Deck could not be written (OSError: no name)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("error", [None, ValueError("spoilt")])

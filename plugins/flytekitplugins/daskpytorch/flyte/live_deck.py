@@ -1,6 +1,7 @@
 """A training's Deck while it trains. Runs in the driver."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,10 +13,11 @@ from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.task.live_page import TITLE, Publisher, page_of
 
-__all__ = ["move_to_live_file", "published"]
+__all__ = ["finish", "published"]
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 """For S3, and for Google's storage; as flytekit sends its Decks."""
+FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 _live_file: ContextVar[Path | None] = ContextVar("daskpytorch.live_deck", default=None)
 
@@ -64,12 +66,22 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
         deck.freeze()
 
 
-def move_to_live_file(written: Path) -> None:
-    """Have the file that flytekit wrote in the end take the place of the one that was there all along."""
-    live = _live_file.get()
-    if live is not None and live != written:
-        written.replace(live)
-        _live_file.set(None)
+def finish(written: Path) -> Path:
+    """Have the file that flytekit wrote in the end ask no server, and take the place of the one that followed along.
+
+    Returns:
+        The file.
+    """
+    live = _live_file.get() or written
+    _live_file.set(None)
+    page = without_fonts(written.read_text(encoding="utf-8", errors="replace"))
+    written.write_text(page, encoding="utf-8", errors="replace")
+    return written.replace(live)
+
+
+def without_fonts(page: str) -> str:
+    """Return flytekit's page without the link by which its template asks a server of Google's for two fonts."""
+    return FONTS.sub("", page)
 
 
 class _DeckFile:
@@ -85,7 +97,7 @@ class _DeckFile:
         self.is_local = state is None or state.mode != ExecutionState.Mode.TASK_EXECUTION
 
     def write(self) -> None:
-        page = _get_deck(self._ctx.user_space_params, ignore_jupyter=True)
+        page = without_fonts(_get_deck(self._ctx.user_space_params, ignore_jupyter=True))
         beside = self.path.with_suffix(".new")
         beside.write_text(page, encoding="utf-8", errors="replace")
         beside.replace(self.path)  # whoever reloads sees a whole page

@@ -19,7 +19,7 @@ from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.utils.asyn import run_sync
 
-from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.flyte import context, tabs
 from flytekitplugins.daskpytorch.protocol.host import provide
 
 __all__ = ["FlyteRank", "TaskOutput", "finish_imports"]
@@ -33,6 +33,8 @@ class TaskOutput:
     """A serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
     """Name and HTML of the Decks made in the rank."""
+    tab: str = ""
+    """The Deck's tab of the outputs, if the Deck has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,13 @@ class FlyteRank:
     task_name: str
     results: str
     """The folder of what the ranks submit, complete when the task has ended."""
+    shows_outputs: bool = False
+    """True if the task's Deck has a tab of the outputs, which rank 0 writes: the values are there alone."""
 
     @classmethod
-    def of_current_task(cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str) -> Self:
+    def of_current_task(
+        cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str, *, shows_outputs: bool = False
+    ) -> Self:
         """Take what the ranks need from the current context, in the driver."""
         ctx = FlyteContextManager.current_context()
         params, mode = ctx.user_space_params, ctx.execution_state.mode
@@ -74,6 +80,7 @@ class FlyteRank:
             inputs=inputs.to_flyte_idl().SerializeToString(),
             task_name=task_name,
             results=results,
+            shows_outputs=shows_outputs,
         )
 
     @contextlib.contextmanager
@@ -111,8 +118,9 @@ class FlyteRank:
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
         task = PythonTask(task_type="", name=self.task_name, task_config=None, interface=interface)
         # What an ordinary task calls after its function: it also adds the metadata of artifacts.
-        made, _ = run_sync(task._output_to_literal_map, returned, FlyteContextManager.current_context())  # noqa: SLF001
-        return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks())
+        made, values = run_sync(task._output_to_literal_map, returned, FlyteContextManager.current_context())  # noqa: SLF001
+        tab = tabs.tab_of(values, outputs, made.literals) if self.shows_outputs else ""
+        return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
 
     def results_folder(self) -> FlyteDirectory:
         """The driver brings the files there."""

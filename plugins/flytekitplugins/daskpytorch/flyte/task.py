@@ -29,7 +29,7 @@ from flytekitplugins.dask.task import DaskTask
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.flyte import context
+from flytekitplugins.daskpytorch.flyte import context, tabs
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.settings import is_local
@@ -50,6 +50,9 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.fly
 CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
+OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT)
+"""Tabs of the Deck that are ours in place of flytekit's."""
+
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
@@ -61,22 +64,49 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lists_packages = DeckField.DEPENDENCIES in self._deck_fields
-        if self._lists_packages:
-            self._deck_fields.remove(DeckField.DEPENDENCIES)
+        asked: list[DeckField] = list(self.deck_fields)
+        self._own_tabs = [each for each in OWN_TABS if each in asked]
+        self._deck_fields = [each for each in asked if each not in OWN_TABS]
+        self._made: Mapping[str, Literal] = {}
+        """The outputs as Flyte has them."""
 
-    def _write_decks(self, *args: Any) -> None:
-        """Write them, those that the task's code has made before flytekit's.
+    async def _output_to_literal_map(self, *args: Any) -> Any:
+        literals, values = await super()._output_to_literal_map(*args)
+        self._made = literals.literals
+        return literals, values
 
-        With a list of packages of our own: for flytekit's, pip runs twice, which takes seconds.
+    def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
+        """Write the Deck: first the tabs of the task's own code, then ours and flytekit's.
+
+        No failure in here ends a task, whose outcome stands. `outputs`: their values, or their tab.
         """
-        args[-1].decks.sort(key=lambda deck: deck.name == DeckField.TIMELINE.value)
-        if self._lists_packages:
+        if not self.enable_deck:
+            return
+        try:
+            params.decks.sort(key=lambda deck: deck.name == DeckField.TIMELINE.value)
+            for field in self._own_tabs:
+                Deck(field.value, self._own_tab(field, inputs, outputs))
+            super()._write_decks(inputs, outputs, ctx, params)
+            if (file := _deck_file()) is not None:
+                from flytekitplugins.daskpytorch.flyte import live_deck
+
+                live_deck.finish(Path(file))
+        except Exception as error:  # whatever a disk or a user's own Deck raises
+            say(f"{self.name}: the Deck could not be written ({type(error).__name__}: {error}); the outcome stands")
+
+    def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
+        if field == DeckField.DEPENDENCIES:  # for flytekit's, pip runs twice, which takes seconds
             from flytekitplugins.daskpytorch.report import card, page, table
 
             installed = sorted({(each.name, each.version) for each in distributions()})
-            Deck(DeckField.DEPENDENCIES.value, page(card("Packages", table(("Name", "Version"), installed))))
-        super()._write_decks(*args)
+            return page(card("Packages", table(("Name", "Version"), installed)))
+        if field == DeckField.OUTPUT:
+            if isinstance(outputs, str):
+                return outputs
+            return tabs.tab_of(outputs, self.python_interface.outputs, self._made)
+        task, literals = _dispatched.get() or (None, None)
+        known = literals.literals if task is self and literals is not None else {}
+        return tabs.tab_of(inputs, self.python_interface.inputs, known)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
@@ -187,7 +217,10 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
         from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
 
-        return lambda folder: FlyteRank.of_current_task(self.name, self.python_interface, literals, folder)
+        has_tab = DeckField.OUTPUT in self._own_tabs
+        return lambda folder: FlyteRank.of_current_task(
+            self.name, self.python_interface, literals, folder, shows_outputs=has_tab
+        )
 
     def _output_storage(self) -> Any:
         return FlyteContextManager.current_context().file_access
@@ -212,13 +245,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
         self._write_local_deck(inputs)
 
-    def _write_decks(self, *args: Any) -> None:
-        super()._write_decks(*args)
-        if self.enable_deck and (file := _deck_file()) is not None:
-            from flytekitplugins.daskpytorch.flyte import live_deck
-
-            live_deck.move_to_live_file(Path(file))
-
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
         """Add what the console's link to Weights & Biases is made from."""
         config = dict(super().get_config(settings) or {})
@@ -232,9 +258,9 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         if self.enable_deck:
             for name, html in output.decks:
                 Deck(name, html)
-            # flytekit leaves these out where execute() returns literals.
-            values = TypeEngine.literal_map_to_kwargs(ctx, literals, self.python_interface.outputs)
-            self._write_decks(inputs, values, ctx, ctx.user_space_params)
+            # flytekit writes none where execute() returns literals. Their values stay in rank 0: reading them here may
+            # fail, as of a torch.nn.Module, and would download each file a second time.
+            self._write_decks(inputs, output.tab, ctx, ctx.user_space_params)
         return literals
 
 

@@ -1,18 +1,27 @@
 """Standard streams, and texts that are fit to be shown there. Runs everywhere."""
 
+import argparse
 import contextlib
+import copy
+import dataclasses
 import os
 import re
 import sys
+import types
+from collections.abc import Mapping
 from typing import IO, Any
 
-__all__ = ["Screen", "one_line", "open_closed", "without_secrets"]
+__all__ = ["HIDDEN", "Screen", "one_line", "open_closed", "without_secrets"]
 
 SECRET = re.compile(
-    r"(?i)^token$|(^|_)(secret|password|passwd|credentials?|storage_options"
-    r"|(api|access|secret|private)_?key(_id)?|(api|auth|access|session|bearer|hf)_?token)$"
+    r"(?i)^token$|(^|[_\W])(secret|password|passwd|passphrase|credentials?|authorization|connection_string|storage_options"
+    r"|(api|access|secret|private)[-_]?key([-_]?id)?|(api|auth|access|session|bearer|hf)[-_]?token)$"
 )
 """Not the names of hyper-parameters such as num_tokens or pad_token."""
+PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
+"""Of an address: `postgres://user:password@host`."""
+SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|api_?key)|sig)=)[^&#\s]+")
+"""Of an address that whoever knows can open, as clients of storage sign them."""
 HIDDEN = "(hidden)"
 
 
@@ -72,9 +81,40 @@ def one_line(text: str, max_length: int) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """The same, with `(hidden)` in place of whatever a dictionary in it has under such a name."""
-    if isinstance(value, list):
-        return [without_secrets(item) for item in value]
-    if isinstance(value, dict):
-        return {name: HIDDEN if SECRET.search(str(name)) else without_secrets(item) for name, item in value.items()}
-    return value
+    """Copy a value with `(hidden)` in place of secrets: by the names of keys and fields, and within addresses.
+
+    Descends into lists, tuples, sets, mappings, dataclasses, namespaces, named tuples and models of Pydantic.
+    """
+    if isinstance(value, str):
+        return SIGNATURE.sub(rf"\1{HIDDEN}", PASSWORD.sub(rf"\1{HIDDEN}", value)) if "://" in value else value
+    if isinstance(value, tuple) and (as_dict := getattr(value, "_asdict", None)) is not None:
+        return type(value)(*_hidden_by_name(as_dict()).values())
+    if type(value) in {list, tuple, set, frozenset}:
+        return type(value)(map(without_secrets, value))
+    try:
+        if isinstance(value, Mapping):
+            return _hidden_by_name(value)
+        return _without_secret_fields(value)
+    except Exception:  # whatever a user's own class raises when it is read, copied or changed
+        return HIDDEN
+
+
+def _hidden_by_name(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {
+        name: HIDDEN if SECRET.search(str(name)) else without_secrets(value) for name, value in list(values.items())
+    }
+
+
+def _without_secret_fields(value: Any) -> Any:
+    """Copy an object whose fields can be told, as the same type; return any other as the value is."""
+    if callable(getattr(type(value), "model_copy", None)):  # Pydantic's
+        return value.model_copy(update=_hidden_by_name(dict(value)))
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike))  # a FlyteFile is both
+    if not is_record and not isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return value
+    names = [field.name for field in dataclasses.fields(value)] if is_record else list(vars(value))
+    fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    copied = copy.copy(value)
+    for name, hidden in _hidden_by_name(fields).items():
+        object.__setattr__(copied, name, hidden)
+    return copied

@@ -1,0 +1,154 @@
+"""Values of any type as HTML: redacted, escaped, long ones as tables. Reads no file, and calls no repr."""
+
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import itertools
+import os
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
+from flytekitplugins.daskpytorch.report.html import element, text_of
+from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
+
+__all__ = ["values_table"]
+
+MAX_SHORT = 200
+"""Characters of a text that is shown in a line."""
+MAX_OPEN = 20
+"""Rows of a table that is open when the page is; longer ones are below a click."""
+MAX_ROWS = 500
+"""Rows that are written of any table."""
+MAX_FRAME_ROWS = 10
+MAX_FRAME_COLUMNS = 50
+MAX_DEPTH = 4
+"""Tables within each other."""
+PLAIN = (dt.date, dt.time, dt.timedelta, decimal.Decimal, uuid.UUID, PurePath)
+
+
+def values_table(values: Mapping[str, Any], addresses: Mapping[str, str], ready: Mapping[str, str]) -> str:
+    """Return a card with a row for each value: its name, its type and what is there to see of it.
+
+    Args:
+        values: By their names. What a name calls a secret is hidden, at every depth.
+        addresses: Where some of the values lie, by their names.
+        ready: HTML in place of some of the values, by their names.
+    """
+    rows = []
+    for name, value in values.items():
+        [shown] = without_secrets({name: value}).values()
+        is_hidden = isinstance(shown, str) and shown == HIDDEN
+        kind = type(value).__name__ if value is not None else ""
+        cell = text_of(shown) if is_hidden else ready.get(name) or _cell_or_line(shown)
+        if name in addresses:
+            address = text_of(without_secrets(addresses[name]))
+            cell = f"{cell}<br>{address}" if cell else address
+        rows.append([text_of(name), text_of(kind), cell])
+    return (
+        report.card("", cells_table(("name", "type", "value"), rows, "dpt-values"))
+        if rows
+        else report.text("none", quiet=True)
+    )
+
+
+def _cell_or_line(value: Any) -> str:
+    try:
+        return _cell(value, 0)
+    except Exception as error:  # whatever a user's own class raises when somebody looks at it
+        return text_of(f"cannot be shown ({type(error).__name__}: {error})")
+
+
+def _cell(value: Any, depth: int) -> str:
+    """Show a value that has no secrets in it; empty where only its type and its address can be told."""
+    if isinstance(value, str):
+        is_short = len(value) <= MAX_SHORT and "\n" not in value
+        return text_of(value) if is_short else folded(f"{len(value):,} characters", _lines(value))
+    if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "columns"):
+        return _frame(value)
+    if (line := _line(value)) is not None:
+        return text_of(line)
+    if (fields := _fields(value)) is not None:
+        return _table(("name", "value"), fields.items(), len(fields), depth)
+    return _sequence(value, depth) if isinstance(value, (list, tuple, set, frozenset)) else ""
+
+
+def _line(value: Any) -> object | None:
+    """Return what a line holds of a value that is plain, or of which only a measure is shown."""
+    if value is None or isinstance(value, (bool, int, float, *PLAIN)):
+        return str(value) if value is None or isinstance(value, PLAIN) else value
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"{len(value):,} bytes"
+    if isinstance(value, os.PathLike):  # flytekit's files, which `os.fspath` and `open` would download
+        return ""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return _array(value)
+    has_parameters = callable(getattr(value, "named_parameters", None))
+    return f"{sum(each.numel() for each in value.parameters()):,} parameters" if has_parameters else None
+
+
+def _lines(text: str) -> str:
+    return element("pre", text_of(text), "dpt-pre")
+
+
+def _array(value: Any) -> str:
+    shape, num_bytes = tuple(value.shape), getattr(value, "nbytes", None)
+    size = f", {num_bytes:,} bytes" if isinstance(num_bytes, int) else ""
+    return f"{value.dtype} {shape}{size}"
+
+
+def _fields(value: Any) -> Mapping[Any, Any] | None:
+    """Return the named parts of a mapping, a dataclass, a named tuple or a model of Pydantic."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    return dict(value) if callable(getattr(type(value), "model_copy", None)) else None
+
+
+def _sequence(values: Collection[Any], depth: int) -> str:
+    """Show short lists of plain values in a line, records of the same fields by columns, others by their places."""
+    first = list(itertools.islice(values, MAX_ROWS))
+    if all(each is None or isinstance(each, (bool, int, float, str)) for each in first):
+        line = ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in first)
+        if len(values) <= MAX_ROWS and len(line) <= MAX_SHORT and "\n" not in line:
+            return text_of(f"[{line}]")
+    records = [_fields(each) for each in first]
+    names = list(records[0]) if records and records[0] else None
+    if names and len(names) <= MAX_FRAME_COLUMNS and all(each is not None and list(each) == names for each in records):
+        rows: Iterable[Sequence[Any]] = (list(each.values()) for each in records if each is not None)
+        return _table([str(name) for name in names], rows, len(values), depth)
+    return _table(("", "value"), enumerate(first), len(values), depth)
+
+
+def _frame(frame: Any) -> str:
+    """Show the beginning of a data frame; its columns are hidden by their names."""
+    count, columns = len(frame), [str(name) for name in frame.columns][:MAX_FRAME_COLUMNS]
+    head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS].itertuples(index=False, name=None)
+    rows = [without_secrets(dict(zip(columns, row, strict=False))).values() for row in head]
+    cells = [[_cell(_plain(cell), MAX_DEPTH) for cell in row] for row in rows]
+    size = text_of(f"{count:,} rows, {len(frame.columns):,} columns")
+    return size + folded(f"the first {len(cells)}", cells_table([text_of(name) for name in columns], cells))
+
+
+def _plain(cell: Any) -> Any:
+    """Return the number in a scalar of NumPy, else the cell."""
+    return cell.item() if hasattr(cell, "item") and getattr(cell, "shape", None) == () else cell
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], count: int, depth: int) -> str:
+    if depth >= MAX_DEPTH:
+        return text_of(f"{count:,} entries")
+    cells = [[_cell(cell, depth + 1) for cell in row] for row in itertools.islice(rows, MAX_ROWS)]
+    written = cells_table([text_of(name) for name in header], cells)
+    if count > MAX_ROWS:
+        written += element("p", text_of(f"and {count - MAX_ROWS:,} more"), "dpt-soft")
+    return written if count <= MAX_OPEN else folded(f"{count:,} entries", written)
