@@ -22,14 +22,19 @@ import pytest
 import torch
 from distributed.worker_memory import parse_memory_limit
 from flyteidl.core import literals_pb2
-from flytekit import Deck, PodTemplate, Resources, Secret, dynamic, task
+from flytekit import ContainerTask, Deck, Documentation, PodTemplate, Resources, Secret, dynamic, eager, task
 from flytekit.configuration import DataConfig, Image, ImageConfig, SerializationSettings
+from flytekit.core.base_task import TaskMetadata
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.core.task import TaskPlugins
 from flytekit.core.type_engine import TypeEngine
+from flytekit.core.utils import ClassDecorator
 from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.extras.accelerators import A100
+from flytekit.extras.tasks.shell import ShellTask
+from flytekit.interactive import vscode
 from flytekit.models.literals import LiteralMap
 from flytekit.models.task import TaskTemplate
 from flytekit.tools.translator import get_serializable
@@ -294,6 +299,83 @@ def test_gang_cannot_be_a_dynamic_workflow() -> None:
         @dynamic(task_config=DaskDDP())
         def spread() -> None:
             pass
+
+
+@pytest.mark.parametrize("config", [DaskDDP(), SpawnDDP(nproc=2), DaskCluster()])
+def test_a_notebook_task_that_would_train_in_no_rank_is_refused_when_it_is_defined(config: Any) -> None:
+    """`NotebookTask` of flytekitplugins-papermill asks for a task of the config's type with this function."""
+
+    def _dummy_task_func() -> None:
+        return None
+
+    _dummy_task_func.__module__ = "flytekitplugins.papermill.task"
+    plugin_class = TaskPlugins.find_pythontask_plugin(type(config))
+    with pytest.raises(ValueError, match=rf"NotebookTask\(task_config={type(config).__name__}.*dispatch.run"):
+        plugin_class(task_config=config, task_function=_dummy_task_func, metadata=TaskMetadata())
+    _dummy_task_func.__module__ = __name__
+    plugin_class(task_config=config, task_function=_dummy_task_func)  # a user's, whatever its name
+
+
+@pytest.mark.parametrize("config", [DaskDDP(), SpawnDDP(nproc=2), DaskCluster()])
+def test_flytekits_other_tasks_refuse_the_configs_by_themselves(config: Any) -> None:
+    async def waits() -> None: ...
+
+    with pytest.raises(ValueError, match="TaskConfig"):
+        ShellTask(name="shell", script="true", task_config=config)
+    with pytest.raises(TypeError, match="task_config"):
+        ContainerTask(name="container", image="image", command=["true"], task_config=config)
+    with pytest.raises(TypeError, match="task_config"):
+        eager(task_config=config)(waits)
+    with pytest.raises(AssertionError, match="async"):
+        task(task_config=config)(waits)
+
+
+class Linked(ClassDecorator):
+    """As `@vscode` and `@wandb_init`, which the console shows links for."""
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        return self.task_function(*args, **kwargs)
+
+    def get_extra_config(self) -> dict[str, str]:
+        return {self.LINK_TYPE_KEY: "linked", self.PORT_KEY: "8080"}
+
+
+@pytest.mark.parametrize("decorator", [lambda function: function, Linked, vscode, vscode(port=8090)])
+@pytest.mark.parametrize("config", [DaskDDP(), SpawnDDP(nproc=2), DaskCluster()])
+def test_what_flytekit_says_of_a_plain_task_it_says_of_ours(config: Any, decorator: Callable[..., Any]) -> None:
+    options = {
+        "retries": 2,
+        "timeout": 60,
+        "cache": True,
+        "cache_version": "1",
+        "cache_serialize": True,
+        "cache_ignore_input_vars": ("epochs",),
+        "interruptible": True,
+        "deprecated": "soon",
+        "enable_deck": True,
+        "docs": Documentation(short_description="short"),
+        "secret_requests": [Secret(group="g", key="k")],
+        "accelerator": A100,
+        "pod_template": PodTemplate(pod_spec=V1PodSpec(containers=[]), labels={"team": "names"}),
+        "pod_template_name": "template",
+    }
+
+    @decorator
+    def train(epochs: int = 1) -> float:
+        """Train."""
+        return float(epochs)
+
+    plain, made = (task(task_config=each, **options)(train) for each in (None, config))
+    image = Image(name="default", fqn="registry.example/image", tag="v1")
+    settings = SerializationSettings(project="p", domain="d", version="v", image_config=ImageConfig(image, [image]))
+    expected, found = (get_serializable(OrderedDict(), settings, each) for each in (plain, made))
+    assert found.docs == expected.docs
+    for field in ("id", "metadata", "interface", "security_context", "config", "extended_resources"):
+        ours, theirs = (getattr(each.template, field) for each in (found, expected))
+        if field == "extended_resources":  # of the accelerator; ours has shared memory beside it
+            ours, theirs = ours.gpu_accelerator, theirs.gpu_accelerator
+        assert ours == theirs, field
+    assert (found.template.config or {}).get("link_type") == (expected.template.config or {}).get("link_type")
 
 
 def test_scheduler_that_does_not_answer_is_a_system_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.core.utils import ClassDecorator
 from flytekit.deck.deck import DECK_FILE_NAME, DeckField
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
@@ -50,6 +51,7 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.fly
 CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
+STAND_IN = "_dummy_task_func"
 OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT)
 """Tabs of the Deck that are ours in place of flytekit's."""
 
@@ -62,8 +64,9 @@ _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpyto
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        _refuse_stand_in(task_config, task_function)
+        super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         asked: list[DeckField] = list(self.deck_fields)
         self._own_tabs = [each for each in OWN_TABS if each in asked]
         self._deck_fields = [each for each in asked if each not in OWN_TABS]
@@ -211,8 +214,12 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def task_function(self) -> Callable[..., Any]:
-        """The function itself; where it fails for want of a process group, its error says how to have one."""
-        return with_advice(self._task_function)
+        """The function itself; where it fails for want of a process group, its error says how to have one.
+
+        flytekit looks for the console's links on a `ClassDecorator` (`@vscode`, `@wandb_init`), which stays as it is.
+        """
+        is_asked = isinstance(self._task_function, ClassDecorator)
+        return self._task_function if is_asked else with_advice(self._task_function)
 
     def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
         from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
@@ -306,6 +313,21 @@ class DaskClusterTask(_Resumable, _OnDask):
         super()._write_decks(*args)
         if self.enable_deck and (file := _deck_file()) is not None:
             say(f"{self.name.rpartition('.')[2]}: Deck: {file}")
+
+
+def _refuse_stand_in(config: Any, function: Callable[..., Any]) -> None:
+    """Refuse to stand behind flytekit's `NotebookTask`, which calls what it likes and has us name its type alone.
+
+    Raises:
+        ValueError: The function is the one that flytekit's own task types put in the place of a user's.
+    """
+    if getattr(function, "__name__", "") == STAND_IN and function.__module__.startswith("flytekit"):
+        kind = type(config).__name__
+        raise ValueError(
+            f"NotebookTask(task_config={kind}(...)) would train in no rank: papermill runs the notebook once, in a "
+            f"process of its own. Put what trains into a function of a module, with @task(task_config={kind}(...)), "
+            "or leave task_config out and call flytekitplugins.daskpytorch.dispatch.run in the notebook."
+        )
 
 
 def _is_local(ctx: FlyteContext) -> bool:
