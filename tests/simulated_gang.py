@@ -524,12 +524,12 @@ class World:
         assert sharding is not None
         folder = Path(sharding.base, folder_name(attempt, sharding.nonce, step, number))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"part-{rank}").write_bytes(b"shard")
+        (folder / f"__{rank}_0.distcp").write_bytes(b"shard")
         return rank, WrittenShards(
             attempt=attempt,
             number=number,
             step=step,
-            parts=(StoredPart(name=f"part-{rank}", size=5),),
+            parts=(StoredPart(name=f"__{rank}_0.distcp", size=5),),
             items=(),
             state="{}" if rank == 0 else None,
             metrics={"loss": abs(101.0 - step)},

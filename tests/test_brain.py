@@ -570,7 +570,7 @@ def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_layou
     assert (newest.step, newest.world_size, newest.size) == (100, 2, 10)
     layout = Path(newest.uri, "layout.json").read_bytes()
     assert hashlib.sha256(layout).hexdigest() == newest.layout_digest
-    assert [part["name"] for part in json.loads(layout)["parts"]] == ["part-0", "part-1"]
+    assert [part["name"] for part in json.loads(layout)["parts"]] == ["__0_0.distcp", "__1_0.distcp"]
     assert world.complaints == []
 
 
@@ -1598,7 +1598,7 @@ class AnyOrder(RuleBasedStateMachine):
         for entry in self.world.committer._kept:
             attempt, number, _ = Path(entry.uri).name.split("-")
             assert self.world.written[int(attempt), int(number)] == set(range(entry.world_size))
-            parts = {f"part-{rank}" for rank in range(entry.world_size)}
+            parts = {f"__{rank}_0.distcp" for rank in range(entry.world_size)}
             assert {path.name for path in Path(entry.uri).iterdir()} == {"layout.json", ".metadata", *parts}
 
     @invariant()

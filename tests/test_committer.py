@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import textwrap
@@ -35,6 +36,7 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
     folder_name,
 )
 from flytekitplugins.daskpytorch.settings import Gang, Keep
+from others import give_away
 from processes import run_program, until
 from seaweed import NO_RIGHTS, WRITER, Weed
 
@@ -79,12 +81,12 @@ class Driver:
 
     def _write(self, folder: str, rank: int, attempt: int, number: int, step: int) -> WrittenShards:
         data = step.to_bytes(8, "big")
-        Files(self.fs).write(f"{folder}/part-{rank}", data)
+        Files(self.fs).write(f"{folder}/__{rank}_0.distcp", data)
         item = StoredItem(
             key="weight",
             offset=(2 * rank,),
             index=rank,
-            part=f"part-{rank}",
+            part=f"__{rank}_0.distcp",
             start=0,
             length=len(data),
             digest=hashlib.sha256(data).hexdigest(),
@@ -93,7 +95,7 @@ class Driver:
             attempt=attempt,
             number=number,
             step=step,
-            parts=(StoredPart(name=f"part-{rank}", size=len(data)),),
+            parts=(StoredPart(name=f"__{rank}_0.distcp", size=len(data)),),
             items=(item,),
             state=STATE if rank == 0 else None,
             metrics={"loss": 1 / step},
@@ -157,9 +159,15 @@ def test_what_all_ranks_have_written_is_a_checkpoint_once_the_manifest_names_it(
     assert hashlib.sha256(layout).hexdigest() == named.layout_digest
     content = json.loads(layout)
     assert content["state"] == json.loads(STATE)
-    assert [(part["name"], part["size"]) for part in content["parts"]] == [("part-0", 8), ("part-1", 8)]
-    assert [(item["part"], item["offset"]) for item in content["items"]] == [("part-0", [0]), ("part-1", [2])]
-    assert sorted(path.name for path in Path(named.uri).iterdir()) == [".metadata", LAYOUT, "part-0", "part-1"]
+    assert [(part["name"], part["size"]) for part in content["parts"]] == [("__0_0.distcp", 8), ("__1_0.distcp", 8)]
+    assert [(item["part"], item["offset"]) for item in content["items"]] == [
+        ("__0_0.distcp", [0]),
+        ("__1_0.distcp", [2]),
+    ]
+    assert sorted(path.name for path in Path(named.uri).iterdir()) == [
+        *(".metadata", "__0_0.distcp", "__1_0.distcp"),
+        LAYOUT,
+    ]
 
 
 def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it(
@@ -183,7 +191,7 @@ def test_manifest_is_written_last(driver: MakeDriver, monkeypatch: pytest.Monkey
     )
     mine = driver()
     mine.save(7, 0)
-    assert order == ["part-0", "part-1", LAYOUT, ".metadata", MANIFEST]
+    assert order == ["__0_0.distcp", "__1_0.distcp", LAYOUT, ".metadata", MANIFEST]
 
 
 def test_older_ones_are_removed_after_the_manifest_does_without_them(driver: MakeDriver) -> None:
@@ -609,3 +617,45 @@ def test_closing_ends_the_thread_though_storage_fails(driver: MakeDriver) -> Non
     thread.join(PATIENCE / 2)
     assert not thread.is_alive()
     assert mine.heard[0].error is not None
+
+
+def test_what_the_user_keeps_beside_the_shards_stays(tmp_path: Path) -> None:
+    driver = Driver(str(tmp_path / "kept"))
+    driver.begin()
+    driver.save(1, 0)
+    [named] = driver.committer.saved()
+    mine = [Path(str(named.place), "notes.txt"), tmp_path / "kept" / "step-9" / "0-1-final" / "model.safetensors"]
+    mine[1].parent.mkdir(parents=True)
+    for path in mine:
+        path.write_text("mine")
+    for step in (2, 3, 4):
+        driver.save(step, step)
+    driver.close()
+    again = Driver(str(tmp_path / "kept"))
+    again.begin()
+    assert again.flush()
+    again.close()
+    assert all(path.exists() for path in mine)
+    assert [path.name for path in Path(str(named.place)).iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("who", ["owns", "can write to"])
+@pytest.mark.parametrize("what", [".", MANIFEST, "step-*.pt"])
+def test_checkpoints_that_another_user_may_have_written_are_not_gone_on_from(
+    tmp_path: Path, what: str, who: str
+) -> None:
+    settings = Gang(checkpoint_uri=str(tmp_path / "all"))
+    before = os.umask(0)
+    try:
+        paths = storage_of(Execution(), "same", settings)
+        assert paths is not None
+        (tmp_path / "checkpoint").write_bytes(b"weights")
+        for name in (MANIFEST, "step-1-abc.pt"):
+            paths.file_access.put_data(str(tmp_path / "checkpoint"), f"{paths.own}/{name}")
+    finally:
+        os.umask(before)
+    assert storage_of(Execution(), "same", settings) is not None
+    [path] = [Path(paths.own)] if what == "." else Path(paths.own).glob(what)
+    give_away(path, who)
+    with pytest.raises(PermissionError, match=str(path)):
+        storage_of(Execution(), "same", settings)

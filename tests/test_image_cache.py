@@ -10,6 +10,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
+from others import give_away
 from warm import warm_python
 
 BODY = b"picture" * 100
@@ -54,6 +55,35 @@ def test_what_was_used_longest_ago_goes_first_and_other_files_stay(tmp_path: Pat
     assert kept == list(range(kept[0], 100))
     assert len(kept) > 20
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_files_that_are_not_the_caches_own_stay(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path, 20_000)
+    cache.put("b", listed(), BODY)
+    mine = cache._path("b", listed()).with_name("thesis.tex")
+    mine.write_text("x" * 100_000)
+    os.utime(mine, (0, 0))
+    for number in range(100):
+        cache.put("b", listed(number), BODY)
+    assert mine.exists()
+    assert cache.get("b", listed(99)) == BODY
+
+
+@pytest.mark.parametrize("who", ["owns", "can write to"])
+def test_a_folder_of_another_user_is_refused_by_its_path(tmp_path: Path, who: str) -> None:
+    ImageCache(tmp_path, 10**6).put("b", listed(), BODY)
+    give_away(tmp_path / "daskpytorch-images", who)
+    with pytest.raises(PermissionError, match=str(tmp_path / "daskpytorch-images")):
+        ImageCache(tmp_path, 10**6)
+
+
+def test_all_folders_of_the_cache_are_this_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        ImageCache(tmp_path / "ssd" / "cache", 10**6).put("b", listed(), BODY)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_dir()} == {0o700}
 
 
 def test_processes_that_write_at_once_keep_the_bound_and_whole_files(tmp_path: Path) -> None:

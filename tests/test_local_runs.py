@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begun, local_run
+from others import give_away
 
 
 @pytest.fixture
@@ -148,6 +150,7 @@ def test_what_is_no_run_is_an_error_that_says_what_may_be_given(
 
 def test_a_run_without_checkpoints_leaves_no_folder(root: Path, tmp_path: Path) -> None:
     with run_of() as run:
+        Path(run.paths("gang").own, "step-1").mkdir(parents=True)  # of a rank that did not come to write into it
         assert run.advice() == "no checkpoint was kept"
     assert list((root / "flows.train").iterdir()) == []
 
@@ -227,7 +230,7 @@ def test_shards_of_a_run_that_ended_before_its_first_checkpoint_was_whole_are_re
     root: Path, tmp_path: Path
 ) -> None:
     with run_of() as run:
-        part = run.folder / "gang" / "step-1" / "0-0-abc" / "part"
+        part = Path(run.paths("gang").own) / "step-1" / "0-0-abc" / "part"
         part.parent.mkdir(parents=True)
         part.write_bytes(b"shard")
     local_runs.clean(root)
@@ -284,6 +287,99 @@ def test_a_run_that_is_training_is_never_removed_nor_is_what_no_run_has_left(roo
     assert mine.exists()
     local_runs.clean(root)
     assert not training.folder.exists()
+
+
+def age(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (0, 0))
+
+
+def test_folders_of_the_users_own_are_never_removed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [run] = make_runs(tmp_path, 15)
+    mine = root / "resnet" / "20250101-101500-resnet"  # named like a run of ours
+    with_record = root / "resnet" / "20250101-101501-resnet"
+    for folder in (mine, with_record):
+        folder.mkdir(parents=True)
+        (folder / "weights.pt").touch()
+    (with_record / "daskpytorch.json").write_text("{}")
+    copied = shutil.copytree(run, root / "flows.train" / "20250101-101502-copied")
+    shutil.copytree(run, root / "kept" / run.name)
+    with run_of() as noted:
+        save(noted, 1, tmp_path)
+    (noted.folder / "gang" / "notes.txt").write_text("the best of all")
+    age(root)
+    monkeypatch.setattr(local_runs, "MAX_BYTES", 1)
+    local_runs.clean(root)
+    assert not run.exists()
+    assert (mine / "weights.pt").exists()
+    assert (with_record / "weights.pt").exists()
+    assert (copied / "gang" / MANIFEST).exists()
+    assert (root / "kept" / run.name / "gang" / MANIFEST).exists()
+    assert (noted.folder / "gang" / "notes.txt").exists()
+
+
+def test_a_run_stays_whose_files_a_later_one_has_not_copied_yet(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_of() as first:
+        file = save(first, 1, tmp_path)
+    age(first.folder)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with run_of() as second:
+        Manifest(second.paths("gang")).write(files=[replace(file, folder=str(first.folder / "gang"))])
+    local_runs.clean(root)
+    assert (first.folder / "gang" / file.name).exists()
+
+
+def test_each_folder_is_this_users_alone_whatever_the_umask(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(root / "more" / "levels"))
+    before = os.umask(0)
+    try:
+        with run_of() as run:
+            save(run, 1, tmp_path)
+    finally:
+        os.umask(before)
+    levels = [root, *(path for path in root.rglob("*") if path.is_dir())]
+    assert run.folder / "gang" in levels
+    assert {path.stat().st_mode & 0o777 for path in levels} == {0o700}
+
+
+@pytest.mark.parametrize("how", ["1", "folder"])
+@pytest.mark.parametrize("who", ["owns", "can write to"])
+@pytest.mark.parametrize("what", [".", "gang", "gang/step-*.pt", "task"])
+def test_what_another_user_may_have_written_is_not_resumed_from(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, who: str, what: str
+) -> None:
+    with run_of() as first:
+        save(first, 1, tmp_path)
+    [path] = [first.folder.parent] if what == "task" else first.folder.glob(what) if what != "." else [first.folder]
+    give_away(path, who)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder) if how == "folder" else how)
+    if what.endswith(".pt") and who == "can write to":  # nobody else can reach it there
+        with run_of() as second:
+            assert restored(second, tmp_path) == b"weights 1"
+        return
+    with pytest.raises(PermissionError, match=str(path)), run_of():
+        pass
+
+
+def test_root_and_users_of_a_shared_folder_go_on_from_their_own_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    give_away(shared, "owns")
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(shared))
+    with run_of() as first:
+        save(first, 1, tmp_path)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    with run_of() as second:
+        assert restored(second, tmp_path) == b"weights 1"
 
 
 def test_an_empty_variable_keeps_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +93,22 @@ def test_no_other_reader_of_pickles_is_used() -> None:
     unsafe = ("numpy.load", "np.load", "pandas.read_pickle", "pd.read_pickle", "joblib.load")
     unsafe += ("yaml.load", "marshal.loads", "shelve.open", "eval", "exec", "dill.loads", "dill.load")
     assert [f"{path}: {name}" for path in SOURCES for name, _ in calls(path) if name in unsafe] == []
+
+
+# ---- Sockets
+
+
+@pytest.mark.parametrize("host", ["flytekit", "flyte"])
+def test_all_that_a_local_run_listens_at_is_the_loopback(host: str, tmp_path: Path) -> None:
+    if host == "flyte":
+        pytest.importorskip("flyteplugins.dask")
+    program = shutil.copy(REPOSITORY / "tests" / "listening.py", tmp_path)
+    with nothing_left_behind():
+        done = run_program([Path(program), host], cwd=tmp_path, env={"DASKPYTORCH_CHECKPOINTS": ""})
+    found = {each["task"]: each["at"] for each in map(json.loads, done.stdout.splitlines())}
+    assert set(found) == {"spawn_ddp", "dask_ddp", "dask_cluster"}, done.stderr
+    assert all(found.values())
+    assert [at for task in found.values() for at in task if not at.startswith("127.0.0.1:")] == []
 
 
 # ---- Secrets

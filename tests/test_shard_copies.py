@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flytekitplugins.daskpytorch.process.private_folder import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
-from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
+from flytekitplugins.daskpytorch.rank.shard_copies import OWN_FOLDER, ShardCopies
+from others import give_away
 from shards import Rank
 from test_sharded import assert_is, do_harm, state
 
@@ -111,13 +114,13 @@ def test_where_no_copy_can_be_made_a_line_says_so(
     cache.write_text("a file, where a folder should be")
     assert_all_is_stored(stored, cache)
     told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert f"rank 0 cannot copy its shards to Gang(shard_cache='{cache}')" in told
+    assert told.count("\n") == 2  # of the rank that writes, and of that which reads
+    assert f"rank 0 cannot keep copies of its shards in Gang(shard_cache='{cache}')" in told
 
 
 def test_a_disk_that_is_full_gets_its_space_back(stored: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = cache / "step-1" / "0-0-nonce" / "__0_0.distcp"
-    copy.parent.mkdir(parents=True)
+    copy = cache / OWN_FOLDER / "step-1" / "0-0-nonce" / "__0_0.distcp"
+    make_private(copy.parent)
     copy.symlink_to("/dev/full")
     assert_all_is_stored(stored, cache)
     assert "No space left on device" in capsys.readouterr().err
@@ -129,3 +132,29 @@ def assert_all_is_stored(stored: Path, cache: Path) -> None:
     content = state()
     assert Rank(stored, [entry], cache=cache).checkpoints.load(content) == 1
     assert_is(content, 2.0)
+
+
+def test_what_the_user_keeps_in_the_folder_of_copies_stays(stored: Path, cache: Path) -> None:
+    entry = Rank(stored, cache=cache, nonce="before").save(state(2.0), 1)
+    mine = cache / Path(entry.uri).parent.name / Path(entry.uri).name / "notes.txt"
+    others = cache / OWN_FOLDER / "runs" / "best" / "notes.txt"
+    for notes in (mine, others):
+        make_private(notes.parent)
+        notes.write_text("mine")
+    foreign = replace(entry, uri=f"{stored}/runs/best")
+    rank = Rank(stored, [entry, foreign], cache=cache)
+    rank.save(state(3.0), 2)
+    rank.checkpoints.drop_copies()
+    assert files_in(cache) == [others, mine] or files_in(cache) == [mine, others]
+
+
+@pytest.mark.parametrize("who", ["owns", "can write to"])
+def test_copies_in_a_folder_of_another_user_are_not_read(
+    stored: Path, cache: Path, capsys: pytest.CaptureFixture[str], who: str
+) -> None:
+    entry = Rank(stored, cache=cache).save(state(2.0), 1)
+    give_away(cache / OWN_FOLDER, who)
+    do_harm(entry, "changed")  # so that copies that are read would show
+    with pytest.raises(OSError, match="no sharded checkpoint is whole"):
+        Rank(stored, [entry], cache=cache).checkpoints.load(state())
+    assert str(cache / OWN_FOLDER) in capsys.readouterr().err

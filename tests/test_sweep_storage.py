@@ -29,6 +29,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.sweep import storage as module
 from flytekitplugins.daskpytorch.sweep.storage import ModelStorage, SweepStorage
+from others import give_away
 
 RECORDS = [LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": 1.0 / step}) for step in (1, 2)]
 STOPPED = StoppedEarlyError("experiment 1 of 2 was stopped early", epoch=1, metric="loss", value=0.5)
@@ -291,3 +292,14 @@ def test_classes_go_by_reference_where_that_is_possible() -> None:
 def test_a_place_that_is_none(arguments: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         dispatch.map(Client.__new__(Client), train, [1], **arguments)
+
+
+@pytest.mark.parametrize("who", ["owns", "can write to"])
+@pytest.mark.parametrize("what", [".", "call.pkl", "0", "0/outcome.pkl"])
+def test_what_another_user_may_have_written_is_not_read(tmp_path: Path, what: str, who: str) -> None:
+    storage = SweepStorage(str(tmp_path), "sweep")
+    storage.open(train, ["a"])
+    storage.model(0, lambda: {"experiment": "a", "records": RECORDS}).note_end(1.0, None, print)
+    give_away(tmp_path / "sweep" / what, who)
+    with pytest.raises(PermissionError, match=str(tmp_path / "sweep" / what)):
+        SweepStorage(str(tmp_path), "sweep").open(train, ["a"])

@@ -240,7 +240,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         refuse_unknown(inputs)
         fork_client.import_ahead(IMPORTED_AHEAD)
         config: Cluster = self.plugin_config
-        opened = cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True)
+        opened = cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout)
 
         def call() -> Any:
             with opened:

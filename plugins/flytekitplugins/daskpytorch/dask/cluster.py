@@ -12,9 +12,10 @@ from typing import Any
 
 import dask
 from dask.system import cpu_count
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
 from distributed.comm import connect
 from distributed.security import Security
+from distributed.utils import format_dashboard_link
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node import fork_client
@@ -23,6 +24,9 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 __all__ = ["current_client", "greet", "identity", "opened"]
 
+DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
+"""`1`: the cluster of a local run has Dask's dashboard, and its address is logged."""
+LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
 """Seconds for one try to connect to the scheduler."""
@@ -49,19 +53,17 @@ def current_client() -> Client:
 
 
 @contextlib.contextmanager
-def opened(
-    *, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0, dashboard: bool = False
-) -> Iterator[Client]:
+def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0) -> Iterator[Client]:
     """A client whose workers are there; closed at the end, together with a cluster made here.
 
     A local cluster's workers are threads of this process: the ranks are processes of their own anyway, and such a
-    cluster starts in a twentieth of a second.
+    cluster starts in a twentieth of a second. All of it listens at the loopback, where `DASKPYTORCH_DASHBOARD=1` asks
+    for a dashboard, which needs bokeh and takes a second.
 
     Args:
         num_workers: How many workers to wait for, or to make.
         min_workers: Go on with at least these when the others do not come.
         start_timeout: Seconds for all that.
-        dashboard: Give a local cluster a dashboard, where bokeh is installed; that takes a second.
 
     Raises:
         GangStartError: The scheduler, or enough workers, did not come within `start_timeout` seconds.
@@ -70,11 +72,11 @@ def opened(
     with contextlib.ExitStack() as stack:
         if is_local():
             stack.callback(fork_client.shutdown)  # after the cluster, whose agents use it
-            client = stack.enter_context(_local_client(num_workers, dashboard=dashboard))
+            client = stack.enter_context(_local_client(num_workers))
         else:
             client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))
         scheduler = _wait_for_workers(client, num_workers, min_workers or num_workers, deadline, start_timeout)
-        has_dashboard = dashboard and find_spec("bokeh") is not None if is_local() else client.dashboard_link
+        has_dashboard = _wants_dashboard() if is_local() else client.dashboard_link
         if has_dashboard and "dashboard" in scheduler.get("services", {}):
             say(f"Dask dashboard: {client.dashboard_link}", logging.INFO)
         _clients.append(client)
@@ -118,21 +120,39 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
     return found
 
 
+class _LocalCluster(LocalCluster):  # type: ignore[misc]
+    @property
+    def dashboard_link(self) -> str:
+        """Where its server listens; Dask would name the machine's address in the network."""
+        return str(format_dashboard_link(LOOPBACK, self.scheduler.http_server.port))
+
+
 @contextlib.contextmanager
-def _local_client(num_workers: int, *, dashboard: bool) -> Iterator[Client]:
+def _local_client(num_workers: int) -> Iterator[Client]:
+    dashboard = _wants_dashboard()
     # As in the pods, see `task`: what Dask does all the time to know itself takes a tenth of a core from the ranks.
     quiet = {"distributed.admin.tick.interval": "1s", "distributed.worker.profile.enabled": dashboard}
     with dask.config.set(_unless_set(quiet)):
-        local = LocalCluster(
+        local = _LocalCluster(
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
             memory_limit=0,  # the workers are this process: each would count all its memory as its own, and pause
-            dashboard_address=":0",  # its HTTP server starts in any case, at a port that others may have
+            dashboard_address=f"{LOOPBACK}:0",  # its HTTP server starts in any case, at a port that others may have
             scheduler_kwargs={"dashboard": dashboard},
+            worker_class=_local_worker,
         )
     with local, Client(local) as client:
         yield client
+
+
+def _local_worker(*args: Any, **options: Any) -> Worker:
+    """A worker of this process; its HTTP server, which starts in any case, would listen at all addresses."""
+    return Worker(*args, **options | {"dashboard_address": f"{LOOPBACK}:0", "dashboard": False})
+
+
+def _wants_dashboard() -> bool:
+    return os.environ.get(DASHBOARD_VARIABLE, "") not in ("", "0") and find_spec("bokeh") is not None
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:

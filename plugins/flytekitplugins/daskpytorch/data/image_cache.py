@@ -6,17 +6,21 @@ A file is an object's content, under a name made from its bucket, key and ETag, 
 import hashlib
 import logging
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_index import write_whole
+from flytekitplugins.daskpytorch.process.private_folder import make_private
 
 __all__ = ["ImageCache"]
 
 logger = logging.getLogger(__name__)
 
 OWN_FOLDER = "daskpytorch-images"
+OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
+"""Names of our files, and of those that a process was writing when it ended."""
 LOW_WATER = 0.9
 """Of the size: what is left when the files that were used longest ago are removed."""
 SHARE_BETWEEN_LOOKS = 0.03
@@ -32,11 +36,15 @@ class ImageCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        """Keep so many bytes in a folder of this machine; what lies in it besides is left alone."""
+        """Keep so many bytes in a folder of this machine; what lies in it besides is left alone.
+
+        Raises:
+            PermissionError: Another user owns the folder that is made in there, or can write to it.
+        """
         self._folder = Path(folder) / OWN_FOLDER
         self._num_bytes = num_bytes
         self._num_written = num_bytes  # look at the first write
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self._folder)
 
     def get(self, bucket: str, listed: Listed) -> bytes | None:
         """The object, if it is there and whole."""
@@ -53,7 +61,7 @@ class ImageCache:
         """Keep an object. A disk that is full costs a line in the log, no more."""
         path = self._path(bucket, listed)
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             write_whole(path, body + _digest(body))
         except OSError as error:
             logger.warning("the cache of pictures in %s cannot be written: %s", self._folder, error)
@@ -74,6 +82,8 @@ class ImageCache:
             if shelf.is_dir():
                 for file in os.scandir(shelf):
                     with suppress(FileNotFoundError):
+                        if not OURS.fullmatch(file.name):
+                            continue
                         status = file.stat()
                         found.append((status.st_mtime, status.st_size, file.path))
         excess = sum(size for _, size, _ in found) - self._num_bytes

@@ -32,10 +32,12 @@ from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
     LAYOUT,
+    METADATA,
     ShardedCheckpoint,
     Sharding,
     WrittenShards,
     folder_name,
+    is_object,
     layout_of,
     save_of,
 )
@@ -45,8 +47,6 @@ __all__ = ["Committer", "ShardStorage", "Worker"]
 
 MAX_COMMIT_ATTEMPTS = 10
 """How often a checkpoint is committed before it is given up, which takes some five minutes."""
-METADATA = ".metadata"
-"""What plain `torch.distributed.checkpoint.load` reads; nothing here does."""
 
 
 class Worker:
@@ -238,8 +238,8 @@ class Committer:
         if token is None:
             return
         try:
-            token.parent.mkdir(parents=True, exist_ok=True)
-            token.touch()
+            token.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            token.touch(mode=0o600)
         except OSError as error:
             raise unusable("Gang(checkpoint_uri=...)", str(token.parent), error) from error
 
@@ -314,7 +314,7 @@ class Committer:
         try:
             for folder, save, nonce in self._folders(self.storage.base):
                 if folder not in named and (is_over(save, nonce) or folder in self._outdated):
-                    self.storage.files.remove(f"{self.storage.base}/{folder}")
+                    self.storage.files.remove(f"{self.storage.base}/{folder}", is_object)
             self._outdated.clear()
         except Exception as error:  # whatever a store's client raises: nothing needs it to be gone
             if not self._has_complained:
@@ -331,7 +331,7 @@ class Committer:
         with contextlib.suppress(Exception):  # nothing needs it to be gone
             for folder, _, _ in self._folders(base):
                 if f"{base}/{folder}" not in named:
-                    self.storage.files.remove(f"{base}/{folder}")
+                    self.storage.files.remove(f"{base}/{folder}", is_object)
 
     def _folders(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
         """All below a base that belong to saves: of which attempt, which of its saves, and by whose nonce."""

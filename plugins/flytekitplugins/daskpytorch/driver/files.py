@@ -10,6 +10,8 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from flytekitplugins.daskpytorch.process.private_folder import WRITABLE, refuse_foreign
+
 __all__ = ["Files", "unusable"]
 
 
@@ -29,6 +31,16 @@ class Files:
         self.fs = fs
         self.is_local = isinstance(fs, LocalFileSystem)
         """Where a file is renamed into its place; object stores do it by themselves."""
+
+    def refuse_foreign(self, folder: str, *, with_folders: bool = False) -> None:
+        """Check that nobody else can have written the files of a folder, and of those in it, where it is on a disk.
+
+        Raises:
+            PermissionError: Another user owns one of them, or can write to it.
+        """
+        for each in (Path(folder), *(Path(folder).glob("*") if with_folders else ())) if self.is_local else ():
+            if each.is_dir():
+                refuse_foreign(each)
 
     def path(self, folder: str) -> str:
         """A folder's full name."""
@@ -62,22 +74,23 @@ class Files:
         else:
             self.fs.pipe_file(path, data)
 
-    def remove(self, folder: str) -> None:
-        """Remove a folder with all that is in it, and the one that it is in where that is empty then.
+    def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
+        """Remove the files of a folder whose names are ours; and the folder, and the one above it, if they are empty.
 
         Raises:
-            OSError: It is still there; s3fs, say, passes over objects that it may not remove.
+            OSError: Some are still there; s3fs, say, passes over objects that it may not remove.
         """
-        self.fs.invalidate_cache()
-        if not self.fs.exists(folder):
-            return
-        self.fs.rm(folder, recursive=True)
-        self.fs.invalidate_cache()
-        if self.fs.exists(folder):
-            raise OSError(f"{folder} is still there")
+        if paths := self._ours(folder, is_ours):
+            self.fs.rm(paths)
+            if left := self._ours(folder, is_ours):
+                raise OSError(f"{left[0]} is still there")
         if self.is_local:
             with contextlib.suppress(OSError):  # there is something else in it
+                Path(folder).rmdir()
                 Path(folder).parent.rmdir()
+
+    def _ours(self, folder: str, is_ours: Callable[[str], bool]) -> list[str]:
+        return [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
 
     def get_data(self, remote_path: str, local_path: str) -> None:
         """Download a file."""
@@ -96,10 +109,11 @@ class Files:
 
     def _rename_into(self, path: str, write: Callable[[Path], object]) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
         try:
             write(unfinished)
+            unfinished.chmod(unfinished.stat().st_mode & ~WRITABLE)  # whatever the umask is
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -150,6 +150,7 @@ def storage_of(
     if paths is None:  # nobody else keeps anything: all that the next call needs is there
         files = Files(execution.filesystem(uri))
         own = f"{files.path(uri)}/{key}"
+        files.refuse_foreign(own)  # a checkpoint is a pickle
         return StoragePaths(file_access=files, previous=own, own=own)
     shards, previous = (
         f"{uri.rstrip('/')}/{execution.name or key}/{hashlib.sha256(folder.encode()).hexdigest()[:16]}"

@@ -301,7 +301,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         refuse_unknown(kwargs)
         with (
             context.known_to_threads(),
-            cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout, dashboard=True),
+            cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout),
         ):
             try:
                 return super().execute(**kwargs)

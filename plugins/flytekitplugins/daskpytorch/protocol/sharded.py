@@ -13,12 +13,14 @@ from flytekitplugins.daskpytorch.context import SavedCheckpoint
 
 __all__ = [
     "LAYOUT",
+    "METADATA",
     "ShardedCheckpoint",
     "Sharding",
     "StoredItem",
     "StoredPart",
     "WrittenShards",
     "folder_name",
+    "is_object",
     "layout_of",
     "modules_for",
     "save_of",
@@ -26,6 +28,10 @@ __all__ = [
 
 LAYOUT = "layout.json"
 """The object that says what is where in the others."""
+METADATA = ".metadata"
+"""What plain `torch.distributed.checkpoint.load` reads; nothing here does."""
+OBJECT = re.compile(r"(__\d+_\d+\.distcp|layout\.json|\.metadata)(\.[0-9a-f]{32})?")
+"""Of a checkpoint's folder; with these digits while it is being written."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
 """Of a checkpoint: the attempt's number, the save's, and whose."""
 
@@ -117,6 +123,11 @@ class Sharding:
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
     """A checkpoint's folder, below where all of the gang's are: of one save of one attempt of one gang alone."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
+
+
+def is_object(name: str) -> bool:
+    """Whether this names an object that we have written into a checkpoint's folder."""
+    return OBJECT.fullmatch(name) is not None
 
 
 def save_of(folder: str) -> tuple[tuple[int, int], str] | None:

@@ -12,21 +12,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from flytekitplugins.daskpytorch.process.private_folder import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
 
 __all__ = ["ShardCopies"]
+
+OWN_FOLDER = "daskpytorch-shards"
+"""Below the folder that the user names; only what lies in there is read or removed."""
 
 
 class ShardCopies:
     """What `Gang(shard_cache=...)` asks for; without it nothing is there, and nothing is kept."""
 
     def __init__(self, sharding: Sharding, rank: int) -> None:
-        self._folder = None if sharding.cache is None else Path(sharding.cache)
         self._nonce = sharding.nonce
         self._before = [start for start in sharding.start if not start.uri.endswith(f"-{self._nonce}")]
         """Of the drivers before this one; once this one has had a save of its own settled nobody reads them here."""
         self._rank = rank
         self._has_complained = False
+        self._cache = sharding.cache
+        self._folder = None if sharding.cache is None else Path(sharding.cache, OWN_FOLDER)
+        if self._folder is not None:
+            try:
+                make_private(self._folder)
+            except OSError as error:
+                self._complain(error)
+                self._folder = None
 
     @contextlib.contextmanager
     def beside(self, path: str, file: Any) -> Iterator[Any]:
@@ -56,6 +67,9 @@ class ShardCopies:
     def clear(self) -> None:
         """Remove all that is this gang's: it starts no more."""
         self._remove_own(lambda _: True)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # another gang's copies are there
+                self._folder.rmdir()
 
     def _remove_own(self, is_over: Callable[[tuple[int, int]], bool]) -> None:
         if self._folder is None:
@@ -65,7 +79,8 @@ class ShardCopies:
             if found is not None and found[1] == self._nonce and is_over(found[0]):
                 _remove(folder)
         for start in self._before:
-            _remove(self._of(f"{start.uri}/_").parent)
+            if save_of("/".join(start.uri.split("/")[-2:])) is not None:
+                _remove(self._of(f"{start.uri}/_").parent)
 
     def _of(self, path: str) -> Path:
         """Where the copy of a part is: in folders of the same names, which no other gang's have."""
@@ -77,7 +92,7 @@ class ShardCopies:
             return None
         copy = self._of(path)
         try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
+            make_private(copy.parent)
             return copy.open("wb")
         except OSError as error:
             self._complain(error)
@@ -86,8 +101,8 @@ class ShardCopies:
     def _complain(self, error: OSError) -> None:
         if not self._has_complained:
             print(
-                f"rank {self._rank} cannot copy its shards to Gang(shard_cache='{self._folder}'): {error}. "
-                "The training goes on; a gang that starts again reads them from storage.",
+                f"rank {self._rank} cannot keep copies of its shards in Gang(shard_cache={self._cache!r}): {error} "
+                "The training goes on; a gang that starts again reads its shards from storage.",
                 file=sys.stderr,
             )
         self._has_complained = True

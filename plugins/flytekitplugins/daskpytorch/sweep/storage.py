@@ -74,8 +74,9 @@ class SweepStorage:
 
         Raises:
             ValueError: It is kept of another call, or cannot be read.
-            OSError: The storage cannot be read or written.
+            OSError: The storage cannot be read or written, or another user owns or can write to a file there.
         """
+        self.files.refuse_foreign(self.folder, with_folders=True)
         try:
             return self._open(function, experiments)
         except OSError as error:

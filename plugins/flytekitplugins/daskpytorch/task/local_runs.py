@@ -1,7 +1,7 @@
 """Checkpoints of local runs: kept in a folder of the user's, for a run that goes on from there. Runs in the driver.
 
     ~/.cache/daskpytorch/checkpoints/flows.train/20261123-081245-1f0c9a/
-        daskpytorch.json    the task's name, and digests of its inputs and of its function's source
+        daskpytorch.json    this folder, the task's name, and digests of its inputs and of its function's source
         gang/               what an attempt has in Flyte's storage on a backend
 
 So one run is to the next what one attempt of a task is to the next there.
@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -25,6 +26,7 @@ import fsspec
 
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.process.private_folder import make_private, refuse_foreign
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 __all__ = ["LocalRun", "begun", "identity_of_file", "local_run"]
@@ -34,8 +36,10 @@ FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 """`1` or `last`: go on from the task's newest run; else the folder of a run."""
 RECORD = "daskpytorch.json"
-A_RUN = "????????-??????-??????"
-"""A run's folder, also before it has a record: ranks may write the shards of its first checkpoint."""
+OURS = re.compile(
+    r"daskpytorch\.json|(.+/)?(unfinished-)?(manifest\.json|step--?\d+-\w+\.pt)|(.+/)?step--?\d+/\d+-\d+-\w+/[^/]+"
+)
+"""Files that we make in a run's folder: its record, manifests, checkpoints and shards."""
 MAX_AGE = 14 * 86_400.0
 """Seconds since its last checkpoint after which a run is removed."""
 MAX_BYTES = 10 << 30
@@ -43,7 +47,7 @@ MAX_BYTES = 10 << 30
 
 
 class LocalRun:
-    """One run of a task on this machine. Its folder is made with the first checkpoint."""
+    """One run of a task on this machine. Its folder is made with its first gang, and stays if that saves something."""
 
     def __init__(
         self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
@@ -54,10 +58,13 @@ class LocalRun:
         self.folder = root / task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.previous = previous or _previous(root / task)
         self._record: IO[str] | None = None
+        self._has_made_room = False
 
     def paths(self, key: str) -> StoragePaths:
         """Where the gang of this key keeps its checkpoints, and where it finds those to go on from."""
         previous = str(self.previous / key) if self.previous is not None else None
+        with contextlib.suppress(OSError):  # tried again, and told, with the first checkpoint
+            self.make_folder()  # with its record, before ranks write shards there
         return StoragePaths(file_access=_Files(self), previous=previous, own=str(self.folder / key))
 
     def newest_step(self) -> int | None:
@@ -82,22 +89,35 @@ class LocalRun:
         return [*found, "the function's source"] if earlier.get("source") != self.source else found
 
     def make_folder(self) -> None:
-        """Make the folder, with a lock that says that the run goes on; and room for it."""
+        """Make the folder, with a record whose lock says that the run goes on."""
         if self._record is not None:
             return
-        self.folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # ranks may have written shards there
-        record = {"task": self.task, "inputs": self.inputs, "source": self.source}
+        make_private(self.folder)
+        record = {"folder": str(self.folder), "task": self.task, "inputs": self.inputs, "source": self.source}
         self._record = (self.folder / RECORD).open("w")
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         json.dump(record, self._record)
         self._record.flush()
-        clean(self.folder.parent.parent, self.previous)
+
+    def make_room(self) -> None:
+        """Remove what is too old or too much of earlier runs, once, before the first checkpoint is kept."""
+        if not self._has_made_room:
+            self._has_made_room = True
+            clean(self.folder.parent.parent, self.previous)
 
     def close(self) -> None:
-        """Let go of the lock."""
-        if self._record is not None:
-            self._record.close()
+        """Let go of the lock, and of a folder in which nothing was kept."""
+        if self._record is None:
+            return
+        with contextlib.suppress(OSError):
+            for folder, _, _ in os.walk(self.folder, topdown=False):
+                with contextlib.suppress(OSError):  # there is something in it
+                    Path(folder).rmdir()
+            if [path.name for path in self.folder.iterdir()] == [RECORD]:
+                (self.folder / RECORD).unlink()
+                self.folder.rmdir()
+        self._record.close()
 
 
 class _Files:
@@ -111,6 +131,7 @@ class _Files:
 
     def put_data(self, local_path: str, remote_path: str) -> object:
         self._run.make_folder()
+        self._run.make_room()
         target = Path(remote_path)
         target.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = target.with_name(f"unfinished-{target.name}")
@@ -141,6 +162,7 @@ def begun(
 
     Raises:
         ValueError: The variable that asks to go on names no run's folder.
+        PermissionError: It asks to go on from a folder that another user owns or can write to.
     """
     run = _begin(task, inputs, function, attempt_before)
     token = local_run.set(run)
@@ -155,24 +177,37 @@ def begun(
 def clean(root: Path, previous: Path | None = None) -> None:
     """Remove runs that are too old, and the oldest of too many.
 
-    None that goes on, nor any whose shards are those of another, such as one that is about to go on from `previous`.
+    None that goes on, nor any in which another's checkpoints lie, such as one that is about to go on from `previous`.
     """
     total, needed = 0, {previous}
-    for changed_at, folder in sorted(_runs(root, f"*/{A_RUN}"), reverse=True):
+    for changed_at, folder in sorted(_runs(root), reverse=True):
         with contextlib.suppress(OSError):  # another process cleans as well
             total += sum(path.stat().st_size for path in folder.rglob("*"))
-            is_too_much = total > MAX_BYTES and (folder / RECORD).exists()
-            is_over = (time.time() - changed_at > MAX_AGE or is_too_much) and not _goes_on(folder)
-            if is_over and folder not in needed:
+            is_over = time.time() - changed_at > MAX_AGE or total > MAX_BYTES
+            if is_over and folder not in needed and _is_removable(folder):
                 shutil.rmtree(folder)
             else:
                 needed |= _folders_named_by(folder, root)
 
 
+def _is_removable(run: Path) -> bool:
+    """Whether a folder is a run's that has ended, lies where we have made it, and has no file but ours.
+
+    A copy, a folder that was moved to be kept, and one in which the user keeps something are the user's.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        record = json.loads((run / RECORD).read_text())
+        files = (path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_symlink() or not path.is_dir())
+        is_ours = record["folder"] == str(run) and run.lstat().st_uid == os.geteuid()
+        return is_ours and all(map(OURS.fullmatch, files)) and not _goes_on(run)
+    return False
+
+
 def _folders_named_by(run: Path, root: Path) -> set[Path]:
-    """The runs whose shards the checkpoints of this one are: its own, and those of runs that it has gone on from."""
-    named = [named_in(manifest) for manifest in run.glob(f"*/{MANIFEST}")]
-    folders = [Path(entry.uri) for _, sharded in filter(None, named) for entry in sharded]
+    """The runs in which the checkpoints of this one lie: its own folder, and those of runs that it has gone on from."""
+    named = [*filter(None, map(named_in, run.glob(f"*/{MANIFEST}")))]
+    folders = [Path(entry.uri) for _, sharded in named for entry in sharded]
+    folders += [Path(file.folder) for files, _ in named for file in files if file.folder]
     return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}
 
 
@@ -182,8 +217,10 @@ def _begin(
     if (root := _root()) is None:
         return None
     try:
-        (root / task).mkdir(parents=True, mode=0o700, exist_ok=True)
+        make_private(root / task)
     except OSError as error:
+        if _asked():
+            raise
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
     digests = {name: _digest(identity) for name, identity in inputs.items()}
@@ -202,8 +239,10 @@ def _begin(
 def _root() -> Path | None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "daskpytorch" / "checkpoints"
-    return Path(folder).expanduser().absolute() if folder else None
+        return (
+            Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "daskpytorch" / "checkpoints"
+        )
+    return Path(folder).expanduser().resolve() if folder else None
 
 
 def _asked() -> str | None:
@@ -212,33 +251,37 @@ def _asked() -> str | None:
 
 
 def _previous(runs_of_task: Path) -> Path | None:
-    """The folder of the run to go on from, if any."""
+    """The folder of the run to go on from, if any; nobody else can have put anything there."""
     asked = _asked()
     if asked is None:
         return None
     if asked in ("1", "last"):
         found = sorted(_runs(runs_of_task.parent), reverse=True)
-        return next((run for _, run in found if run.parent == runs_of_task and not _goes_on(run)), None)
-    folder = Path(asked).expanduser().absolute()
-    if not (folder / RECORD).is_file():
-        raise ValueError(
-            f"{RESUME_VARIABLE}={asked}: must be 1 or last, for the task's newest run, or the folder of a run, which "
-            f"has a file {RECORD}. Those of this task are in {runs_of_task}."
-        )
+        folder = next((run for _, run in found if run.parent == runs_of_task and _is_of_use(run)), None)
+    else:
+        folder = Path(asked).expanduser().absolute()
+        if not (folder / RECORD).is_file():
+            raise ValueError(
+                f"{RESUME_VARIABLE}={asked}: must be 1 or last, for the task's newest run, or the folder of a run, "
+                f"which has a file {RECORD}. Those of this task are in {runs_of_task}."
+            )
+    for each in [folder, *filter(Path.is_dir, folder.iterdir())] if folder is not None else ():
+        refuse_foreign(each)  # a checkpoint is a pickle
     return folder
 
 
-def _runs(root: Path, which: str = f"*/*/{RECORD}") -> Iterator[tuple[float, Path]]:
+def _runs(root: Path) -> Iterator[tuple[float, Path]]:
     """When each run has last written something, and its folder."""
-    for found in root.glob(which):
-        folder = found if found.is_dir() else found.parent
+    for found in root.glob(f"*/*/{RECORD}"):
         with contextlib.suppress(OSError):
-            yield max((path.stat().st_mtime for path in folder.rglob("*")), default=folder.stat().st_mtime), folder
+            yield max(path.stat().st_mtime for path in found.parent.rglob("*")), found.parent
+
+
+def _is_of_use(run: Path) -> bool:
+    return any(run.glob(f"*/{MANIFEST}")) and not _goes_on(run)
 
 
 def _goes_on(run: Path) -> bool:
-    if not (run / RECORD).exists():
-        return False
     with (run / RECORD).open() as record:
         try:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)

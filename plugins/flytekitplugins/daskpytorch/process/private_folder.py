@@ -1,0 +1,84 @@
+"""Folders whose files are read back later, and that this user alone may write to. Runs in driver and ranks."""
+
+import os
+import pwd
+import stat
+import tempfile
+from grp import getgrgid
+from pathlib import Path
+
+__all__ = ["WRITABLE", "make_private", "refuse_foreign"]
+
+WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+"""Bits of a mode by which others can write."""
+REACHABLE = stat.S_IXGRP | stat.S_IXOTH
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone (mode 0700), and each missing one above it.
+
+    Raises:
+        PermissionError: Another user owns the folder, or can write to it.
+    """
+    for level in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        level.mkdir(mode=0o700, exist_ok=True)
+    refuse_foreign(folder, with_files=False)
+
+
+def refuse_foreign(folder: Path, *, with_files: bool = True) -> None:
+    """Check that only this user, or root, can have made a folder and the files in it; folders below are not looked at.
+
+    Raises:
+        PermissionError: Another user owns one of them, or can write to it.
+    """
+    _refuse(folder, folder, WRITABLE)
+    is_closed = not folder.stat().st_mode & REACHABLE
+    for path in folder.iterdir() if with_files else ():
+        if path.is_file():
+            _refuse(path, folder, 0 if is_closed else WRITABLE)
+
+
+def _refuse(path: Path, folder: Path, bits: int) -> None:
+    status = path.stat()
+    owner, writable = status.st_uid, status.st_mode & bits
+    if writable == stat.S_IWGRP and _is_private(status.st_gid):
+        writable = 0
+    is_mine = owner in (os.geteuid(), 0)
+    if (is_mine and not writable) or _is_usual(folder, owner, writable):
+        return
+    if not is_mine:
+        raise PermissionError(
+            f"{path} belongs to another user ({_name_of(owner)}); this process runs as {_name_of(os.geteuid())}. Other "
+            "users' files are not read here, since reading them may run their code. Name another folder, or make this "
+            "one your own (chown) if you know what is in there."
+        )
+    raise PermissionError(
+        f"other users can write to {path} (mode {stat.S_IMODE(status.st_mode):04o}). It is not read, since "
+        f"reading what they have put there may run their code. If all of it is yours: chmod -R go-w {path}"
+    )
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is this user's alone, as many systems make one for each user, whose umask is 002 then."""
+    try:
+        user, named = pwd.getpwuid(os.geteuid()), getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and user.pw_name == named.gr_name and set(named.gr_mem) <= {user.pw_name}
+
+
+def _is_usual(folder: Path, owner: int, mode: int) -> bool:
+    """Whether a file that this process makes there has the same owner and mode: some mounts know no others."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".daskpytorch-") as file:  # its mode is 0600
+            found = os.fstat(file.fileno())
+    except OSError:
+        return False
+    return found.st_uid == owner and found.st_mode & WRITABLE == mode
+
+
+def _name_of(user: int) -> str:
+    try:
+        return f"{pwd.getpwuid(user).pw_name}, uid {user}"
+    except KeyError:
+        return f"uid {user}"
