@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed import Client
+from flytekit import task
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.models.literals import LiteralMap
 
-from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.rank import ending
 
 ONCE = Gang(max_restarts=0)
@@ -146,6 +150,24 @@ def never_end(how: str) -> str:
 
 KEPT: list[object] = []
 
+
+def return_model(how: str) -> Any:
+    """Return a model as it is trained, with the loss."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    if how == "sharded":
+        return fully_shard(model), 0.5
+    return torch.nn.parallel.DistributedDataParallel(model), 0.5
+
+
+@task(task_config=SpawnDDP(nproc=2))
+def returns_model() -> torch.nn.Module:
+    """As the blog post's `train()`."""
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+
+
 # ---- The tests
 
 
@@ -228,3 +250,23 @@ def test_what_would_never_end_is_ended_and_named(
     assert dispatch.run(client, never_end, how, gang=ONCE).result(MAX_WAIT) == ["returned"] * 2
     told = capfd.readouterr()
     assert f"rank 1 is ended 1 s after its function, with what had not ended by then: {named}" in told.out + told.err
+
+
+def test_a_wrapped_model_arrives_without_the_wrapper_that_needs_the_group(client: Client) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(2, 1).weight
+    for model, loss in dispatch.run(client, return_model, "wrapped", gang=ONCE).result():
+        assert (type(model), loss) == (torch.nn.Linear, 0.5)
+        assert torch.equal(model.weight, weight)
+
+
+def test_a_sharded_model_is_refused_in_its_rank(client: Client) -> None:
+    with pytest.raises(TypeError, match=r"a FSDPLinear belongs to all ranks together.*get_model_state_dict") as caught:
+        dispatch.run(client, return_model, "sharded", gang=ONCE).result()
+    assert isinstance(caught.value.__cause__, GangError)
+
+
+def test_a_task_leaves_a_model_that_loads_without_a_group() -> None:
+    made = returns_model.dispatch_execute(FlyteContextManager.current_context(), LiteralMap(literals={}))
+    written = made.literals["o0"].scalar.blob.uri
+    assert type(torch.load(written, weights_only=False)) is torch.nn.Linear

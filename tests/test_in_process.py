@@ -296,6 +296,15 @@ def test_an_exit_code_is_the_end_of_the_rank_alone() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_wrapped_model_is_returned_without_the_wrapper_that_needs_the_group() -> None:
+    futures = dispatch.run(
+        mock.create_autospec(Client, instance=True),
+        lambda: {"model": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)), "loss": 0.5},
+    )
+    assert type(futures.result()[0]["model"]) is torch.nn.Linear
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_stop_iteration_is_a_runtime_error() -> None:
     error = dispatch.run(mock.create_autospec(Client, instance=True), next, iter(())).exception()
     assert isinstance(error, RuntimeError)

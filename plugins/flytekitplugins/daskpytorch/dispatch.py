@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.driver.request import (
 )
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.protocol.code import ending_as_program, name_of
+from flytekitplugins.daskpytorch.protocol.code import completed, ending_as_program, name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import (
     A_KEY,
@@ -235,6 +235,7 @@ def _run_here(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
 ) -> GangFutures:
     from flytekitplugins.daskpytorch.driver.in_process import InProcess
+    from flytekitplugins.daskpytorch.rank.returned import unwrapped
 
     received = ReceivedResults()
     [key] = take_keys(function, settings.key)
@@ -249,7 +250,7 @@ def _run_here(
 
     def call() -> Any:
         with rank.joined(), ending_as_program():
-            return getattr(function, "_task_function", function)(*args, **kwargs)
+            return unwrapped(completed(getattr(function, "_task_function", function)(*args, **kwargs)))
 
     return SettledFutures(received, call)
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,8 +22,6 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, NoReturn, assert_never
-
-import cloudpickle
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
@@ -53,6 +51,7 @@ from flytekitplugins.daskpytorch.rank import (
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
 from flytekitplugins.daskpytorch.rank.records import Records, interval_of
+from flytekitplugins.daskpytorch.rank.returned import dump_returned, unwrapped
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 
@@ -304,14 +303,14 @@ class _Link:
             if driver_folder is not None:
                 file = FileWriter(Path(driver_folder), self._send_piece)
                 try:
-                    _dump(value, file, file.takes)
+                    dump_returned(value, file, file.takes)
                     return file.close()
                 except Exception as error:
                     file.abandon()
                     if not isinstance(error.__cause__ or error, OSError):
                         raise
             writer = result_frames.Writer(self._send_piece)
-            _dump(value, writer)
+            dump_returned(value, writer)
             return writer.close()
 
     def _send_piece(self, piece: result_frames.Piece) -> None:
@@ -578,7 +577,7 @@ def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: _Link
     """What the driver needs of the return value: in a task what it makes of rank 0's, else every rank's value."""
     if host is None:
         return link.send_returned(returned, order.driver_folder)
-    return link.send_returned(host.outputs(returned), order.driver_folder) if order.place.rank == 0 else None
+    return link.send_returned(host.outputs(unwrapped(returned)), order.driver_folder) if order.place.rank == 0 else None
 
 
 def _is_of_storage(error: BaseException) -> bool:
@@ -590,29 +589,6 @@ def _is_of_storage(error: BaseException) -> bool:
 
 _stacks_file: IO[str] | None = None
 """Stays open for as long as the signal may come."""
-
-
-def _dump(
-    value: Any, file: result_frames.Writer | FileWriter, takes: Callable[[pickle.PickleBuffer], bool] | None = None
-) -> None:
-    """Pickle a result; CUDA tensors go as CPU tensors, since the driver may have no GPU."""
-    import torch
-
-    from flytekitplugins.daskpytorch.protocol import storages
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.Tensor) and obj.is_cuda:
-                return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
-            return storages.reduce(obj) or super().reducer_override(obj)
-
-    try:
-        Pickler(file, protocol=5, buffer_callback=takes).dump(value)
-    except Exception as error:
-        raise TypeError(
-            f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
-            "Return plain data or tensors, such as a state_dict instead of a model."
-        ) from error
 
 
 def _wind_up(order: RankOrder, observers: Observers, outcome: int, exit_code: int = 1) -> None:

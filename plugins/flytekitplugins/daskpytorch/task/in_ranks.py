@@ -146,6 +146,7 @@ class InRanks:
         from flytekitplugins.daskpytorch.display.deck import Recorder
         from flytekitplugins.daskpytorch.driver.in_process import InProcess
         from flytekitplugins.daskpytorch.protocol import code
+        from flytekitplugins.daskpytorch.rank.returned import unwrapped
         from flytekitplugins.daskpytorch.task.results import TaskResults
 
         gang, recorder = self.task_config.gang, Recorder(self.name, inputs)
@@ -165,7 +166,7 @@ class InRanks:
                 )
                 returned = None
                 with rank.joined(), code.ending_as_program():
-                    returned = code.completed(self._task_function(**inputs))
+                    returned = unwrapped(code.completed(self._task_function(**inputs)))
             how = "done"
         finally:
             if how != "done":

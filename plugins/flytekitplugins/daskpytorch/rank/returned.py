@@ -1,0 +1,109 @@
+"""What a rank's function has returned, as the driver can have it: no GPU, no process group. Runs in a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    import pickle
+
+    from flytekitplugins.daskpytorch.protocol.result_frames import Writer
+    from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter
+
+__all__ = ["dump_returned", "unwrapped"]
+
+SPREAD = (
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.tensor", "DTensor"),
+)
+"""Modules, and classes there of which each rank holds a part."""
+MAX_DEPTH = 2
+"""Containers in each other in which `unwrapped` looks for models: a task's outputs, and a list or dict that is one."""
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the value with the inner module for a `DistributedDataParallel`, also in tuples, lists and dicts.
+
+    Raises:
+        TypeError: The value is spread over the ranks.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    spread = _spread()
+
+    def bare(value: Any, depth: int) -> Any:
+        _refuse_spread(value, spread)
+        if isinstance(value, DistributedDataParallel):
+            return value.module
+        if depth and type(value) is dict:
+            return {key: bare(part, depth - 1) for key, part in value.items()}
+        if depth and (type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields"))):
+            parts = [bare(part, depth - 1) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
+
+    return bare(value, MAX_DEPTH)
+
+
+def dump_returned(
+    value: Any, file: Writer | FileWriter, takes: Callable[[pickle.PickleBuffer], bool] | None = None
+) -> None:
+    """Pickle a return value. Tensors of other devices go as CPU tensors, and wrapped modules without their wrapper.
+
+    Raises:
+        TypeError: The value cannot be pickled, or is spread over the ranks.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from flytekitplugins.daskpytorch.protocol import storages
+
+    spread = _spread()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            _refuse_spread(obj, spread)
+            if isinstance(obj, DistributedDataParallel):
+                return _as_it_is, (obj.module,)
+            # A parameter's own pickle has its data, a plain tensor, which comes here again.
+            if isinstance(obj, torch.Tensor) and obj.is_cuda and not isinstance(obj, torch.nn.Parameter):
+                return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return storages.reduce(obj) or super().reducer_override(obj)
+
+    try:
+        Pickler(file, protocol=5, buffer_callback=takes).dump(value)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
+            "Return plain data or tensors, such as a state_dict instead of a model."
+        ) from error
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _refuse_spread(value: object, kinds: tuple[type, ...]) -> None:
+    """See to it that the value is of none of these kinds.
+
+    Raises:
+        TypeError: The other ranks hold parts of the value.
+    """
+    if isinstance(value, kinds):
+        raise TypeError(
+            f"a {type(value).__name__} belongs to all ranks together. On all ranks call get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+            "torch.distributed.checkpoint.state_dict, or tensor.full_tensor(), and return the result. Only in a "
+            "DistributedDataParallel are model.module and model.module.state_dict() whole"
+        )
+
+
+def _spread() -> tuple[type, ...]:
+    """The classes of which each rank holds a part, as far as they are loaded: otherwise nobody has made one."""
+    found = [getattr(sys.modules.get(module), name, None) for module, name in SPREAD]
+    return tuple(kind for kind in found if kind is not None)
