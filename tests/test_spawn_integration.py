@@ -175,6 +175,21 @@ def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(
     assert run["config"]["gang"]["world_size"] == 2
 
 
+def test_the_run_of_weights_and_biases_is_there_in_rank_0s_first_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_TAGS", "a,b")
+    monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
+    from flows import spawned
+
+    assert spawned.joins() is True
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    run = read_run(file)
+    assert (run["config"]["depth"], run["config"]["gang"]["world_size"]) == (2, 2)
+    assert (run["tags"], run["exit_code"]) == (["a", "b"], 0)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_48_sigterm_to_all_processes_of_the_pod(project: Path, method: str) -> None:
     def meddle(driver: Process) -> None:

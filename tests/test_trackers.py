@@ -481,6 +481,14 @@ def serve(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[],
         server.server_close()
 
 
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
+def test_mlflow_behind_a_proxy_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(variable, "http://proxy.example:3128")
+    mlflow_run._knock("http://mlflow.invalid:5000")  # only the proxy knows its address
+
+
 def test_mlflow_server_that_comes_late_has_all(
     flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

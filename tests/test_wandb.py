@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import http.server
 import math
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from flytekit.types.file import FlyteFile
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
-from flytekitplugins.daskpytorch.display import wandb_run
+from flytekitplugins.daskpytorch.display import wandb_answers, wandb_run
 from flytekitplugins.daskpytorch.display.training import inputs_of, run_config
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
@@ -45,6 +48,29 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HOSTNAME", raising=False)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+class NoAnswers:
+    """Stands for a machine on which wandb knows nothing; asking wandb itself takes a second each time."""
+
+    def __init__(self, mode: str | None) -> None:
+        self.mode = mode
+
+    def answers(self) -> dict[str, Any]:
+        return {"mode": self.mode or "online", "base_url": "https://api.wandb.ai"}
+
+
+@pytest.fixture(autouse=True)
+def asks_nobody(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "asks_wandb" not in request.fixturenames:
+        monkeypatch.setattr(wandb_observer, "Asking", NoAnswers)
+
+
+@pytest.fixture
+def asks_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let wandb itself answer, about a folder that is the home and the current one."""
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
 
 
 def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
@@ -102,7 +128,7 @@ def test_default_name_is_the_tasks_short_name() -> None:
 
 def opened(run: RunSettings, inputs: Any, *shapes: Shape) -> RunSettings:
     """What rank 0 opens after the gang was placed so."""
-    observer = WandbObserver(run, inputs)
+    observer = WandbObserver(lambda: run, inputs)
     for shape in shapes:
         observer.placed(shape)
     [part] = Observers([observer]).for_rank()
@@ -238,12 +264,31 @@ def test_without_a_key_the_run_is_offline_with_one_line_of_notice(capsys: pytest
     assert "wandb sync" in err
 
 
+MINE, OTHERS = "a" * 40, "b" * 40
+
+
+def log_in(home: Path, **keys: str) -> Path:
+    """Store keys as `wandb login` does, for hosts named by these words."""
+    hosts = {"cloud": "api.wandb.ai", "company": "wandb.example:8080"}
+    netrc = home / ".netrc"
+    netrc.write_text("".join(f"machine {hosts[host]}\n  login user\n  password {key}\n" for host, key in keys.items()))
+    netrc.chmod(0o600)
+    return netrc
+
+
+def wandbs_settings(home: Path, **given: str) -> None:
+    """Write the file that `wandb login --host`, `wandb offline` and `wandb disabled` write."""
+    file = home / ".config" / "wandb" / "settings"
+    file.parent.mkdir(parents=True)
+    file.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in given.items()))
+
+
 def test_key_from_the_environment_makes_the_run_online_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asks_wandb: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_API_KEY", MINE)
     made = settings()
-    assert (made.mode, made.key) == ("online", "k" * 40)
+    assert (made.mode, made.key) == ("online", MINE)
     assert capsys.readouterr() == ("", "")
 
 
@@ -260,21 +305,83 @@ def test_named_secret_that_is_not_there_is_an_error_that_names_it() -> None:
         settings(Wandb(project="names", secret=Secret(group="wandb", key="api_key")))
 
 
-def test_key_from_netrc(tmp_path: Path) -> None:
-    netrc = tmp_path / "home" / ".netrc"
-    netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
-    netrc.chmod(0o600)
-    assert wandb_observer.api_key(Wandb(project="names")) == "from-netrc"
+def test_key_is_the_one_that_is_stored_for_the_server_of_wandbs_settings(asks_wandb: Path) -> None:
+    log_in(asks_wandb, cloud=MINE, company=OTHERS)
+    assert (made := settings()).key == MINE
+    wandbs_settings(asks_wandb, base_url="http://wandb.example:8080/")  # with a slash, as people write it
+    made = settings()
+    assert (made.mode, made.key, made.given["base_url"]) == ("online", OTHERS, "http://wandb.example:8080")
 
 
-def test_netrc_of_another_server_or_a_broken_one_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    netrc = tmp_path / "home" / ".netrc"
-    netrc.write_text("machine api.wandb.ai login user password from-netrc\n")
-    netrc.chmod(0o600)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
-    assert wandb_observer.api_key(Wandb(project="names")) is None
-    netrc.write_text("what is this")
-    assert wandb_observer.api_key(Wandb(project="names")) is None
+def test_key_of_the_cloud_is_not_sent_to_another_server(asks_wandb: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_in(asks_wandb, cloud=MINE)
+    wandbs_settings(asks_wandb, base_url="http://wandb.example:8080")
+    assert (settings().mode, settings().key) == ("offline", None)
+    assert "no API key found" in capsys.readouterr().err
+
+
+def test_keys_are_found_wherever_wandb_looks_for_them(
+    asks_wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandbs_settings(asks_wandb, api_key=MINE)
+    assert settings().key == MINE
+    (asks_wandb / ".config" / "wandb" / "settings").unlink()
+    monkeypatch.setenv("NETRC", str(log_in(asks_wandb, cloud=OTHERS).rename(tmp_path / "elsewhere")))
+    assert settings().key == OTHERS
+
+
+def test_an_identity_token_stands_for_a_key(
+    asks_wandb: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (token := asks_wandb / "token").write_text("jwt")
+    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", str(token))
+    made = settings()
+    assert (made.mode, made.key, made.given["identity_token_file"]) == ("online", None, str(token))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("stored", "variables", "mode"),
+    [
+        ({"mode": "offline"}, {}, "offline"),  # `wandb offline`
+        ({"mode": "disabled"}, {}, "disabled"),  # `wandb disabled`
+        ({}, {"WANDB_MODE": "dryrun"}, "offline"),
+        ({"mode": "offline"}, {"WANDB_MODE": "online"}, "online"),
+    ],
+)
+def test_mode_is_wandbs_own_where_the_user_gave_none(
+    asks_wandb: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, str], variables: dict[str, str], mode: str
+) -> None:
+    log_in(asks_wandb, cloud=MINE)
+    wandbs_settings(asks_wandb, **stored)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert settings().mode == mode
+    if mode == "offline":
+        assert settings(Wandb(project="names", mode="online")).mode == "online"
+
+
+def test_what_wandbs_variables_say_of_the_run_counts_unless_the_user_wrote_something(
+    asks_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NAME", "RUN_ID", "RUN_GROUP", "ENTITY", "NOTES"):
+        monkeypatch.setenv(f"WANDB_{name}", name.lower())
+    monkeypatch.setenv("WANDB_TAGS", "a,b")
+    monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
+    made = settings()
+    assert (made.name, made.id, made.notes) == ("name", "run_id", None)
+    told = {"run_group": "run_group", "entity": "entity", "run_notes": "notes", "run_tags": ["a", "b"]}
+    assert made.given.items() >= told.items()
+    made = settings(Wandb(project="names", name="mine", id="my-id"))
+    assert (made.name, made.id) == ("mine", "my-id")
+
+
+def test_wandb_that_cannot_be_asked_costs_a_line(
+    asks_wandb: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wandb_answers, "TIMEOUT", 0.01)
+    assert settings().mode == "offline"
+    assert "wandb could not be asked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -282,13 +389,6 @@ def test_mode_that_needs_no_key_asks_for_none_and_says_nothing(mode: Any, capsys
     made = settings(Wandb(project="names", mode=mode, secret=Secret(group="wandb", key="not_there")))
     assert (made.mode, made.key) == (mode, None)
     assert capsys.readouterr() == ("", "")
-
-
-def test_mode_of_the_environment_counts_where_the_user_gave_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert settings().mode == "disabled"
-    assert settings(Wandb(project="names", mode="online")).mode == "online"
 
 
 def test_settings_travel_pickled() -> None:
@@ -353,7 +453,7 @@ def test_offline_run_has_config_history_and_exit_code(tmp_path: Path, monkeypatc
 def test_the_driver_hears_where_the_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)))
     Tracker(run).close(0)
-    observer = WandbObserver(run, {})
+    observer = WandbObserver(lambda: run, {})
     observer.wrote(1, [f"{RUN_IS}another rank's"])
     assert observer.where is None
     observer.wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
@@ -515,3 +615,129 @@ def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pyte
         service.kill()
     tracker.close(0)
     assert "The training goes on." in capsys.readouterr().err
+    _end_wandb()  # the next run has a process of its own again
+
+
+# ---- The run, as the user's own wandb calls meet it ------------------------------------------------------------------
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith("_")} for row in run_in(folder)["history"]
+    ]
+
+
+def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_path: Path) -> None:
+    import wandb
+
+    init = wandb.init
+    wandb_of = Wandb(project="names", dir=str(tmp_path), tags=("ours",), config={"epochs": 3, "lr": 1.0})
+    tracker = Tracker(settings(wandb_of))
+    tracker.begins()
+    assert wandb.run is not None
+    with wandb.init(project="names", config={"lr": 0.5, "depth": 2}, tags=["theirs"], notes="mine") as joined:
+        assert joined is wandb.run
+        joined.log({"own": 1.0})
+        tracker.logged(record(1, loss=2.0))
+    tracker.close(0)
+    assert wandb.init is init
+    run = run_in(tmp_path)
+    assert (run["runs"] > 0, run["id"], run["notes"]) == (True, "f3a-train", "mine")
+    assert run["tags"] == ["ours", "theirs"]
+    assert run["config"] == {"epochs": 3, "lr": 0.5, "depth": 2}
+    own, ours = rows_of(tmp_path)
+    assert own["own"] == 1.0
+    assert ours == {"step": 1, "loss": 2.0}  # was queued when the user's block ended
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"project": "others"}, {"id": "another"}, {"settings": {"project": "others"}}],
+    ids=str,
+)
+def test_users_init_of_another_run_is_refused_with_what_to_do(tmp_path: Path, asked: dict[str, Any]) -> None:
+    import wandb
+
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.begins()
+    try:
+        with pytest.raises(
+            ValueError, match=r"the task has opened a run with (project='names'|id='f3a-train').*Wandb\("
+        ):
+            wandb.init(**asked)
+    finally:
+        tracker.close(0)
+
+
+def test_what_is_logged_after_wandbs_finish_is_told_and_what_was_before_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    tracker = Tracker(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker.begins()
+    for step in range(20):
+        tracker.logged(record(step, loss=0.0))
+    wandb.finish()
+    for step in range(20, 23):
+        tracker.logged(record(step, loss=0.0))
+    tracker.accounted(Goodput(total=1.0, stepping=1.0))
+    tracker.close(0, "others were better")
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(20))
+    assert run_in(tmp_path)["exit_code"] == 0
+    err = capsys.readouterr().err
+    assert "wandb.finish() had ended the run; 3 records that were logged after it are not in it" in err
+    assert "only the numbers are kept" not in err
+
+
+def test_tags_and_entity_of_wandbs_own_variables_are_the_runs(tmp_path: Path) -> None:
+    made = settings(Wandb(project="names", dir=str(tmp_path), mode="offline"))
+    Tracker(replace(made, given={"run_tags": ["a", "b"], "run_group": "g", "run_notes": "n"})).close(0)
+    run = run_in(tmp_path)
+    assert (run["tags"], run["group"], run["notes"]) == (["a", "b"], "g", "n")
+
+
+# ---- Which server is sent which key ----------------------------------------------------------------------------------
+
+
+class KeyCollector(http.server.BaseHTTPRequestHandler):
+    """A server that takes note of the keys that it is sent, and grants nothing."""
+
+    def do_POST(self) -> None:
+        kind, _, sent = self.headers.get("Authorization", "").partition(" ")
+        if kind == "Basic":
+            self.server.keys.add(base64.b64decode(sent).decode().partition(":")[2])  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(400)
+        self.end_headers()
+
+    do_GET = do_POST  # noqa: N815 - as the base class calls it
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def collector() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), KeyCollector) as server:
+        server.keys = set()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_logged_in", [True, False])
+def test_a_server_of_wandbs_settings_is_sent_its_own_key_and_no_other(
+    asks_wandb: Path, collector: http.server.ThreadingHTTPServer, is_logged_in: bool
+) -> None:
+    host = f"127.0.0.1:{collector.server_port}"
+    wandbs_settings(asks_wandb, base_url=f"http://{host}")
+    stored = log_in(asks_wandb, cloud=MINE)
+    if is_logged_in:
+        stored.write_text(f"{stored.read_text()}machine {host}\n  login user\n  password {OTHERS}\n")
+    tracker = Tracker(settings(Wandb(project="names", dir=str(asks_wandb))))
+    tracker.begins()
+    tracker.logged(record(1, loss=0.0))
+    tracker.close(0)
+    assert collector.keys == ({OTHERS} if is_logged_in else set())  # type: ignore[attr-defined]
+    assert rows_of(asks_wandb) == [{"step": 1, "loss": 0.0}]  # offline, since it grants nothing

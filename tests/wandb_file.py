@@ -55,6 +55,8 @@ def read_run(path: Path) -> dict[str, Any]:
                 run["name"], run["notes"] = record.run.display_name, record.run.notes
                 run["group"], run["tags"] = record.run.run_group, list(record.run.tags)
                 run["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            case "config":  # that was added to the run's while it went on
+                run["config"] |= {item.key: json.loads(item.value_json) for item in record.config.update}
             case "history":
                 items = record.history.item
                 run["history"].append(

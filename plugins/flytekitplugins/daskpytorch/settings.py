@@ -374,13 +374,15 @@ class Wandb:
     entity: str | None = None
     """The user or team; None is the key's default."""
     secret: Secret | None = None
-    """The Flyte secret that holds the API key; None takes the key from `WANDB_API_KEY`."""
+    """The Flyte secret that holds the API key; None takes the key that wandb finds: in `WANDB_API_KEY`, say, or what
+    `wandb login` has stored."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """None is online with a key, else offline with one line of notice; never a prompt."""
+    """None is wandb's own mode (`WANDB_MODE`, `wandb offline`): online with a key, else offline with one line of
+    notice; never a prompt."""
     id: str | None = None
     """The run's id; None derives it from the execution and the node, so that a retry continues the run."""
     name: str | None = None
-    """The run's display name; None is the task's name."""
+    """The run's display name; None is `WANDB_NAME`, or else the task's name."""
     group: str | None = None
     """Groups runs on the project's page."""
     tags: tuple[str, ...] = ()

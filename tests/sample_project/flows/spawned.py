@@ -155,6 +155,17 @@ def tracked(steps: int, fail_at: int = -1) -> int:
     return steps
 
 
+@task(task_config=SpawnDDP(nproc=2, gang=PATIENT, wandb=Wandb(project="tests", mode="offline")))
+def joins() -> bool:
+    """Rank 0 joins the task's run in its first lines, as scripts do that have a `wandb.init` of their own."""
+    if current_rank().rank:
+        return False
+    import wandb
+
+    opened = wandb.run
+    return opened is not None and wandb.init(project="tests", config={"depth": 2}) is opened
+
+
 @task
 def describe(
     totals: list[float],

@@ -297,7 +297,7 @@ def _knock(uri: str) -> None:
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return
-    if parts.scheme in getproxies() and not proxy_bypass(parts.hostname):
+    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.hostname):  # as `requests` has it
         return
     try:
         address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)

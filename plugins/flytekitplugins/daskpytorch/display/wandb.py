@@ -1,23 +1,27 @@
 """Weights & Biases: one run per gang, opened and fed in rank 0. Which run, with which key, is decided in the driver."""
 
-import contextlib
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import run_config, run_id
+from flytekitplugins.daskpytorch.display.wandb_answers import Asking
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RunSettings, Tracker
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
-from flytekitplugins.daskpytorch.settings import WANDB_MODES, Wandb
+from flytekitplugins.daskpytorch.settings import Wandb
 
-__all__ = ["WandbObserver", "console_link", "model_settings", "settings", "sweep_settings"]
+__all__ = ["WandbObserver", "begin", "console_link", "model_settings", "settings", "sweep_settings"]
 
+KEYLESS = ("offline", "disabled")
+"""Modes that need no key."""
+OLD_MODES = {"dryrun": "offline", "run": "online"}
+"""wandb's own older names of modes."""
+TOKEN_FILES = ("identity_token_file", "credentials_file")
 LINK_TYPE = "wandb-daskpytorch"
 """Names the console link in Flyte's configuration; its template ends in {{ .executionName }}-{{ .nodeId }}."""
 MAX_ID_PART = 60
@@ -27,9 +31,11 @@ MAX_ID_PART = 60
 class WandbObserver(Observer):
     """Has rank 0 feed a run: the same one in all attempts of the gang."""
 
-    def __init__(self, run: RunSettings, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, run: Callable[[], RunSettings], inputs: Mapping[str, Any]) -> None:
         self._run = run
         self._inputs = inputs
+        self._shape: Shape | None = None
+        """Of the first attempt."""
         self.where: str | None = None
         """The run's page, or the command that sends it; None until rank 0 has opened it."""
 
@@ -44,53 +50,65 @@ class WandbObserver(Observer):
         return {"Weights & Biases": self.where} if self.where is not None else {}
 
     def placed(self, shape: Shape) -> None:
-        """Add the inputs and the gang's shape to the run's configuration; the user's own and the first shape stay."""
-        self._run = dataclasses.replace(self._run, config={**run_config(self._inputs, shape), **self._run.config})
+        """Note the gang's shape, for the run's configuration; the first one stays."""
+        self._shape = self._shape or shape
 
     def for_rank(self) -> Callable[[], Tracker]:
-        """What opens the run."""
-        return functools.partial(Tracker, self._run)
+        """What opens the run, whose configuration is the inputs and the gang's shape, with the user's own on top."""
+        run = self._run()
+        if self._shape is not None:
+            run = dataclasses.replace(run, config={**run_config(self._inputs, self._shape), **run.config})
+        return functools.partial(Tracker, run)
 
 
-def api_key(wandb: Wandb) -> str | None:
-    """The API key: from the Flyte secret where one is named, else from `WANDB_API_KEY` or the user's netrc."""
-    if wandb.secret is not None:
-        return current_execution().secret(wandb.secret)
-    if key := os.environ.get("WANDB_API_KEY"):
-        return key
-    import netrc
+def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], RunSettings]:
+    """Ask wandb; what is returned waits for its answers, and decides id, name, mode and key.
 
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        host = re.sub(r"^https?://", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-        login = netrc.netrc().authenticators(host)
-        return login[2] if login else None
-    return None
+    Raises:
+        ValueError: The Flyte secret is not there.
+    """
+    needs_key = wandb.secret is not None and wandb.mode not in KEYLESS
+    key = current_execution().secret(wandb.secret) if needs_key else None
+    asking, notes = Asking(wandb.mode), os.environ.get("FLYTE_EXECUTION_URL")
+    return functools.cache(functools.partial(_settled, wandb, asking, key, task, execution, notes))
 
 
 def settings(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
-    """Decide id, mode and key; prints one line where there is no key."""
-    key = None if wandb.mode in ("offline", "disabled") else api_key(wandb)
-    from_environment = os.environ.get("WANDB_MODE")
-    mode = wandb.mode or (from_environment if from_environment in WANDB_MODES else "online" if key else "offline")
-    if mode == "offline" and not (wandb.mode or from_environment):
-        say(
-            "Weights & Biases: no API key found, so the run stays offline; set WANDB_API_KEY, or send it later "
-            "with `wandb sync`.",
-        )
+    """Decide id, name, mode and key; prints one line where there is no key."""
+    return begin(wandb, task=task, execution=execution)()
+
+
+def _settled(
+    wandb: Wandb, asking: Asking, secret: str | None, task: str, execution: str | None, notes: str | None
+) -> RunSettings:
+    """What the user wrote, then what wandb has, then what follows from the task."""
+    try:
+        found = dict(asking.answers())
+        missing = "no API key found; set WANDB_API_KEY or call `wandb login`"
+    except OSError as error:
+        found, missing = {}, str(error)
+    key, mode = secret or found.pop("api_key", None), wandb.mode or found.pop("mode", "online")
+    mode = OLD_MODES.get(mode, mode)
+    if wandb.mode is None and mode not in KEYLESS and not (key or "identity_token_file" in found):
+        mode = "offline"
+        say(f"Weights & Biases: {missing}. The run stays offline; `wandb sync` sends it later.")
     short = task.rpartition(".")[2]
+    id_, name = found.pop("run_id", None), found.pop("run_name", None)
+    hidden = {"api_key", "mode", *(() if "identity_token_file" in found and secret is None else TOKEN_FILES)}
     return RunSettings(
         wandb=dataclasses.replace(wandb, secret=None),  # an object of flytekit's, which a rank may do without
-        id=wandb.id or run_id(execution, short),
-        name=wandb.name or short,
-        mode=mode,  # type: ignore[arg-type] # one of WANDB_MODES
-        key=key,
+        id=wandb.id or id_ or run_id(execution, short),
+        name=wandb.name or name or short,
+        mode=mode,
+        key=None if mode in KEYLESS else key,
         config=without_secrets(wandb.config),
-        notes=os.environ.get("FLYTE_EXECUTION_URL"),
+        notes=None if "run_notes" in found else notes,
+        given={name: value for name, value in found.items() if name not in hidden},
     )
 
 
-def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> RunSettings:
-    """What the runs of many models share, as `settings` decides it once for all, and the group that they are in.
+def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Callable[[], RunSettings]:
+    """What the runs of many models share, as `begin` decides it once for all, and the group that they are in.
 
     Raises:
         ValueError: `wandb` has an id, which only one run can have.
@@ -103,11 +121,12 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Run
     is_named = execution and execution != "local"
     name = wandb.name or function.rpartition(".")[2]
     group = wandb.group or f"{name}-{execution if is_named else os.urandom(4).hex()}"
-    return settings(dataclasses.replace(wandb, group=group), task=function, execution=execution)
+    return begin(dataclasses.replace(wandb, group=group), task=function, execution=execution)
 
 
-def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
+def model_settings(runs: Callable[[], RunSettings], *, index: int, key: str) -> RunSettings:
     """One model's own run; the key names it among all of its task, alike in every attempt."""
+    shared = runs()
     id_ = f"{shared.id[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, id=id_, name=f"{shared.name}-{index}")
 

@@ -11,9 +11,10 @@ import queue
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.wandb_shared import SharedRun
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.streams import Screen
@@ -34,6 +35,8 @@ STOPPED_EARLY = "stopped_early"
 """In the summary of such a run: why."""
 GOODPUT = "goodput"
 """In the summary: the seconds of each kind, and which part of all went into steps."""
+OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
+"""Seconds that the function waits for the run: wandb's import and its own process take some, too."""
 CLOSE_TIMEOUT = 60.0
 """Seconds for what is queued when the run is closed."""
 MAX_WAITING = 10_000
@@ -47,11 +50,14 @@ class RunSettings:
     wandb: Wandb
     id: str
     name: str
-    mode: Literal["online", "offline", "disabled"]
+    mode: str
+    """wandb's own: online, offline, disabled, shared."""
     key: str | None = field(repr=False)
     config: Mapping[str, Any]
     """Hyper-parameters and the gang's shape."""
     notes: str | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """wandb's settings as the driver's machine has them, by wandb's own names: the key's server among them."""
 
 
 def _shown(value: Any) -> Any:
@@ -80,14 +86,23 @@ class Tracker(RankObserver):
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._waiting: queue.Queue[LogRecord | Goodput | _End] = queue.Queue()
+        self._waiting: queue.Queue[LogRecord | Goodput | _End | threading.Event] = queue.Queue()
         self._histograms: dict[str, Histogram] = {}
         """Of gradients, since the last record."""
         self._num_dropped = 0
+        self._num_late = 0
+        """Records after the user's own `wandb.finish()`."""
         self._has_refused = False
+        self._is_settled = threading.Event()
+        """Set once the run is open, or could not be opened."""
         self._finishing = threading.Lock()
         self._thread = threading.Thread(target=self._feed, name="daskpytorch-wandb", daemon=True)
         self._thread.start()
+
+    def begins(self) -> None:
+        """Wait for the run, so that the function finds it in `wandb.run`."""
+        if not self._is_settled.wait(OPEN_TIMEOUT):
+            _say(f"the run is not open after {OPEN_TIMEOUT:g} s. The training begins without it.")
 
     def logged(self, record: LogRecord) -> None:
         """Queue a record."""
@@ -129,34 +144,60 @@ class Tracker(RankObserver):
             self._waiting.put(_End(exit_code=exit_code, reason=stopped_early))
         self._thread.join(CLOSE_TIMEOUT)
 
+    def _drain(self) -> None:
+        """Wait until all that is queued is in the run."""
+        is_drained = threading.Event()
+        self._waiting.put(is_drained)
+        is_drained.wait(CLOSE_TIMEOUT)
+
     def _feed(self) -> None:
-        item: LogRecord | Goodput | _End | None = None
+        end: _End | None = None
         try:
             import wandb
 
             run = self._open()
-            while not isinstance(item := self._waiting.get(), _End):
-                if isinstance(item, Goodput):
-                    run.summary[GOODPUT] = {"share": item.share, **item.as_dict()}
-                else:
-                    self._record(run, item)
-            if item.reason is not None:
-                run.summary[STOPPED_EARLY] = item.reason
-            run.finish(exit_code=item.exit_code)
-            wandb.teardown(item.exit_code)  # `finish` may return before the run's file is whole
+            with SharedRun(wandb, run, self._drain) as shared:
+                self._is_settled.set()
+                end = self._take_all(run, shared)
+                if end.reason is not None and not shared.is_finished:
+                    run.summary[STOPPED_EARLY] = end.reason
+                shared.finish(end.exit_code)
+            wandb.teardown(end.exit_code)  # `finish` may return before the run's file is whole
         except Exception as error:
-            print(f"Weights & Biases: {type(error).__name__}: {error}. The training goes on.", file=Screen())
-            while not isinstance(item, _End):
-                item = self._waiting.get()
+            self._is_settled.set()
+            _say(f"{type(error).__name__}: {error}. The training goes on.")
+            while end is None:
+                if isinstance(item := self._waiting.get(), threading.Event):
+                    item.set()
+                elif isinstance(item, _End):
+                    end = item
         if self._num_dropped:
-            print(f"Weights & Biases: too slow; {self._num_dropped} records were dropped.", file=Screen())
+            _say(f"too slow; {self._num_dropped} records were dropped.")
+        if self._num_late:
+            _say(
+                f"wandb.finish() had ended the run; {self._num_late} records that were logged after it are not in it. "
+                "Leave it out: the run ends with the task."
+            )
+
+    def _take_all(self, run: Any, shared: SharedRun) -> _End:
+        """Feed the run until its end."""
+        while not isinstance(item := self._waiting.get(), _End):
+            if isinstance(item, threading.Event):
+                item.set()
+            elif shared.is_finished:
+                self._num_late += isinstance(item, LogRecord)
+            elif isinstance(item, Goodput):
+                run.summary[GOODPUT] = {"share": item.share, **item.as_dict()}
+            else:
+                self._record(run, item)
+        return item
 
     def _record(self, run: Any, record: LogRecord) -> None:
         try:
             run.log({"step": record.step, **{name: _shown(value) for name, value in record.metrics.items()}})
         except Exception as error:
             if not self._has_refused:
-                print(f"Weights & Biases: {error}. Of such records only the numbers are kept.", file=Screen())
+                _say(f"{error}. Of such records only the numbers are kept.")
             self._has_refused = True
             with contextlib.suppress(Exception):  # it may be a name
                 run.log({"step": record.step, **record.numbers})
@@ -164,18 +205,16 @@ class Tracker(RankObserver):
     def _open(self) -> Any:
         import wandb
 
-        if self._settings.key is not None:
+        if self._settings.key is not None:  # for the user's own `wandb.Api()`; with the server that the key is for
             os.environ["WANDB_API_KEY"] = self._settings.key
+            if "base_url" in self._settings.given:
+                os.environ["WANDB_BASE_URL"] = self._settings.given["base_url"]
         try:
             run = self._init(self._settings.mode)
         except Exception as error:
-            if self._settings.mode != "online":
+            if self._settings.mode in ("offline", "disabled"):
                 raise
-            print(
-                f"Weights & Biases: {type(error).__name__}: {error}. The run is recorded offline; send it later with "
-                "`wandb sync`.",
-                file=Screen(),
-            )
+            _say(f"{type(error).__name__}: {error}. The run is recorded offline; send it later with `wandb sync`.")
             wandb.teardown(0)
             run = self._init("offline")
         run.define_metric("*", step_metric="step")
@@ -184,21 +223,27 @@ class Tracker(RankObserver):
             print(f"{RUN_IS}{where}", file=Screen(), flush=True)
         return run
 
-    def _init(self, mode: Literal["online", "offline", "disabled"]) -> Any:
+    def _init(self, mode: str) -> Any:
         import wandb
 
-        asked = self._settings
+        asked, given = self._settings, dict(self._settings.given)
+        if asked.key is not None and mode != "offline":
+            given["api_key"] = asked.key
         return wandb.init(
             project=asked.wandb.project,
             entity=asked.wandb.entity,
             id=asked.id,
             name=asked.name,
             group=asked.wandb.group,
-            tags=list(asked.wandb.tags),
+            tags=list(asked.wandb.tags) or None,
             notes=asked.notes,
             config=dict(asked.config),
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type] # wandb's own word
             dir=asked.wandb.dir,
             resume="allow",
-            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT, **given),
         )
+
+
+def _say(text: str) -> None:
+    print(f"Weights & Biases: {text}", file=Screen())

@@ -184,6 +184,7 @@ class InProcess:
         places = place_ranks([node], 1)
         self._observers.tell("placed", Shape(name=self._name, backend="gloo", nodes=[node], places=places))
         self._rank_observers.open(self._observers.for_rank())
+        self._rank_observers.tell("begins")
         return places
 
     def _job(self) -> orders.Job:

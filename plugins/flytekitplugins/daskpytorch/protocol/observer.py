@@ -116,6 +116,9 @@ class RankObserver:
         tensor([2., 2.])
     """
 
+    def begins(self) -> None:
+        """The rank's function is about to be called, and waits for this."""
+
     def logged(self, record: LogRecord) -> None:
         """The rank called `log`; the metrics are as it gave them, histograms and pictures among them."""
 

@@ -87,7 +87,7 @@ def main(channel: Connection) -> int:
             process_group.join(order.place, order.job, _take_device(order), listener)
             context.enter(rank)
             flight_recorder.call_before_abort(link.send_collectives)
-            link.send(reports.Ready())
+            _say_ready(link, observers)
             ledger.begin()
             _watch_progress(order, link, progress)
             profiler = _profiler(order, link)
@@ -142,6 +142,12 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _say_ready(link: _Link, observers: Observers) -> None:
+    """Report that the rank's function is about to be called, once its observers have what that is to find."""
+    observers.tell("begins")
+    link.send(reports.Ready())
 
 
 def _link(channel: Connection, order: RankOrder) -> _Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,7 +45,7 @@ class Sweep:
     execution: Execution = field(default_factory=current_execution)
     """Of the thread that calls; others may not know it."""
     code: Code = field(default_factory=pack_code)
-    runs: RunSettings | None = field(init=False)
+    runs: Callable[[], RunSettings] | None = field(init=False)
 
     def __post_init__(self) -> None:
         name, execution = name_of(self.function), self.execution.name
@@ -141,7 +142,7 @@ class Sweep:
         )
         observers = [*request.observers]
         if self.runs is not None:
-            run = wandb_run.model_settings(self.runs, index=model.index, key=key)
+            run = functools.partial(wandb_run.model_settings, self.runs, index=model.index, key=key)
             observers.append(wandb_run.WandbObserver(run, training.inputs_of(model.experiment)))
         about = training.of_model(self.function, self._group, model.index, model.experiment)
         return replace(request, key=key, storage=paths, observers=observers, training=about)

@@ -277,7 +277,7 @@ class InRanks:
         config = self.task_config
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
-            run = wandb_run.settings(config.wandb, task=self.name, execution=current_execution().name)
+            run = wandb_run.begin(config.wandb, task=self.name, execution=current_execution().name)
             observers.append(wandb_run.WandbObserver(run, inputs))
         return observers
 

@@ -1,0 +1,89 @@
+"""What wandb itself makes of its settings files, its environment and the user's logins. Asked by the driver.
+
+wandb is asked in a process of its own. The driver need not import it, and a session of the user stays as it is.
+That process runs this module, which prints the answers as JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+__all__ = ["Asking"]
+
+ANSWERED = (
+    "mode",
+    "base_url",
+    "api_key",
+    "identity_token_file",
+    "credentials_file",
+    "entity",
+    "run_id",
+    "run_name",
+    "run_group",
+    "run_job_type",
+    "run_notes",
+    "run_tags",
+)
+"""Settings of wandb that concern a run, by wandb's own names (0.19 to 0.31)."""
+MARK = "ANSWERS "
+"""Begins the line with the answers; wandb may write others."""
+TIMEOUT = 60.0
+"""Seconds for the answers; importing wandb takes one on a quiet machine."""
+
+
+class Asking:
+    """Asks wandb, from the moment that this is made."""
+
+    def __init__(self, mode: str | None) -> None:
+        """Ask; `mode` is what the user wrote in `Wandb(...)`."""
+        self._answers: Future[Mapping[str, Any]] = Future()
+        threading.Thread(target=self._ask, args=(mode,), name="daskpytorch-wandb-asks", daemon=True).start()
+
+    def answers(self) -> Mapping[str, Any]:
+        """Return wandb's settings, those without a value left out.
+
+        Raises:
+            OSError: wandb could not be asked.
+        """
+        return self._answers.result()
+
+    def _ask(self, mode: str | None) -> None:
+        command = [sys.executable, "-m", __name__, mode or ""]
+        try:
+            asked = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            )
+            answers = json.loads(asked.stdout.rpartition(MARK)[2]) if asked.returncode == 0 else None
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._answers.set_exception(OSError(f"wandb could not be asked ({error})"))
+            return
+        if answers is not None:
+            self._answers.set_result(answers)
+        else:
+            why = asked.stderr.strip().rpartition("\n")[2] or f"exit code {asked.returncode}"
+            self._answers.set_exception(OSError(f"wandb could not be asked ({why})"))
+
+
+def _answers(mode: str | None) -> dict[str, Any]:
+    import wandb
+
+    changes: dict[str, Any] = {"silent": True} | ({"mode": mode} if mode is not None else {})
+    settings = wandb.setup(wandb.Settings(**changes)).settings
+    if settings.mode not in ("offline", "dryrun", "disabled"):
+        if "prompt" in inspect.signature(wandb.login).parameters:
+            wandb.login(prompt=False, verify=False)  # notes in the settings which credentials there are
+        elif (key := wandb.api.api_key) is not None:  # wandb < 0.31, whose login can only ask
+            settings.api_key = key
+    found = {name: getattr(settings, name, None) for name in ANSWERED}
+    return {name: value for name, value in found.items() if value not in (None, "", ())}
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(_answers(sys.argv[1] or None)))
