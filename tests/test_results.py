@@ -122,6 +122,18 @@ def test_results_are_written_in_order_per_rank_and_once(tmp_path: Path) -> None:
     assert "own" not in files(tmp_path)
 
 
+def test_two_handlers_without_a_key_have_each_their_own_files(tmp_path: Path) -> None:
+    received = ReceivedResults()
+    one, other = DaskResultsHandler(), DaskResultsHandler()
+    submit(received, "of-one", b"1", key=one.pub_sub_key)
+    submit(received, "of-other", b"2", key=pickle.loads(pickle.dumps(other)).pub_sub_key)  # as it travels to a rank
+    future = ended(received)
+    one.process_results(tmp_path / "one", [future])
+    other.process_results(tmp_path / "other", [future])
+    assert files(tmp_path / "one") == {"of-one": b"1"}
+    assert files(tmp_path / "other") == {"of-other": b"2"}
+
+
 def test_pieces_of_several_ranks_may_mix(tmp_path: Path) -> None:
     received = ReceivedResults()
     data = [os.urandom(2 * PIECE_SIZE + 5) for _ in range(3)]
@@ -360,8 +372,8 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
 def test_each_handler_gets_its_own(tmp_path: Path) -> None:
     received = ReceivedResults()
     one, other, default = DaskResultsHandler("one"), DaskResultsHandler("other"), DaskResultsHandler()
-    for key in ("one", "other", ""):
-        submit(received, key or "default", b"x", key=key)
+    for handler, name in ((one, "one"), (other, "other"), (default, "default")):
+        submit(received, name, b"x", key=handler.pub_sub_key)
     for handler, name in ((other, "other"), (one, "one"), (default, "default")):
         handler.process_results(tmp_path / name, [ended(received)])
         assert files(tmp_path / name) == {name: b"x"}
@@ -382,8 +394,8 @@ def test_a_key_that_no_handler_has_goes_to_whoever_processes_the_gang(tmp_path: 
 
 def test_handlers_travel_with_their_keys() -> None:
     assert pickle.loads(pickle.dumps(DaskResultsHandler("one"))).pub_sub_key == "one"
-    assert DaskResultsHandler().pub_sub_key == ""
-    assert DaskResultsHandler(None).pub_sub_key == DaskResultsHandler("").pub_sub_key
+    assert DaskResultsHandler().pub_sub_key != DaskResultsHandler(None).pub_sub_key
+    assert DaskResultsHandler("").pub_sub_key == ""
 
 
 # ---- In a rank

@@ -10,6 +10,7 @@ __all__ = ["PACKAGES", "is_installed", "require_extra", "require_flytekit"]
 
 DISTRIBUTION = "flytekitplugins-daskpytorch"
 PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "dataframe": ("pandas", "pyarrow"),
     "debug": ("debugpy",),
     "flyte2": ("flyte", "flyteplugins.dask"),
     "lightning": ("lightning",),

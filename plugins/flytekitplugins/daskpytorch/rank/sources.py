@@ -36,7 +36,14 @@ def enter(sources: Sources) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    """Say so where a file is missing because the sources here are copies."""
+    """Say so where a file is missing because the sources here are copies, or where a collection has come as it is."""
+    if isinstance(error, AttributeError) and error.name == "share":
+        kind = type(error.obj)
+        if kind.__module__.partition(".")[0] in ("dask", "dask_expr", "numpy", "pandas"):
+            error.add_note(
+                f"A {kind.__name__} travels to the ranks as it is. To share a Dask collection's partitions among them, "
+                "pass data.DaskPartitions(client, collection)."
+            )
     if not sources.originals or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return
     folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -39,9 +40,9 @@ class DaskResultsHandler:
 
     What a gang submits is kept until a handler processes that gang: nothing is lost that is submitted before
     `process_results` is called, or in the last moment before a rank fails. The key tells several handlers of one gang
-    apart. Ranks import a function's module anew, so there a module-level `DaskResultsHandler(uuid.uuid4().hex)` has
-    another key than in the driver; therefore results with a key that no handler in the driver's process has go to
-    whichever handler processes their gang. To tell handlers apart, give them fixed keys.
+    apart, and stays with a handler that travels to the ranks. Ranks import a function's module anew: a handler without
+    a key that is made at the module's top has another one there. Results with a key that no handler in the driver's
+    process has go to whichever handler processes their gang. Such handlers need fixed keys to be told apart.
 
     Examples:
         >>> from pathlib import Path
@@ -58,9 +59,9 @@ class DaskResultsHandler:
         """Make one end of the way; the other is made, or arrives pickled, in the other process.
 
         Args:
-            pub_sub_key: Tells several handlers of one gang apart; None stands for an empty one.
+            pub_sub_key: Tells several handlers of one gang apart; None makes one that no other handler has.
         """
-        self.pub_sub_key = pub_sub_key or ""
+        self.pub_sub_key = uuid.uuid4().hex if pub_sub_key is None else pub_sub_key
         _keys.note(self)
 
     def submit_result(self, path: str, data: str | bytes) -> None:
