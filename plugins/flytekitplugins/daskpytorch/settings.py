@@ -203,7 +203,8 @@ class Gang:
     """Where the ranks write sharded checkpoints: a folder that all workers have, or an fsspec URL (`s3://bucket/prefix`);
     for each gang a folder is made below. None is where Flyte keeps the task's checkpoints; without Flyte a folder of
     the driver's that goes with it, and that ranks on other machines cannot reach. Outside a Flyte task all that is
-    needed to go on lies there, so a later call with the same URI goes on from it: two at a time must not use one."""
+    needed to go on lies there, so a later call with the same URI goes on from it. Meanwhile a
+    second gang with the same key and URI is refused."""
     shard_cache: str | None = None
     """A folder on each node's own disk (an absolute path) for copies of the newest sharded checkpoint: a gang that
     starts again reads them there instead of from storage. They take up to twice the space of the node's part of the

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import shutil
 import uuid
 from collections.abc import Callable
@@ -74,6 +75,21 @@ class Files:
         else:
             self.fs.pipe_file(path, data)
 
+    def create(self, path: str, data: bytes) -> bool:
+        """Have a file of this where there is none; whether there was none. Not every store can tell of two at once."""
+        if self.is_local:
+            return self._link_into(Path(path), data)
+        try:
+            self.fs.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            return False
+        except Exception:  # of a store, or an older fsspec, without exclusive creation
+            self.fs.invalidate_cache()
+            if self.fs.exists(path):
+                return False
+            self.fs.pipe_file(path, data)
+        return True
+
     def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
         """Remove the files of a folder whose names are ours; and the folder, and the one above it, if they are empty.
 
@@ -106,6 +122,22 @@ class Files:
     def get_filesystem_for_path(self, path: str) -> Any:
         """That of all."""
         return self.fs
+
+    def _link_into(self, target: Path, data: bytes) -> bool:
+        unfinished = f"{target}.{uuid.uuid4().hex}"
+        self.write(unfinished, data)
+        try:
+            os.link(unfinished, target)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            with contextlib.suppress(FileExistsError), target.open("xb") as file:
+                file.write(data)
+                return True
+            return False
+        finally:
+            Path(unfinished).unlink()
+        return True
 
     def _rename_into(self, path: str, write: Callable[[Path], object]) -> None:
         target = Path(path)

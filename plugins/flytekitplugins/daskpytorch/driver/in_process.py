@@ -16,6 +16,7 @@ from typing import Any
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.events import Committed
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
@@ -126,6 +127,7 @@ class InProcess:
             with contextlib.ExitStack() as stack:
                 if self._training is not None:
                     self._observers.tell("begins", self._training)
+                stack.enter_context(claimed(self._storage, self._name))
                 folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
                 checkpoints, shards = self._checkpoints(folder, stack)
                 [[place]] = self._placed()

@@ -16,6 +16,7 @@ from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.claim import claimed
 from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Interrupted, NotLaunched, Preempted
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
@@ -98,6 +99,8 @@ class Supervisor:
             self._observers.tell("begins", self._request.training)
         try:
             with contextlib.ExitStack() as stack:
+                name = self._request.name
+                claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._events.empty()))
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
                 keep = self._request.settings.keep
                 storage = StorageUpload(self._request.storage, keep) if self._request.storage else None
@@ -105,6 +108,7 @@ class Supervisor:
                 stack.callback(checkpoints.close)
                 committer = self._committer(folder, storage)
                 stack.callback(committer.close)
+                claim.on_loss = functools.partial(self._give_up, checkpoints, committer)
                 if self._request.large is not None:
                     stack.callback(self._request.large.close)
                 self._agents = self._listen(checkpoints, folder, stack)
@@ -132,6 +136,12 @@ class Supervisor:
             if self._brain is not None:
                 self._observers.tell("accounted", self._brain.final_account(error))
             self._observers.tell("ended", error)
+
+    def _give_up(self, checkpoints: Checkpoints, committer: Committer) -> None:
+        """Write nothing more where another gang's checkpoints lie, and end."""
+        checkpoints.close()
+        committer.close()
+        self.cancel()
 
     def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:
         manifest = storage.manifest if storage is not None else None

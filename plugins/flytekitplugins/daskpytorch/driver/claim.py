@@ -1,0 +1,225 @@
+"""A gang's claim on the folder or URL of its checkpoints, so that no two gangs use one. Runs in the driver.
+
+    claim.json: created where there is none -> renewed every 10 s -> removed at the end
+
+A claim whose owner has died is taken over: at once where this machine, Flyte or Slurm knows of the death, else once
+the claim has not been renewed for 60 s. Whoever waits watches the claim change, and compares no clocks of two machines.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+
+__all__ = ["Claim", "claimed"]
+
+CLAIM = "claim.json"
+RENEW_EVERY = 10.0
+"""Seconds between two renewals."""
+STALE_AFTER = 60.0
+"""Seconds without a renewal after which a claim is taken over."""
+ANCIENT = 3600.0
+"""Seconds since the last renewal, by the clocks, after which nobody waits to see another."""
+FIRST_LOOK = 1.0
+"""Seconds after which an owner first makes sure of its claim: some stores know no exclusive creation."""
+POLL_INTERVAL = 1.0
+JOBS = (
+    ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
+"""Variables that name a job, its part, and its attempt: no two attempts of one run at a time."""
+_held: set[str] = set()
+"""Identities of the claims that this process holds."""
+
+
+class Claim:
+    """One owner's claim on a folder."""
+
+    def __init__(self, files: Files, folder: str, name: str) -> None:
+        self._files = files
+        self._folder = folder
+        self._path = f"{folder}/{CLAIM}"
+        self._about: dict[str, Any] = {
+            "id": secrets.token_hex(8),
+            "name": name,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "machine": _machine(),
+            "job": _job(),
+            "since": time.time(),
+        }
+        self._number = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="daskpytorch-claim", daemon=True)
+        self.on_loss: Callable[[], object] = lambda: None
+        """Called, in a thread, when another owner has taken the claim over."""
+        self.loss: GangStartError | None = None
+        """What the gang is to raise once the claim is lost."""
+
+    def take(self, is_over: Callable[[], bool]) -> None:
+        """Claim the folder, and renew the claim from now on; wait until an earlier owner is known to be dead or alive.
+
+        Raises:
+            GangStartError: Another gang that is alive uses the folder, or `is_over()` while this one waited.
+        """
+        seen: Mapping[str, Any] | None = None
+        unchanged_since, has_told = 0.0, False
+        while not self._files.create(self._path, self._content()):
+            holder = self._read() or {}
+            if holder != seen:
+                if seen and holder.get("id") == seen.get("id"):  # it was renewed meanwhile
+                    raise GangStartError(self._refusal(holder))
+                seen, unchanged_since = holder, time.monotonic()
+            if (is_alive := _is_alive(holder)) or is_over():
+                raise GangStartError(self._refusal(holder))
+            if is_alive is False or time.monotonic() - unchanged_since >= STALE_AFTER:
+                say(f"{self._folder}: taken over from {_told(holder)}, which has ended")
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.fs.rm_file(self._path)
+                continue
+            if not has_told:
+                say(f"{self._folder} is claimed by {_told(holder)}; waiting up to {STALE_AFTER:g} s for a sign of life")
+                has_told = True
+            time.sleep(POLL_INTERVAL)
+        _held.add(self._about["id"])
+        self._thread.start()
+
+    def release(self) -> None:
+        """Let the next owner go on at once."""
+        if self._about["id"] not in _held:
+            return
+        self._over.set()
+        self._thread.join(RENEW_EVERY)
+        _held.discard(self._about["id"])
+        with contextlib.suppress(Exception):  # whatever a store's client raises: it is taken over in the end
+            if (self._read() or {}).get("id") == self._about["id"]:
+                self._files.fs.rm_file(self._path)
+
+    def _keep(self) -> None:
+        wait = FIRST_LOOK
+        while not self._over.wait(wait):
+            wait = RENEW_EVERY
+            with contextlib.suppress(Exception):  # storage that does not answer may do so next time
+                if (holder := self._read()) is None:  # somebody has cleared the folder
+                    self._files.create(self._path, self._content())
+                elif holder.get("id") == self._about["id"]:
+                    self._number += 1
+                    self._files.write(self._path, self._content())
+                else:
+                    self.loss = GangStartError(
+                        f"{self._folder} was taken over by {_told(holder)}, since this gang had not renewed its claim "
+                        f"for {STALE_AFTER:g} s: was its driver suspended? Nothing more is written there."
+                    )
+                    self.on_loss()
+                    return
+
+    def _content(self) -> bytes:
+        return json.dumps({**self._about, "number": self._number, "renewed": time.time()}).encode()
+
+    def _read(self) -> dict[str, Any] | None:
+        """What the claim says; None: there is none."""
+        self._files.fs.invalidate_cache()
+        try:
+            content = json.loads(self._files.read(self._path))
+        except FileNotFoundError:
+            return None
+        return content if isinstance(content, dict) else {}
+
+    def _refusal(self, holder: Mapping[str, Any]) -> str:
+        return (
+            f"{self._folder} is in use by {_told(holder)}: two gangs would remove each other's checkpoints. Wait for "
+            "its end, or give this gang another Gang(key=...) or Gang(checkpoint_uri=...). A claim that its owner has "
+            f"not renewed for {STALE_AFTER:g} s is taken over."
+        )
+
+
+@contextlib.contextmanager
+def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
+    """Have nobody else use these paths meanwhile, where an earlier gang may have used them.
+
+    Args:
+        paths: Where the gang keeps its checkpoints.
+        name: What others are told of the gang.
+        is_over: Whether waiting for an earlier owner is to end.
+
+    Raises:
+        GangStartError: Another gang that is alive uses them, or has taken them over.
+    """
+    files = paths.file_access if paths is not None else None
+    if paths is None or paths.own != paths.previous or not isinstance(files, Files):
+        yield Claim(Files(None), "", name)
+        return
+    claim = Claim(files, paths.own, name)
+    try:
+        claim.take(is_over)
+    except GangStartError:
+        raise
+    except Exception as error:  # whatever a store's client raises: without the claim all else works
+        say(
+            f"{paths.own} could not be claimed ({type(error).__name__}: {error}); see that no other gang has the same "
+            "key and checkpoint_uri: they would remove each other's checkpoints."
+        )
+    try:
+        yield claim
+    except Exception as error:
+        if claim.loss is not None:
+            raise claim.loss from error
+        raise
+    finally:
+        claim.release()
+
+
+def _is_alive(holder: Mapping[str, Any]) -> bool | None:
+    """Whether an owner is alive, as far as can be told from here at once; None: it cannot."""
+    if holder.get("machine") == _machine() and holder["machine"]:
+        if holder["pid"] == os.getpid():
+            return holder["id"] in _held
+        return bool(holder["started"]) and _started(holder["pid"]) == holder["started"]
+    job, mine = holder.get("job"), _job()
+    if job and mine and job[:-1] == mine[:-1] and int(job[-1]) < int(mine[-1]):
+        return False
+    return False if time.time() - holder.get("renewed", time.time()) > ANCIENT else None
+
+
+def _told(holder: Mapping[str, Any]) -> str:
+    if "since" not in holder:
+        return "a gang whose claim cannot be read"
+    age = max(0.0, time.time() - holder["since"])
+    return f"{holder['name']} on {holder['host']} (process {holder['pid']}), which began {age:.0f} s ago"
+
+
+def _machine() -> str:
+    """The same in all processes that see each other's numbers, until the machine starts anew; empty: unknown."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When a process has started, by which it is told from a later one of the same number; None: it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in ("Z", "X") else fields[18]
+
+
+def _job() -> list[str] | None:
+    for names in JOBS:
+        values = [os.environ.get(name, "") for name in names]
+        if values[0] and values[-1].isdecimal():
+            return values
+    return None

@@ -1,0 +1,222 @@
+"""Who may use the address of checkpoints: one gang at a time, and the next once the one before has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from flytekitplugins.daskpytorch import GangStartError
+from flytekitplugins.daskpytorch.driver import claim as module
+from flytekitplugins.daskpytorch.driver.claim import Claim, claimed
+from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from processes import until
+from seaweed import Weed
+
+OTHERS = {
+    "id": "theirs",
+    "name": "flows.train",
+    "host": "node-7",
+    "pid": 4711,
+    "started": "1",
+    "machine": "another",
+    "job": None,
+    "number": 0,
+}
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
+def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoragePaths:
+    """Where two gangs would keep their checkpoints."""
+    uri = {"folder": str(tmp_path / "kept"), "memory": f"memory://{uuid.uuid4().hex}"}.get(request.param)
+    options: dict[str, Any] = {}
+    if uri is None:
+        weed: Weed = request.getfixturevalue("weed")
+        bucket = f"claims-{uuid.uuid4().hex}"
+        weed.client.create_bucket(Bucket=bucket)
+        uri = f"s3://{bucket}/kept"
+        options = {"key": weed.keys.access, "secret": weed.keys.secret, "endpoint_url": weed.endpoint}
+    files = Files(fsspec.core.url_to_fs(uri, **options)[0])
+    own = f"{files.path(uri)}/same"
+    return StoragePaths(file_access=files, previous=own, own=own)
+
+
+def written(paths: StoragePaths) -> dict[str, Any]:
+    assert isinstance(paths.file_access, Files)
+    paths.file_access.fs.invalidate_cache()
+    return dict(json.loads(paths.file_access.read(f"{paths.own}/claim.json")))
+
+
+def leave(paths: StoragePaths, **about: Any) -> None:
+    """A claim of another gang's."""
+    now = time.time()
+    assert isinstance(paths.file_access, Files)
+    content = {**OTHERS, "since": now - 90, "renewed": now, **about}
+    paths.file_access.write(f"{paths.own}/claim.json", json.dumps(content).encode())
+
+
+def test_a_second_gang_is_refused_and_one_after_the_end_goes_on_at_once(paths: StoragePaths) -> None:
+    with claimed(paths, "flows.first"):
+        pattern = r"in use by flows\.first on .* \(process \d+\), which began \d+ s ago.*Gang\(key=...\)"
+        with pytest.raises(GangStartError, match=pattern), claimed(paths, "flows.second"):
+            pass
+        assert written(paths)["name"] == "flows.first"
+    with claimed(paths, "flows.second"):
+        assert written(paths)["name"] == "flows.second"
+    assert isinstance(paths.file_access, Files)
+    assert not paths.file_access.fs.exists(f"{paths.own}/claim.json")
+
+
+def test_of_many_that_come_at_once_one_has_it(paths: StoragePaths) -> None:
+    barrier, done, taken = threading.Barrier(8), threading.Event(), []
+
+    def come() -> None:
+        barrier.wait()
+        with contextlib.suppress(GangStartError), claimed(paths, "flows.train"):
+            taken.append(1)
+            done.wait(60)
+
+    threads = [threading.Thread(target=come) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    until(lambda: sum(thread.is_alive() for thread in threads) <= 1, "seven to be refused")
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert taken == [1]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims that are stale in a moment."""
+    monkeypatch.setattr(module, "POLL_INTERVAL", 0.05)
+    monkeypatch.setattr(module, "STALE_AFTER", 1.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_on_another_machine_that_does_not_renew_its_claim_is_taken_over(
+    paths: StoragePaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(paths)
+    begun_at = time.monotonic()
+    with claimed(paths, "flows.second"):
+        assert time.monotonic() - begun_at >= 1.0
+        assert written(paths)["name"] == "flows.second"
+    told = capsys.readouterr().err
+    assert f"{paths.own} is claimed by flows.train on node-7 (process 4711), which began 90 s ago; waiting" in told
+    assert "taken over from flows.train on node-7" in told
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_on_another_machine_that_renews_its_claim_is_not(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALE_AFTER", 60.0)
+    leave(paths)
+    renewal = threading.Timer(0.5, leave, (paths,), {"number": 1})
+    renewal.start()
+    with (
+        pytest.raises(GangStartError, match=r"in use by flows\.train on node-7 .* began \d+ s ago"),
+        claimed(paths, "flows.second"),
+    ):
+        pass
+    assert written(paths)["id"] == "theirs"
+
+
+def test_who_waits_for_a_sign_of_life_can_be_ended(paths: StoragePaths) -> None:
+    leave(paths)
+    with pytest.raises(GangStartError, match="in use"), claimed(paths, "flows.second", lambda: True):
+        pass
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param({"renewed": time.time() - 86_400}, id="a day ago"),
+        pytest.param({"job": ["execution", "train", "0"]}, id="the attempt before of the same task"),
+    ],
+)
+def test_who_is_known_to_have_ended_is_taken_over_at_once(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(module, "POLL_INTERVAL", 1e9)  # nobody waits
+    names = ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER")
+    for name, value in zip(names, ("execution", "train", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    leave(paths, **left)
+    with claimed(paths, "flows.second"):
+        assert written(paths)["name"] == "flows.second"
+
+
+DIES = """
+import os, sys
+from flytekitplugins.daskpytorch.driver.claim import claimed
+from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from fsspec.implementations.local import LocalFileSystem
+with claimed(StoragePaths(file_access=Files(LocalFileSystem()), previous=sys.argv[1], own=sys.argv[1]), "first"):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_of_this_machine_that_was_killed_is_taken_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = str(tmp_path / "same")
+    killed = subprocess.run([sys.executable, "-c", DIES, own], check=False)
+    assert killed.returncode == -9
+    assert (tmp_path / "same" / "claim.json").exists()
+    monkeypatch.setattr(module, "POLL_INTERVAL", 1e9)  # nobody waits
+    again = StoragePaths(file_access=Files(fsspec.filesystem("file")), previous=own, own=own)
+    with claimed(again, "second"):
+        assert written(again)["name"] == "second"
+
+
+def test_who_was_suspended_too_long_learns_that_another_has_taken_over(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RENEW_EVERY", 0.1)
+    monkeypatch.setattr(module, "FIRST_LOOK", 0.1)
+    lost = threading.Event()
+
+    def train() -> None:
+        with claimed(paths, "flows.first") as claim:
+            claim.on_loss = lost.set
+            until(lambda: written(paths)["number"] > 1, "a renewal")
+            leave(paths)
+            assert lost.wait(60)
+            raise RuntimeError("cancelled")
+
+    with pytest.raises(GangStartError, match=r"was taken over by flows\.train on node-7 .* suspended"):
+        train()
+    assert written(paths)["id"] == "theirs"
+
+
+def test_storage_without_rights_costs_a_line(
+    paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise PermissionError("no rights")
+
+    monkeypatch.setattr(Files, "create", refuse)
+    with claimed(paths, "flows.first") as claim:
+        assert isinstance(claim, Claim)
+    assert f"{paths.own} could not be claimed (PermissionError: no rights)" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """Each claim's thread ends with it."""
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "daskpytorch-claim"] == []
