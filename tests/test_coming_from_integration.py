@@ -60,11 +60,22 @@ def as_script(module: ModuleType) -> Any:
 
 
 def test_every_block_is_a_program_before_and_after() -> None:
-    assert PAGE.count("```diff\n") == len(SECTIONS) == 4
+    *with_blocks, beside = SECTIONS
+    assert PAGE.count("```diff\n") == len(with_blocks) == 4
     assert PAGE.count("```") == 8  # there are no others
-    for title in SECTIONS:
+    assert beside == "Beside Flyte 2's ClusteredTaskEnvironment and Monarch"
+    for title in with_blocks:
         for program in programs(title):
             compile(program, title, "exec")
+
+
+def test_what_is_said_of_flyte_2s_own_environment_is_so() -> None:
+    clustered = pytest.importorskip("flyte.clustered")
+    made = clustered.ClusteredTaskEnvironment("e", replicas=2, nproc_per_node=4)
+    assert (made.runtime, made.failure_policy.max_restarts) == (clustered.TorchRun(), 0)
+    assert not made.failure_policy.restart_on_host_maintenance
+    with pytest.raises(ValueError, match="nproc_per_node must be 1"):
+        clustered.ClusteredTaskEnvironment("e", replicas=2, nproc_per_node=4, runtime=clustered.JaxRun())
 
 
 @pytest.mark.usefixtures("here")
