@@ -369,7 +369,7 @@ PRETEND = """
 import os
 from flytekitplugins.daskpytorch.node import hardware as node
 
-node.gpus_here = lambda: {gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS"].split()}
+node.gpus_here = lambda: node.FoundGpus({gpu: "pretended" for gpu in os.environ["PRETENDED_GPUS"].split()})
 """
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
+from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.node.hardware import interface_of
 
 
@@ -32,3 +38,108 @@ def test_an_address_of_another_machine_is_one_of_none() -> None:
     here = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     elsewhere = next(str(host) for host in ipaddress.ip_network("192.0.2.0/24").hosts() if str(host) not in here)
     assert interface_of(elsewhere) is None
+
+
+# ---- GPUs
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """Make this machine one with a GPU driver, where torch answers by `question`, and nvidia-smi by `driver`."""
+
+    def make(question: str = hardware.QUESTION, driver: str = "exit 0", *, has_driver: bool = True) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        (tmp_path / "nvidiactl").touch()
+        files = (tmp_path / "nvidiactl",) if has_driver else (tmp_path / "none",)
+        monkeypatch.setattr(hardware, "DRIVER_FILES", files)
+        monkeypatch.setattr(hardware, "QUESTION", question)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        for variable in hardware.ASKING_VARIABLES:
+            monkeypatch.delenv(variable, raising=False)
+        hardware._look.cache_clear()
+
+    yield make
+    hardware._look.cache_clear()
+
+
+def answer(*uuids: str, problem: str = "") -> str:
+    """Return a question whose answer is that there are such GPUs."""
+    return f"import json; print(json.dumps([[['Test GPU', uuid] for uuid in {uuids!r}], {problem!r}]))"
+
+
+@pytest.mark.parametrize(
+    ("question", "driver", "said"),
+    [
+        (hardware.QUESTION, "echo 'Driver/library version mismatch'; exit 18", "mismatch"),
+        (answer(problem="RuntimeError: system not yet initialized"), "exit 0", "system not yet initialized"),
+        ("import sys; sys.exit('torch is broken')", "exit 0", "torch is broken"),
+        ("raise ValueError('no')", "sleep 100", "did not answer within 0.5 s"),
+        (answer("a"), "exit 0", r"2, 1 found \(GPU 0: Test GPU\)"),
+    ],
+)
+def test_gpus_that_were_asked_for_and_are_not_found_are_an_error(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, question: str, driver: str, said: str
+) -> None:
+    machine(question, driver)
+    monkeypatch.setattr(hardware, "DRIVER_TIMEOUT", 0.5)
+    where = rf"on host {socket.gethostname()} \(worker w\): the limits ask for 2"
+    with pytest.raises(GangStartError, match=where) as error:
+        hardware.describe_node("w", None, 2)
+    assert error.match(said)
+
+
+def test_a_driver_that_hangs_is_not_waited_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("import time; time.sleep(100)", "sleep 100")
+    monkeypatch.setattr(hardware, "DRIVER_TIMEOUT", 0.5)
+    monkeypatch.setattr(hardware, "LOOK_TIMEOUT", 0.5)
+    began = time.monotonic()
+    with pytest.raises(GangStartError, match=r"Torch did not count the GPUs within 0\.5 s; the GPU driver may hang"):
+        hardware.require_gpus(1, "w")
+    assert hardware.require_gpus(0, "w").names == {}
+    assert time.monotonic() - began < 30
+
+
+def test_without_a_driver_limits_and_the_device_plugin_ask_for_gpus(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(has_driver=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    assert hardware.require_gpus(0, "w").names == {}
+    with pytest.raises(GangStartError, match="no GPU driver reaches this process"):
+        hardware.require_gpus(1, "w")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    with pytest.raises(GangStartError, match="NVIDIA_VISIBLE_DEVICES asks for 2, 0 found"):
+        hardware.require_gpus(0, "w")
+
+
+def test_a_wrong_list_of_visible_gpus_is_an_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(answer("a"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,9")
+    with pytest.raises(GangStartError, match=r"CUDA_VISIBLE_DEVICES asks for 2, 1 found .* CUDA_VISIBLE_DEVICES='3,9'"):
+        hardware.require_gpus(0, "w")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,-1,4")
+    hardware._look.cache_clear()
+    assert hardware.require_gpus(1, "w") == hardware.FoundGpus({"3": "Test GPU"}, ("a",))
+
+
+def test_gpus_have_uuids_and_instances_their_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(answer("a", "b"))
+    assert hardware.describe_node("w", None, 2).gpu_uuids == ("a", "b")
+    assert asyncio.run(hardware.host_and_gpus()) == (socket.gethostname(), ("a", "b"))
+    machine(answer("a"))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    found = hardware.require_gpus(2, "w")
+    assert (list(found.names), found.uuids) == (["MIG-1", "MIG-2"], ("MIG-1", "MIG-2"))
+    machine(answer("a"))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "MIG-1")
+    assert hardware.require_gpus(1, "w") == hardware.FoundGpus({"0": "Test GPU"}, ("MIG-1",))
+
+
+def test_torch_without_cuda_finds_none_and_nobody_minds_who_asked_for_none(machine: Machine) -> None:
+    machine()
+    assert hardware.gpus_here().names == {}

@@ -13,7 +13,8 @@ from flytekit.tools.translator import get_serializable
 from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1PodSpec, V1Toleration, V1Volume, V1VolumeMount
 
 from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb
-from flytekitplugins.daskpytorch.node import own_node
+from flytekitplugins.daskpytorch.node import hardware, own_node
+from flytekitplugins.daskpytorch.node.hardware import FoundGpus
 
 
 def template(config: object | None, **options: Any) -> Any:
@@ -86,7 +87,8 @@ def test_it_cannot_be_a_dynamic_workflow() -> None:
 @pytest.fixture
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node with that many GPUs."""
-    monkeypatch.setattr(own_node, "gpus_here", lambda: {str(i): "NVIDIA H100" for i in range(request.param)})
+    found = FoundGpus({str(i): "NVIDIA H100" for i in range(request.param)})
+    monkeypatch.setattr(hardware, "gpus_here", lambda: found)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,16 @@ from flytekitplugins.daskpytorch.protocol.placement import (
 )
 
 
-def node(worker: str, *, host: str | None = None, cores: int = 8, gpus: tuple[str, ...] = ()) -> Node:
+def node(
+    worker: str, *, host: str | None = None, cores: int = 8, gpus: tuple[str, ...] = (), uuids: tuple[str, ...] = ()
+) -> Node:
     return Node(
         worker=worker,
         host=host or f"host-of-{worker}",
         num_cores=cores,
         gpus=gpus,
         gpu_names=("Test GPU",) * len(gpus),
+        gpu_uuids=uuids,
         interface=None,
         versions={},
     )
@@ -250,3 +253,20 @@ def looks_per_worker(num_workers: int, num_hosts: int, devices: Literal["own", "
     Counted.num_looks = 0
     choose_backend("auto", nodes, place_ranks(nodes, 4, devices))
     return Counted.num_looks / num_workers
+
+
+def test_pods_of_one_host_name_share_no_gpu_whose_uuids_differ() -> None:
+    """With hostNetwork pods have the machine's name, and each counts its own GPUs from 0."""
+    pods = [node(worker, host="machine", gpus=("0",), uuids=(uuid,)) for worker, uuid in (("a", "U1"), ("b", "U2"))]
+    places = place_ranks(pods, 1)
+    assert [place.gpu for place in flat(places)] == ["0", "0"]
+    assert choose_backend("auto", pods, places) == "nccl"
+    assert choose_backend("nccl", pods, places) == "nccl"
+    same = [node(worker, host=host, gpus=("0",), uuids=("U1",)) for worker, host in (("a", "one"), ("b", "other"))]
+    assert choose_backend("auto", same, place_ranks(same, 1)) == "gloo"
+
+
+def test_two_instances_of_one_gpu_are_two_gpus() -> None:
+    pods = [node(f"w{i}", host="machine", gpus=("0",), uuids=(f"MIG-{i}",)) for i in range(2)]
+    assert choose_backend("nccl", pods, place_ranks(pods, 1, "all")) == "nccl"
+    assert [place.visible_gpus for place in flat(place_ranks(pods, 1, "all"))] == [("0",), ("0",)]

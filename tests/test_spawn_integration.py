@@ -107,7 +107,7 @@ def test_metadata_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rank_on_a_node_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    if gpus_here():
+    if gpus_here().names:
         pytest.skip("has GPUs")
     assert here(monkeypatch, "default_size").literals["o0"].scalar.primitive.integer == 1
 
@@ -122,7 +122,7 @@ def test_an_output_of_the_wrong_type_ends_the_task_at_once(monkeypatch: pytest.M
 def test_nccl_without_gpus_is_refused_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if gpus_here():
+    if gpus_here().names:
         pytest.skip("has GPUs")
     said = "needs a GPU of its own for each of 2 ranks; torch finds 0 on this node"
     with pytest.raises(FlyteUserRuntimeException, match=said):

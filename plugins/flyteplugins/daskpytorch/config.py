@@ -34,7 +34,9 @@ class _OnDask(config.OnDask):
         is_one = pods.resources is None or isinstance(pods.resources, Resources)
         problems.unless(is_one, f"{name}.resources", "None or a flyte.Resources")
 
-    def _num_gpus(self) -> int:
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that each worker asks for."""
         return num_gpus(self.workers.resources)
 
 

@@ -218,10 +218,18 @@ class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
             return max(1, num_gpus(self.resources))
         return super()._num_ranks_per_worker()
 
+    def _num_gpus_asked(self) -> int:
+        """Return how many GPUs the workers' group asks for, or else the environment."""
+        resources = self.plugin_config.workers.resources
+        return num_gpus(self.resources if resources is None else resources)
+
 
 @dataclass(kw_only=True)
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
     """Runs the function in every rank of a gang on the task's own node."""
+
+    def _num_gpus_to_find(self) -> int:
+        return 0 if flyte.ctx().mode == "local" else num_gpus(self.resources)
 
 
 @dataclass(kw_only=True)

@@ -72,6 +72,8 @@ class Agents:
     on_failure: OnLaunchFailure
     token: bytes = field(repr=False)
     """Proves to the driver who dials in."""
+    num_gpus: int = 0
+    """GPUs that each worker's limits ask for; 0 where nobody knows."""
     folder: Path | None = None
     """The driver's, for agents that can reach it."""
     peers: dict[str, Peer] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class Agents:
                     driver=self.address,
                     num_ranks=self.num_ranks,
                     token=self.token,
+                    num_gpus=self.num_gpus,
                     folder=self.folder,
                 )
                 for worker in several

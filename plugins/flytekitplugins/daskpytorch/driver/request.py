@@ -36,6 +36,8 @@ class Request:
     large: SharedMemory | None = field(default=None, repr=False)
     """What is large in the call; None: nothing is."""
     ranks_per_worker: int
+    num_gpus: int = 0
+    """GPUs that the limits of each worker, or of the task, ask for; 0 where nobody knows."""
     settings: Gang
     pass_local_rank: bool = False
     host: bytes | None = field(default=None, repr=False)

@@ -159,6 +159,7 @@ class Supervisor:
             address=listener.address,
             on_failure=lambda *how: self._events.put(NotLaunched(*how)),
             token=token,
+            num_gpus=self._request.num_gpus,
             folder=folder,
         )
         stack.callback(self._launcher.close)

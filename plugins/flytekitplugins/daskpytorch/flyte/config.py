@@ -39,7 +39,9 @@ class _OnDask(config.OnDask):
         for part in ("requests", "limits"):
             _check_resources(problems, f"{name}.{part}", getattr(pods, part))
 
-    def _num_gpus(self) -> int:
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that each worker asks for."""
         for resources in (self.workers.limits, self.workers.requests):
             if resources is not None and resources.gpu:
                 return int(resources.gpu)

@@ -286,6 +286,12 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
             kwargs["shared_memory"] = True  # else a container has 64 MB, and DataLoader workers die of bus errors
         super().__init__(task_config, task_function, **kwargs)
 
+    def _num_gpus_to_find(self) -> int:
+        if _is_local(FlyteContextManager.current_context()):
+            return 0
+        asked = [part.gpu for part in (self.resources.limits, self.resources.requests) if part is not None and part.gpu]
+        return int(asked[0]) if asked and str(asked[0]).isdecimal() else 0
+
 
 class DaskClusterTask(_Resumable, _OnDask):
     """Runs the task's function once, with a client of a ready Dask cluster."""

@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
-from flytekitplugins.daskpytorch.protocol.placement import Place
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
@@ -215,13 +215,16 @@ class _Agent:
         self._driver = driver
         self._interface = interface_of(driver.own_address)
         self._meeting = _listen_at(driver.own_address)
-        node, (host, port, *_) = describe_node(self._order.worker, self._interface), self._meeting.getsockname()
+        node, (host, port, *_) = self._describe_node(), self._meeting.getsockname()
         self._say(messages.Hello(node, (host, port)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
             for handle in self._due():
                 handle()
             self._keep_time()
+
+    def _describe_node(self) -> Node:
+        return describe_node(self._order.worker, self._interface, self._order.num_gpus)
 
     def _due(self) -> list[Callable[[], None]]:
         """Wait until something is to be done, or it is time to look; what there is to do."""

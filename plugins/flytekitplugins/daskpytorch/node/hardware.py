@@ -4,34 +4,94 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
-__all__ = ["describe_node", "gpus_here", "host_and_gpus", "interface_of", "local_versions", "num_kills_for_memory"]
+__all__ = [
+    "FoundGpus",
+    "describe_node",
+    "gpus_here",
+    "host_and_gpus",
+    "interface_of",
+    "local_versions",
+    "num_kills_for_memory",
+    "require_gpus",
+]
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Devices, one of which a machine or container with GPUs has."""
+LOOK_TIMEOUT = 60.0
+"""Seconds for torch to be imported and to count the GPUs; a broken driver may never answer."""
+DRIVER_TIMEOUT = 10.0
+"""Seconds for nvidia-smi to answer."""
+QUESTION = """
+import json, torch
+found, problem = [], ""
+try:
+    torch.cuda.init()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append([properties.name, str(getattr(properties, "uuid", ""))])
+except Exception as error:
+    problem = f"{type(error).__name__}: {error}"
+print(json.dumps([found, problem]))
+"""
+"""Program whose last line of output is the GPUs' names and UUIDs, and torch's error."""
+ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Variables that list GPUs: of a container by Kubernetes' device plugin, and of a process by its user."""
+NO_LIST = ("all", "none", "void")
+"""Values of `NVIDIA_VISIBLE_DEVICES` that name no GPU."""
+
+_logger = logging.getLogger(__name__)
 
 
-def describe_node(worker: str, interface: str | None) -> Node:
-    """Say what this node has to offer."""
+@dataclass(frozen=True)
+class FoundGpus:
+    """GPUs that this process may use."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """Model of each GPU, by the GPU's name in `CUDA_VISIBLE_DEVICES`, in the order of that variable."""
+    uuids: tuple[str, ...] = ()
+    """UUID of each GPU, or "" where unknown; of a MIG instance its own."""
+    problem: str = ""
+    """Why the look found no GPU, or ended early; empty after a good look."""
+
+
+def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node:
+    """Return what this node has to offer.
+
+    Args:
+        worker: The worker's address.
+        interface: The network interface that reaches the driver.
+        num_gpus: GPUs that the worker's limits ask for; 0 where nobody knows.
+
+    Raises:
+        GangStartError: This node has fewer GPUs than were asked for.
+    """
     from dask.system import cpu_count  # knows the limits of containers; outside Dask's workers it takes 0.3 s to import
 
-    gpus = gpus_here()
+    gpus = require_gpus(num_gpus, worker)
     return Node(
         worker=worker,
         host=socket.gethostname(),
         num_cores=cpu_count(),
-        gpus=tuple(gpus),
-        gpu_names=tuple(gpus.values()),
+        gpus=tuple(gpus.names),
+        gpu_names=tuple(gpus.names.values()),
+        gpu_uuids=gpus.uuids,
         interface=interface,
         versions=local_versions(),
     )
@@ -79,25 +139,123 @@ def _memory_records() -> Iterator[Path]:
     yield CONTROL_GROUPS / "memory.events"
 
 
-@functools.cache
-def gpus_here() -> dict[str, str]:
-    """The GPUs this process may use: id -> model.
+def gpus_here() -> FoundGpus:
+    """Return the GPUs that this process may use. A good look is taken once."""
+    if not any(file.exists() for file in DRIVER_FILES):
+        return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
+    try:
+        return _look()
+    except _LookError as error:
+        _logger.warning("GPUs could not be counted on host %s: %s", socket.gethostname(), error)
+        return FoundGpus(problem=str(error))
 
-    torch is asked in a process of its own, since neither this one nor the fork server may touch CUDA.
+
+class _LookError(Exception):
+    """Torch did not answer, or found no GPU that works."""
+
+
+@functools.cache  # which keeps no failure: a driver may recover
+def _look() -> FoundGpus:
+    """Ask torch in a process of its own, since neither this one nor the fork server may touch CUDA."""
+    exitcode, said = _ask([sys.executable, "-P", "-c", QUESTION], LOOK_TIMEOUT)
+    if exitcode is None:
+        raise _LookError(f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang")
+    if exitcode != 0:
+        raise _LookError(f"torch could not count the GPUs (exit code {exitcode}): {said[-1000:]}")
+    found, problem = json.loads(said.rpartition("\n")[2])
+    if problem:
+        raise _LookError(f"torch says: {problem}")
+    listed = _listed("CUDA_VISIBLE_DEVICES")
+    instances = [gpu for gpu in _listed("NVIDIA_VISIBLE_DEVICES") if gpu.startswith("MIG-")]
+    if found and not listed and len(instances) > len(found):  # CUDA shows one MIG instance to a process
+        listed, found = instances, [found[0]] * len(instances)
+    ids = listed or [str(index) for index in range(len(found))]
+    instances = instances if len(instances) == len(found) and not os.environ.get("CUDA_VISIBLE_DEVICES") else ids
+    uuids = [here if here.startswith("MIG-") else uuid for (_, uuid), here in zip(found, instances, strict=False)]
+    return FoundGpus(dict(zip(ids, (name for name, _ in found), strict=False)), tuple(uuids))
+
+
+def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
+    """Return this node's GPUs; fewer than were asked for are an error of infrastructure.
+
+    Args:
+        num_gpus: GPUs that the limits of the worker or task ask for; 0 where nobody knows. The variables that name
+            the GPUs of a container or process count, too.
+        worker: The worker's address, for the error.
+
+    Raises:
+        GangStartError: Fewer were found. The message has what torch and the driver said.
     """
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
-        return {}
-    question = (
-        "import json, torch; n = torch.cuda.device_count(); "
-        "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
+    found = gpus_here()
+    asked = {"the limits": num_gpus}
+    for variable in ASKING_VARIABLES:
+        # On a machine without a driver, CUDA_VISIBLE_DEVICES means nothing.
+        if variable == "NVIDIA_VISIBLE_DEVICES" or any(file.exists() for file in DRIVER_FILES):
+            asked[variable] = len(_listed(variable))
+    if "CUDA_VISIBLE_DEVICES" in os.environ and not num_gpus:  # a process may be given a part of its container's
+        asked["NVIDIA_VISIBLE_DEVICES"] = 0
+    by, wanted = max(asked.items(), key=lambda item: item[1])
+    if wanted <= len(found.names):
+        return found
+    names = f" ({', '.join(f'GPU {gpu}: {name}' for gpu, name in found.names.items())})" if found.names else ""
+    variables = ", ".join(f"{variable}={os.environ.get(variable)!r}" for variable in ASKING_VARIABLES)
+    problem = found.problem or "torch sees no others"
+    raise GangStartError(
+        f"GPUs are missing on host {socket.gethostname()} (worker {worker}): {by} ask{'s' * (by != 'the limits')} for "
+        f"{wanted}, {len(found.names)} found{names}. {problem[0].upper()}{problem[1:]}. {_driver_says()} {variables}. "
+        "Another attempt may get another node. Drain this one if nvidia-smi fails there.",
+        worker=worker,
+        host=socket.gethostname(),
     )
-    answer = subprocess.run([sys.executable, "-P", "-c", question], capture_output=True, text=True, check=False)
-    names = json.loads(answer.stdout) if answer.returncode == 0 else []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ids = [gpu.strip() for gpu in listed.split(",")] if listed else [str(i) for i in range(len(names))]
-    return dict(zip(ids, names, strict=False))
+
+
+def _driver_says() -> str:
+    try:
+        exitcode, said = _ask(["nvidia-smi", "-L"], DRIVER_TIMEOUT)
+    except OSError as error:
+        return f"nvidia-smi cannot be run ({error})."
+    if exitcode is None:
+        return f"nvidia-smi did not answer within {DRIVER_TIMEOUT:g} s."
+    return f"nvidia-smi says (exit code {exitcode}): {said[-1000:] or 'nothing'}."
+
+
+def _listed(variable: str) -> list[str]:
+    """Return the GPUs that a variable names. As CUDA reads it, the list ends at -1 or at an empty name."""
+    listed: list[str] = []
+    for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
+        if gpu in ("", "-1", *NO_LIST):
+            break
+        listed.append(gpu)
+    return listed
+
+
+def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Run a command; return its exit code (None: it did not end in time), and its output and errors.
+
+    A process that hangs in a driver cannot be killed, so nobody waits for its end.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1.0)
+        return None, ""
+    return process.returncode, "\n".join(text.strip() for text in (errors, output) if text.strip())
 
 
 async def host_and_gpus() -> tuple[str, tuple[str, ...]]:
-    """The host's name and the GPUs that this process may use; the driver has Dask's workers run this."""
-    return socket.gethostname(), tuple(await asyncio.to_thread(gpus_here))
+    """Return the host's name and what tells this process's GPUs from others; the driver has workers run this."""
+    found = await asyncio.to_thread(gpus_here)
+    uuids = found.uuids or ("",) * len(found.names)
+    return socket.gethostname(), tuple(uuid or gpu for uuid, gpu in zip(uuids, found.names, strict=True))

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from flytekitplugins.daskpytorch.node import agent
-from flytekitplugins.daskpytorch.node.hardware import gpus_here
+from flytekitplugins.daskpytorch.node.hardware import require_gpus
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 
@@ -47,13 +47,19 @@ class OwnNode:
         """The agent ends with its connection."""
 
 
-def num_ranks_here(nproc: int | str, backend: str) -> int:
-    """How many ranks `SpawnDDP(nproc=...)` means on this node.
+def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:
+    """Return how many ranks `SpawnDDP(nproc=...)` means on this node.
+
+    Args:
+        nproc: As the user says, or "auto".
+        backend: The process group's, as the user says.
+        num_gpus: GPUs that the task's limits ask for; 0 where nobody knows.
 
     Raises:
+        GangStartError: This node has fewer GPUs than were asked for.
         ValueError: The backend is nccl, and there is not a GPU for every rank.
     """
-    gpus = gpus_here()
+    gpus = require_gpus(num_gpus, socket.gethostname()).names
     wanted = int(nproc) if nproc != "auto" else max(1, len(gpus))
     if backend == "nccl" and wanted > len(gpus):
         raise ValueError(

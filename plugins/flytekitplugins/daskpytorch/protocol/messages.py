@@ -23,6 +23,8 @@ class AgentOrder:
     """How many ranks it will be told to start, so that they can be forked while all meet."""
     token: bytes = field(repr=False)
     """By which agent and driver know each other; see `handshake`."""
+    num_gpus: int = 0
+    """GPUs that the worker's limits ask for; 0 where nobody knows."""
     folder: Path | None = None
     """The driver's for checkpoints: where it is on this machine, too, files need not travel."""
 

@@ -16,16 +16,23 @@ class Node:
     worker: str
     """The worker's address, as the user knows it."""
     host: str
-    """The host's name; workers of the same name share its cores and GPUs."""
+    """The host's name; workers of the same name share its cores, and GPUs of one UUID (or of one name)."""
     num_cores: int
     """Cores that this host, or this container's limit, gives."""
     gpus: tuple[str, ...]
     """The visible GPUs, as `CUDA_VISIBLE_DEVICES` names them, in its order."""
     gpu_names: tuple[str, ...]
+    gpu_uuids: tuple[str, ...] = ()
+    """UUIDs of the GPUs, of MIG instances their own; "" or none where unknown."""
     interface: str | None
     """The network interface that reaches the driver."""
     versions: dict[str, str]
     """Versions that all sides must share."""
+
+    def key_of(self, gpu: str) -> tuple[str, str]:
+        """Return what tells a visible GPU from all other GPUs: its UUID, else the host and the GPU's name there."""
+        uuid = dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu)
+        return ("", uuid) if uuid else (self.host, gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +117,7 @@ def place_ranks(
     places = []
     for group_rank, node in enumerate(nodes):
         here = own[group_rank]
-        together = tuple(dict.fromkeys(here + [gpu for gpu in node.gpus if gpu not in taken[node.host]]))
+        together = tuple(dict.fromkeys(here + [gpu for gpu in node.gpus if node.key_of(gpu) not in taken]))
         places.append(
             [
                 Place(
@@ -129,16 +136,16 @@ def place_ranks(
     return places
 
 
-def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Mapping[str, Counter[str]]]:
-    """For each node, the GPUs of its ranks, if it has any; for each host how many ranks have each of its GPUs."""
-    num_ranks: dict[str, Counter[str]] = defaultdict(Counter)
+def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:
+    """Return for each node the GPUs of its ranks, if it has any, and how many ranks have each GPU (`Node.key_of`)."""
+    num_ranks: Counter[tuple[str, str]] = Counter()
     own = []
     for node in nodes:
-        used = num_ranks[node.host]
-        here = []
+        keys = {gpu: node.key_of(gpu) for gpu in node.gpus}
+        here: list[str] = []
         for _ in range(ranks_per_worker if node.gpus else 0):
-            here.append(min(node.gpus, key=used.__getitem__))  # the first of the least used
-            used[here[-1]] += 1
+            here.append(min(node.gpus, key=lambda gpu: num_ranks[keys[gpu]]))  # the first of the least used
+            num_ranks[keys[here[-1]]] += 1
         own.append(here)
     return own, num_ranks
 
@@ -154,10 +161,10 @@ def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[
         for place in here:
             if place.gpu is None:
                 lacking.append(f"rank {place.rank} on {node.worker}")
-            elif (node.host, place.gpu) in taken:
+            elif (key := node.key_of(place.gpu)) in taken:
                 shared.append(f"rank {place.rank} on {node.worker} (GPU {place.gpu})")
             else:
-                taken.add((node.host, place.gpu))
+                taken.add(key)
     if asked == "nccl" and (lacking or shared):
         found = [f"no GPU for {', '.join(lacking)}"] if lacking else []
         found += [f"a GPU that another rank has for {', '.join(shared)}"] if shared else []

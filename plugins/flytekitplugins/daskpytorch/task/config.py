@@ -41,8 +41,9 @@ class OnDask:
     def _check_resources(self, problems: Problems, name: str, pods: Any) -> None:
         raise NotImplementedError
 
-    def _num_gpus(self) -> int:
-        """Those of each worker."""
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that each worker asks for."""
         raise NotImplementedError
 
 
@@ -71,7 +72,7 @@ class GangOnDask(OnDask):
         """Ranks on each worker: as the gang says, else one per GPU in the worker's limits (or requests), else 1."""
         if self.gang.ranks_per_worker != "auto":
             return int(self.gang.ranks_per_worker)
-        return self._num_gpus() or 1
+        return self.num_gpus or 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,6 +132,10 @@ class InRanks:
     def _num_ranks_per_worker(self) -> int:
         raise NotImplementedError
 
+    def _num_gpus_to_find(self) -> int:
+        """Return how many GPUs the limits of each worker, or of the task, ask for; 0 for a user's own machine."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------------------------------------------------------
 
     @property
@@ -259,6 +263,7 @@ class InRanks:
             name=self.name,
             call=code.pack_call(self._task_function, (), {}),
             ranks_per_worker=self._num_ranks_per_worker(),
+            num_gpus=self._num_gpus_to_find(),
             settings=config.gang,
             host=pickle.dumps(host),
             environment=self._environment_of_ranks(),
@@ -308,6 +313,12 @@ class OnDaskWorkers(InRanks):
     def _num_ranks_per_worker(self) -> int:
         return int(self.task_config.ranks_per_worker)
 
+    def _num_gpus_to_find(self) -> int:
+        return 0 if is_local() else self._num_gpus_asked()
+
+    def _num_gpus_asked(self) -> int:
+        return int(self.task_config.num_gpus)
+
 
 class OnOwnNode(InRanks):
     """On the task's own node; `task_config` is a `GangOnOwnNode`."""
@@ -326,7 +337,7 @@ class OnOwnNode(InRanks):
         from flytekitplugins.daskpytorch.node.own_node import num_ranks_here
 
         config: GangOnOwnNode = self.task_config
-        return num_ranks_here(config.nproc, config.gang.backend)
+        return num_ranks_here(config.nproc, config.gang.backend, self._num_gpus_to_find())
 
 
 def with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
