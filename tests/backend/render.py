@@ -1,8 +1,7 @@
 """What Flyte's own code makes of our tasks: `python tests/backend/render.py` has it made anew, into golden/.
 
-It needs Go and its module proxy, and minutes where nothing of Flyte has been compiled yet. For Flyte 2 it needs its
-source code, too, where the variable FLYTE2 says: see render_flyte2.py. What it writes is to be read, and committed with
-the change.
+It needs Go and its module proxy, and minutes where nothing of Flyte has been compiled yet. Read what it writes, and
+commit it with the change.
 """
 
 from __future__ import annotations
@@ -140,13 +139,6 @@ def render() -> None:
     with tempfile.TemporaryDirectory() as folder:
         lay_out(Path(folder))
         made = contents(Path(folder))
-    if "FLYTE2" in os.environ:
-        from backend import render_flyte2  # its SDK changes how this process opens buckets
-
-        with tempfile.TemporaryDirectory() as folder:
-            made["flyte2"] = render_flyte2.contents(Path(folder), str(GO))
-    else:
-        print("flyte2.yaml stays as it is: FLYTE2 names no checkout of Flyte 2", file=sys.stderr)
     for name, content in made.items():
         text = yaml.safe_dump(content, allow_unicode=True, width=120, default_flow_style=None)
         (GOLDEN / f"{name}.yaml").write_text(f"# Written by: python tests/backend/render.py\n{text}")
