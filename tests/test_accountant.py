@@ -56,7 +56,7 @@ class Trained(World):
         self.join_all()
         self.obey_all()
         self.clock.now += seconds
-        self.spent = {"starting": 0.0}
+        self.spent = {"preparing": 0.0}
         for agent in self.connected():
             self.ready(agent)
 
@@ -115,7 +115,7 @@ def world_of(tmp_path: Path) -> Callable[..., Trained]:
 def test_undisturbed(world_of: Callable[..., Trained]) -> None:
     world = world_of()
     world.go(10.0)
-    world.spend(starting=3.0, data=1.0, stepping=20.0, evaluation=4.0)
+    world.spend(preparing=3.0, data=1.0, stepping=20.0, evaluation=4.0)
     world.keep(5, seconds=2.0)
     world.clock.now += 0.5  # the last step, of which the driver has not heard
     world.spent["stepping"] += 0.5
@@ -124,7 +124,8 @@ def test_undisturbed(world_of: Callable[..., Trained]) -> None:
     world.deliver_all()
     assert world.results == [0, 1]
     assert parts(world.end()) == {
-        "starting": 13.0,
+        "starting": 10.0,
+        "preparing": 3.0,
         "data": 1.0,
         "stepping": 20.5,
         "evaluation": 4.0,
@@ -136,28 +137,34 @@ def test_undisturbed(world_of: Callable[..., Trained]) -> None:
 def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_of: Callable[..., Trained]) -> None:
     world = world_of()
     world.go(10.0)
-    world.spend(starting=3.0, stepping=20.0)
+    world.spend(preparing=3.0, stepping=20.0)
     world.keep(5)
     world.spend(stepping=4.0, data=2.0, evaluation=1.0)
     world.clock.now += 0.5  # of which nothing was heard
     world.fail(world.agent(W2), 1, OwnError("once"))
     world.obey_all()
     world.go(7.0)
-    world.spend(starting=1.0, stepping=4.0)
+    world.spend(preparing=1.0, stepping=4.0)
     world.deliver_all()
-    assert parts(world.end()) == {"starting": 21.0, "stepping": 24.0, "saving": 1.0, "lost": 7.5}
+    assert parts(world.end()) == {
+        "starting": 17.0,
+        "preparing": 4.0,
+        "stepping": 24.0,
+        "saving": 1.0,
+        "lost": 7.5,
+    }
 
 
 def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: Callable[..., Trained]) -> None:
     world = world_of()
     world.go(10.0)
-    world.spend(starting=3.0, stepping=20.0, data=2.0)
+    world.spend(preparing=3.0, stepping=20.0, data=2.0)
     world.kill_worker(W2)
     world.obey_all()
     world.cluster.here.add(W2)
     world.wait(30.0)
     world.go(7.0)
-    world.spend(starting=1.0, stepping=20.0)
+    world.spend(preparing=1.0, stepping=20.0)
     world.deliver_all()
     goodput = parts(world.end())
     assert goodput.pop("waiting") >= 1.0
@@ -305,12 +312,12 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
     world.go(1.0)
     world.clock.now += 4.0
     for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):
-        seconds = {"starting": 1.0, "data": 3.0 - rank}
+        seconds = {"preparing": 1.0, "data": 3.0 - rank}
         how: dict[str, Any] = {"time": 0.0, "num_steps": 7, "cpu": 1.0, "memory": 5, "seconds": seconds}
         usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
         world.report(agent, rank, Used(usage))
     assert [usage.rank for usage in told.usages] == [0, 1]
-    assert parts(world.brain.final_account(None)) == {"starting": 2.0, "data": 3.0}
+    assert parts(world.brain.final_account(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 
 def answers(world: Trained, worker: str) -> list[tuple[int, float]]:
@@ -353,7 +360,7 @@ def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: Ca
 
 SECONDS = st.floats(0, 1e6)
 SPENT = st.fixed_dictionaries(
-    dict.fromkeys(("starting", "stepping", "data", "evaluation", "saving", "waiting"), SECONDS)
+    dict.fromkeys(("preparing", "stepping", "data", "evaluation", "saving", "waiting"), SECONDS)
 )
 ACTS = st.one_of(
     st.tuples(st.just("enter"), st.sampled_from(["starting", "training", "waiting"])),
@@ -386,16 +393,16 @@ def test_what_a_driver_hears_late_is_not_taken_from_the_work(is_lost: bool) -> N
     now = 10.0
     accountant.enter("training")
     now = 16.5
-    accountant.hear(Spent({"starting": 3.0, "evaluation": 5.0}))  # half a second ago
-    assert parts(accountant.goodput()) == {"starting": 11.5, "evaluation": 5.0}
+    accountant.hear(Spent({"preparing": 3.0, "evaluation": 5.0}))  # half a second ago
+    assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.5, "evaluation": 5.0}
     now = 20.0
-    accountant.hear(Spent({"starting": 3.0, "evaluation": 5.0, "stepping": 4.0}, 7))
+    accountant.hear(Spent({"preparing": 3.0, "evaluation": 5.0, "stepping": 4.0}, 7))
     accountant.keep(7)
-    assert parts(accountant.goodput()) == {"starting": 11.0, "evaluation": 5.0, "stepping": 4.0}
+    assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.0, "evaluation": 5.0, "stepping": 4.0}
     now = 21.0
     accountant.close(is_lost=is_lost)
     last = {"stepping": 4.0, "lost": 1.0} if is_lost else {"stepping": 5.0}
-    assert parts(accountant.goodput()) == {"starting": 11.0, "evaluation": 5.0, **last}
+    assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.0, "evaluation": 5.0, **last}
 
 
 def test_of_many_saves_only_those_are_remembered_that_may_still_count() -> None:

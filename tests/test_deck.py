@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import math
 import pickle
 import re
@@ -12,12 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from any_records import records
 from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Metrics, base_of, better
+from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
@@ -403,14 +407,14 @@ def test_the_gangs_story_is_told() -> None:
     page = body(recorder)
     assert events(page) == [
         "goes on from the checkpoint of step 40 of the attempt before",
-        "workers are there: 4 ranks on 4 workers of 2 hosts",
+        "starting 4 ranks on 4 workers, 2 hosts",
         "all ranks have met",
         "3 checkpoints, of steps 50 to 70",
         "starts again from step 70: rank 3 on node-1 was killed (SIGKILL); starting again (failure 1)",
-        "shrunk: 3 ranks on 3 workers of 2 hosts, where there were 4 ranks",
+        "shrunk: 3 ranks on 3 workers, 2 hosts, where there were 4 ranks",
         "all ranks have met",
         "starts again from step 71: more workers have come",
-        "grown: 4 ranks on 4 workers of 2 hosts, where there were 3 ranks",
+        "grown: 4 ranks on 4 workers, 2 hosts, where there were 3 ranks",
         "all ranks have met",
         "ended",
     ]
@@ -467,7 +471,7 @@ def test_each_rank_has_its_usage_and_its_lines() -> None:
             recorder.used(usage(rank, 1_000.0 + 2 * moment, 10 * moment * (rank + 1), gpu_utilization=0.5))
     page = body(recorder)
     charts = {data["title"]: {line["name"]: line["y"] for line in data["lines"]} for data in chart_data(page)}
-    assert charts["steps per second"] == {"rank 0": [5, 5], "rank 1": [10, 10]}
+    assert charts["optimizer steps per second"] == {"rank 0": [5, 5], "rank 1": [10, 10]}
     assert charts["memory (GiB)"] == {"rank 0": [3, 3, 3], "rank 1": [3, 3, 3]}
     assert charts["GPU utilization (%)"]["rank 1"] == [50, 50, 50]
     assert "GPU memory (GiB)" not in charts
@@ -505,13 +509,45 @@ def test_an_attempts_first_sample_says_nothing_of_its_speed() -> None:
     recorder.used(usage(0, 1_002.0, 5))
     recorder.used(usage(0, 1_004.0, 15))
     charts = {data["title"]: data["lines"] for data in chart_data(body(recorder))}
-    assert charts["steps per second"][0]["y"] == [5]
+    assert charts["optimizer steps per second"][0]["y"] == [5]
+
+
+def test_the_pace_of_a_short_training_is_that_of_its_steps_wherever_it_is_shown() -> None:
+    """Two hundred steps in 0.8 s, after 8 s that the user's code takes before the first."""
+    recorder, text = Recorder(clock=Clock()), io.StringIO()
+    display = ProgressDisplay(Console(file=text, width=200))
+    for observer in (recorder, display):
+        observer.placed(shape(1, 2))
+        observer.formed(1.0)
+        for moment in (2.0, 4.0, 6.0, 8.0):
+            observer.used(usage(0, 1_000.0 + moment, 0, seconds={"preparing": moment}))
+        for step in range(200):
+            extra = {"held_out_loss": 1.0} if step == 198 else {}
+            observer.logged(record(step, num_steps=400, time=1_008.0 + step / 250, loss=1.0, **extra))
+        observer.used(usage(0, 1_008.8, 200, seconds={"preparing": 8.0, "stepping": 0.8}))
+    page = body(recorder)
+    assert figures(page)["steps per second"] == "250"
+    assert figures(page)["time left"].startswith("0.8 s")
+    assert "  250 steps/s  0.804 s left" in text.getvalue()
+    charts = {data["title"]: data["lines"][0]["y"] for data in chart_data(page)}
+    assert charts["optimizer steps per second"][-1] == 250
+    assert ["0", "200", "250"] in [row[:3] for row in rows_of(page)]
+    assert "starting 2 ranks (CPU, gloo)" in text.getvalue()  # one machine
+
+
+def test_a_training_of_seconds_has_no_goodput_among_its_figures() -> None:
+    recorder = Recorder()
+    recorder.accounted(Goodput(total=6.5, starting=6.4, stepping=0.1))
+    page = body(recorder)
+    assert "goodput" not in figures(page)
+    assert "Where the gang's time went" in html.unescape(page)
 
 
 def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
     recorder = Recorder()
     parts = {
-        "starting": 5.0,
+        "starting": 4.0,
+        "preparing": 1.0,
         "stepping": 80.0,
         "data": 5.0,
         "evaluation": 4.0,
@@ -524,7 +560,7 @@ def test_the_time_of_the_gang_is_shown_by_its_parts() -> None:
     assert figures(page)["goodput"] == "80%"
     assert re.findall(r"(\w+) <b>(\d+)%</b>", page) == [
         *(("stepping", "80"), ("data", "5"), ("evaluation", "4"), ("saving", "3")),
-        *(("lost", "1"), ("waiting", "2"), ("starting", "5")),
+        *(("lost", "1"), ("waiting", "2"), ("preparing", "1"), ("starting", "4")),
     ]
 
 

@@ -104,10 +104,9 @@ def test_the_example_with_a_goodput_says_where_its_time_went(tmp_path: Path) -> 
     done = run_example("goodput.py", tmp_path)
     account = r"goodput \d+ %: [\d.]+ s of ([\d.]+) s stepping; starting [\d.]+ s"
     returned = re.search(account, done.stdout)
-    told = re.match(rf"train: {account}", done.stderr.splitlines()[-1])
     assert returned
-    assert told
-    assert 0 < float(returned[1]) <= float(told[1])
+    assert float(returned[1]) > 0
+    assert "goodput" not in done.stderr  # of a run of seconds
 
 
 def test_the_resuming_example_trains(tmp_path: Path) -> None:

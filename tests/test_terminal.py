@@ -34,8 +34,8 @@ NODES = [
 SHAPE = Shape(name="flows.train", backend="gloo", nodes=NODES, places=place_ranks(NODES, 1))
 
 
-def record(step: int, rank: int = 0, num_steps: int | None = 8, **metrics: float) -> LogRecord:
-    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=0.0, metrics=metrics)
+def record(step: int, rank: int = 0, num_steps: int | None = 8, time: float = 0.0, **metrics: float) -> LogRecord:
+    return LogRecord(rank=rank, step=step, num_steps=num_steps, time=time, metrics=metrics)
 
 
 def shown(*records: LogRecord, terminal: bool = False) -> str:
@@ -96,7 +96,7 @@ def training(console: Console, clock: list[float], num_steps: int = 8) -> Progre
     display.placed(SHAPE)
     display.formed(0.5)
     for step in range(4):
-        display.logged(record(step, num_steps=num_steps, epoch=2, loss=0.25, samples_per_second=1000.0))
+        display.logged(record(step, num_steps=num_steps, time=clock[0], epoch=2, loss=0.25, samples_per_second=1000.0))
         clock[0] += 2.0
     return display
 
@@ -105,8 +105,8 @@ def test_a_log_that_is_no_terminal_says_how_fast_it_goes_and_how_long_it_will_ta
     text = io.StringIO()
     display = training(console_of(text, clock, width=200), clock)
     clock[0] += 10.0
-    display.logged(record(4, loss=0.5))
-    assert "train: step 4/8  loss 0.5  0.22 steps/s  14 s left" in text.getvalue().splitlines()
+    display.logged(record(4, time=clock[0], loss=0.5))
+    assert "train: step 4/8  loss 0.5  0.083 steps/s  36 s left" in text.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1:06:32"), (200_000, "4.6 days")])
@@ -142,20 +142,31 @@ def test_the_very_last_line_says_where_the_time_went(clock: list[float]) -> None
     text = io.StringIO()
     display = training(console_of(text, clock, width=60), clock)
     display.accounted(Goodput(total=1.0, stepping=1.0))
-    display.accounted(Goodput(total=4.0, stepping=3.0, starting=1.0))
+    display.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
     display.ended(None)
     display.conclude("done", {"Deck": "/tmp/deck.html"})
-    assert text.getvalue().splitlines()[-1] == "train: goodput 75 %: 3.0 s of 4.0 s stepping; starting 1.0 s"
+    assert text.getvalue().splitlines()[-1] == "train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s"
+
+
+def test_of_a_run_of_seconds_no_goodput_is_said(clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
+    text, echo = io.StringIO(), terminal_display.Echo()
+    display = training(console_of(text, clock, width=60), clock)
+    echo.placed(SHAPE)
+    for observer in (display, echo):
+        observer.accounted(Goodput(total=6.6, starting=6.6))
+        observer.ended(None)
+    display.conclude("done", {})
+    assert "goodput" not in text.getvalue() + capfd.readouterr().err
 
 
 def test_the_plain_echo_ends_with_where_the_time_went(capfd: pytest.CaptureFixture[str]) -> None:
     echo = terminal_display.Echo()
     echo.placed(SHAPE)
-    echo.accounted(Goodput(total=4.0, stepping=3.0, starting=1.0))
+    echo.accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
     echo.ended(GangError("rank 0 failed"))
     assert capfd.readouterr().err.splitlines() == [
         "rank 0 failed",
-        "train: goodput 75 %: 3.0 s of 4.0 s stepping; starting 1.0 s",
+        "train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s",
     ]
 
 

@@ -44,7 +44,7 @@ def test_a_step_begins_with_its_batch_and_ends_with_the_optimizer(ledger: Ledger
             take(clock, 0.5)
         take(clock, 2.0)
         ledger.step()
-    assert spent(ledger.seconds()) == {"starting": 3.0, "data": 1.0, "stepping": 4.0}
+    assert spent(ledger.seconds()) == {"preparing": 3.0, "data": 1.0, "stepping": 4.0}
     assert ledger.num_steps == 2
 
 
@@ -53,7 +53,7 @@ def test_without_a_loader_the_first_step_is_part_of_the_start(ledger: Ledger, cl
     ledger.step()
     take(clock, 2.0)
     ledger.step()
-    assert spent(ledger.seconds()) == {"starting": 3.0, "stepping": 2.0}
+    assert spent(ledger.seconds()) == {"preparing": 3.0, "stepping": 2.0}
 
 
 def test_without_an_optimizer_a_step_is_over_when_it_is_logged(ledger: Ledger, clock: Clock) -> None:
@@ -62,7 +62,7 @@ def test_without_an_optimizer_a_step_is_over_when_it_is_logged(ledger: Ledger, c
     take(clock, 2.0)
     ledger.mark()
     take(clock, 1.0)
-    assert spent(ledger.close()) == {"starting": 3.0, "stepping": 2.0, "waiting": 1.0}
+    assert spent(ledger.close()) == {"preparing": 3.0, "stepping": 2.0, "waiting": 1.0}
     assert ledger.num_steps == 0
 
 
@@ -87,7 +87,7 @@ def test_what_follows_the_last_step_is_waiting_once_the_work_is_done(ledger: Led
 
 def test_a_function_that_takes_no_step_is_one(ledger: Ledger, clock: Clock) -> None:
     take(clock, 2.0)
-    assert spent(ledger.seconds()) == {"starting": 2.0}
+    assert spent(ledger.seconds()) == {"preparing": 2.0}
     assert spent(ledger.close()) == {"stepping": 2.0}
 
 

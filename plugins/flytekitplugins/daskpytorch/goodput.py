@@ -5,7 +5,10 @@ from dataclasses import asdict, dataclass
 
 from flytekitplugins.daskpytorch.documented import documented
 
-__all__ = ["Goodput", "RankUsage"]
+__all__ = ["MIN_TOTAL", "Goodput", "RankUsage"]
+
+MIN_TOTAL = 60.0
+"""Seconds from which on a gang's goodput is shown to people: of a shorter gang most is its start."""
 
 
 @documented
@@ -17,17 +20,19 @@ class Goodput:
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Goodput
-        >>> goodput = Goodput(total=100.0, starting=4.0, stepping=90.0, saving=6.0)
+        >>> goodput = Goodput(total=100.0, starting=1.0, preparing=3.0, stepping=90.0, saving=6.0)
         >>> goodput.share
         0.9
         >>> print(goodput)
-        goodput 90 %: 90.0 s of 100.0 s stepping; starting 4.0 s, saving 6.0 s
+        goodput 90 %: 90.0 s of 100.0 s stepping; starting 1.0 s, preparing 3.0 s, saving 6.0 s
     """
 
     total: float = 0.0
     """From the moment that the gang was asked for."""
     starting: float = 0.0
-    """Until the first step: workers, imports, the rendezvous, loading; and again whenever the gang has started anew."""
+    """Until all ranks have met: workers, ranks, the rendezvous; and again whenever the gang has started anew."""
+    preparing: float = 0.0
+    """From then on until the first batch or step: imports in the ranks, and the user's code before it (data, model)."""
     stepping: float = 0.0
     """In steps whose work was kept, or is not yet lost."""
     data: float = 0.0
@@ -82,7 +87,7 @@ class RankUsage:
     """Optimizer steps of this attempt so far."""
     seconds: Mapping[str, float]
     """Of this attempt so far, since the ranks have met: by the names in `Goodput` what the main thread has spent on
-    `starting`, `stepping`, `data`, `evaluation`, `saving` and `waiting`."""
+    `preparing`, `stepping`, `data`, `evaluation`, `saving` and `waiting`."""
     cpu: float
     """Processor cores that are busy with the rank's process, on average since the sample before."""
     memory: int

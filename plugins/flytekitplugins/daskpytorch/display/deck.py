@@ -3,13 +3,13 @@
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck_page import State, Training, page_of
 from flytekitplugins.daskpytorch.display.metrics import Metrics
+from flytekitplugins.daskpytorch.display.pace import Pace
 from flytekitplugins.daskpytorch.display.story import Story
 from flytekitplugins.daskpytorch.display.training import plain_inputs
 from flytekitplugins.daskpytorch.display.usage import Usages
@@ -21,8 +21,6 @@ from flytekitplugins.daskpytorch.report import Curve
 
 __all__ = ["Recorder"]
 
-NUM_RECENT = 50
-"""Records from which the pace follows, and the time that is left."""
 PACE_INTERVAL = 1.0
 """Seconds between two points of the line of steps per second."""
 MAX_SPOILT = 20
@@ -49,10 +47,10 @@ class Recorder(Observer):
         self._checkpoints: Sequence[SavedCheckpoint] = ()
         self._record: LogRecord | None = None
         """Rank 0's newest."""
-        self._recent: deque[LogRecord] = deque(maxlen=NUM_RECENT)
+        self._rate = Pace()
         self._pace = Curve()
         self._paced: LogRecord | None = None
-        """From which the next point of that line is measured."""
+        """Of the newest point of that line."""
         self._spoilt: set[str] = set()
         self._outcome: State | None = None
         self._failure = ""
@@ -87,7 +85,6 @@ class Recorder(Observer):
             self._measure(record)
             self._look_for_spoilt(record.step, numbers)
             self._record = record
-            self._recent.append(record)
 
     def kept(self, step: int) -> None:
         """Keep when."""
@@ -113,7 +110,7 @@ class Recorder(Observer):
         """Keep the reason, and drop what will be logged again."""
         with self._changing():
             self._metrics.cut(step)
-            self._recent.clear()
+            self._rate.clear()
             self._paced = self._record = None
             self._spoilt.clear()
             self._story.restarting(reason, step)
@@ -168,7 +165,7 @@ class Recorder(Observer):
             shape=story.shape,
             record=self._record,
             epoch=self._metrics.epoch,
-            steps_per_second=self._speed(),
+            steps_per_second=self._rate.per_second or None,
             newest=dict(self._metrics.newest),
             charts=list(self._metrics.charts()),
             is_crowded=self._metrics.is_crowded,
@@ -193,20 +190,12 @@ class Recorder(Observer):
 
     def _measure(self, record: LogRecord) -> None:
         """Note the pace, where some time has passed."""
+        self._rate.add(record.time, record.step)
         if self._paced is None or record.step < self._paced.step:
             self._paced = record
-        elif record.time - self._paced.time >= PACE_INTERVAL and record.step > self._paced.step:
-            steps = (record.step - self._paced.step) / (record.time - self._paced.time)
+        elif record.time - self._paced.time >= PACE_INTERVAL and (steps := self._rate.per_second):
             self._pace.add((record.step, record.time - self._story.began_at, steps))
             self._paced = record
-
-    def _speed(self) -> float | None:
-        """Steps per second over the newest records."""
-        if len(self._recent) < 2:
-            return None
-        first, last = self._recent[0], self._recent[-1]
-        is_forward = last.step > first.step and last.time > first.time
-        return (last.step - first.step) / (last.time - first.time) if is_forward else None
 
     def _look_for_spoilt(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():

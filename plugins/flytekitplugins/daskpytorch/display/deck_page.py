@@ -11,8 +11,9 @@ from typing import Any
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart, Points
-from flytekitplugins.daskpytorch.display.usage import GIB, RankSpeed
-from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.display.pace import num_done, seconds_left
+from flytekitplugins.daskpytorch.display.usage import GIB, STEPS, RankSpeed
+from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
@@ -28,7 +29,7 @@ MAX_SHOWN_RANKS = 1_000
 SPEEDS = re.compile(
     r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
 )
-PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "starting")
+PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
 """Of `Goodput`, as they stand side by side."""
 
 
@@ -94,7 +95,7 @@ def _how_it_goes(training: Training) -> Iterable[str]:
     state, record = training.state, training.record
     share = None
     if record is not None and record.num_steps:
-        share = 1.0 if state.tone == "good" else _num_done(record) / record.num_steps
+        share = 1.0 if state.tone == "good" else num_done(record) / record.num_steps
     moment = time.strftime("%H:%M:%S %Z", time.localtime(training.now))
     note = f"ended at {moment}" if state.is_over else f"as of {moment}"
     title = training.name.rpartition(".")[2] or "Training"
@@ -116,9 +117,9 @@ def _figures(training: Training) -> dict[str, object]:
         if left is not None:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
     elif num_steps := max((rank.usage.num_steps for rank in training.ranks), default=0):
-        figures["steps"] = num_steps
+        figures["optimizer steps"] = num_steps
     figures["took" if training.state.is_over else "running for"] = report.duration(training.seconds)
-    if training.goodput is not None:
+    if training.goodput is not None and training.goodput.total >= MIN_TOTAL:
         figures["goodput"] = (f"{training.goodput.share:.0%}", "of the time in steps")
     figures |= _newest(training)
     if training.steps_per_second is not None:
@@ -149,13 +150,7 @@ def _best_of(chart: Chart, name: str) -> str:
 
 def _seconds_left(training: Training) -> float | None:
     record, speed = training.record, training.steps_per_second
-    if training.state.tone != "busy" or record is None or not record.num_steps or not speed:
-        return None
-    return max(0.0, (record.num_steps - _num_done(record)) / speed)
-
-
-def _num_done(record: LogRecord) -> int:
-    return min(record.step + 1, record.num_steps or 0)
+    return None if training.state.tone != "busy" or record is None else seconds_left(record, speed)
 
 
 def _learning(training: Training) -> Iterable[str]:
@@ -210,7 +205,7 @@ def _speed(training: Training) -> Iterable[str]:
         for name, points in chart.by_step.items()
     ]
     usage = dict(training.usage)
-    if training.pace and "steps per second" not in usage:
+    if training.pace and STEPS not in usage:
         charts.append(
             report.line_chart("steps per second", {"rank 0": training.pace}, "seconds", from_zero=True, max_points=500)
         )
@@ -233,7 +228,14 @@ def _seconds_of(goodput: Goodput) -> dict[str, float]:
 def _ranks_table(ranks: Sequence[RankSpeed]) -> str:
     names = list(dict.fromkeys(name for one in ranks for name in one.usage.seconds))
     has_gpu = any(one.usage.gpu_memory is not None for one in ranks)
-    header = ["rank", "steps", "steps/s", *(f"{name} (s)" for name in names), "CPU (cores)", "memory (GiB)"]
+    header = [
+        "rank",
+        "optimizer steps",
+        "optimizer steps/s",
+        *(f"{name} (s)" for name in names),
+        "CPU (cores)",
+        "memory (GiB)",
+    ]
     header += ["GPU memory (GiB)", "GPU (%)"] if has_gpu else []
     return report.table(header, [_rank_row(one, names, has_gpu=has_gpu) for one in ranks[:MAX_SHOWN_RANKS]])
 

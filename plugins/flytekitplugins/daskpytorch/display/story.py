@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flytekitplugins.daskpytorch.display.training import size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.report import Event, Span, Tone
@@ -58,17 +59,14 @@ class Story:
 
     def placed(self, shape: Shape) -> None:
         """Workers are there, and ranks are being started."""
-        num_hosts = len({node.host for node in shape.nodes})
-        text = (
-            f"{_count(shape.world_size, 'rank')} on {_count(len(shape.nodes), 'worker')} of {_count(num_hosts, 'host')}"
-        )
+        text = size_of(shape)
         before = self.shape.world_size if self.shape is not None else shape.world_size
         if shape.world_size < before:
             self.tell(f"shrunk: {text}, where there were {_count(before, 'rank')}", "warn")
         elif shape.world_size > before:
             self.tell(f"grown: {text}, where there were {_count(before, 'rank')}", "good")
         else:
-            self.tell(f"workers are there: {text}")
+            self.tell(f"starting {text}")
         self.shape = shape
         self._enter((RANKS, "warn"))
 

@@ -22,8 +22,10 @@ from rich.table import Column
 from rich.text import Text
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.pace import Pace, num_done, seconds_left
+from flytekitplugins.daskpytorch.display.training import size_of
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
@@ -63,6 +65,7 @@ class ProgressDisplay(Observer):
         self._bar: Progress | None = None
         """From the moment that all have met; in a terminal it is to be seen, elsewhere it only counts."""
         self._task: TaskID | None = None
+        self._pace = Pace()
         self._shown_at = 0.0
         self._epoch = 0
         self._newest: LogRecord | None = None
@@ -75,18 +78,14 @@ class ProgressDisplay(Observer):
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
         self._name = _short(shape.name)
-        num_hosts = len({node.host for node in shape.nodes})
         devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
-        self._print(
-            f"{self._name}: starting {_count(shape.world_size, 'rank')} on {_count(len(shape.nodes), 'worker')}, "
-            f"{_count(num_hosts, 'host')} ({', '.join(devices)}, {shape.backend})"
-        )
+        self._print(f"{self._name}: starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
 
     def formed(self, seconds: float) -> None:
         """Say that training begins, and open the live display."""
         self._print(f"{self._name}: all ranks have met after {seconds:.2f} s")
         self._bar = _live(self._console)
-        self._task = self._bar.add_task("", name=self._name, text="", total=None)
+        self._task = self._bar.add_task("", name=self._name, text="", pace="", total=None)
         if self._console.is_terminal:
             self._bar.start()
 
@@ -101,8 +100,11 @@ class ProgressDisplay(Observer):
             return
         if self._bar is not None and self._console.is_terminal and self._held is None:
             self._bar.start()  # again, if it had stepped aside
+        self._pace.add(record.time, record.step)
+        pace = _pace_in_words(record, self._pace.per_second)
         if self._bar is not None and self._task is not None:
             show(self._bar, self._task, record if self._console.width >= WIDE else _only_loss(record))
+            self._bar.update(self._task, pace=pace)
         earlier = self._newest.metrics if self._newest is not None else {}
         epoch = record.epoch or 0
         brings_news = epoch != self._epoch or not self._newest_names.issuperset(record.metrics)
@@ -112,7 +114,7 @@ class ProgressDisplay(Observer):
         self._epoch, self._newest_names = epoch, set(record.metrics)
         if brings_news or is_due:
             self._shown_at = time.monotonic()
-            self._print(f"{self._name}: {describe_record(record)}{self._pace()}")
+            self._print(f"{self._name}: {describe_record(record)}{pace and f'  {pace}'}")
 
     def noted(self, text: str) -> None:
         """Say it."""
@@ -136,6 +138,7 @@ class ProgressDisplay(Observer):
         """Take the live display away until the ranks have met again."""
         self.ended(None)
         self._bar = self._newest = None
+        self._pace.clear()
 
     def accounted(self, goodput: Goodput) -> None:
         """Remember it for the end."""
@@ -155,12 +158,8 @@ class ProgressDisplay(Observer):
         self._print(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
             self._print(f"  {what}: {where}")
-        if self._goodput is not None:
+        if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
             self._print(f"{self._name}: {self._goodput}")
-
-    def _pace(self) -> str:
-        pace = _pace(self._bar.tasks[0]) if self._bar is not None else ""
-        return pace and f"  {pace}"
 
     def _print(self, text: str) -> None:
         if self._held is not None:
@@ -211,7 +210,7 @@ class Echo(Observer):
         told = error if isinstance(error, GangError) else error and error.__cause__
         if isinstance(told, GangError):
             Screen().write(one_line(str(told).partition("\n")[0], MAX_LINE) + "\n")
-        if self._goodput is not None and self._name:
+        if self._goodput is not None and self._goodput.total >= MIN_TOTAL and self._name:
             Screen().write(f"{self._name}: {self._goodput}\n")
 
 
@@ -235,15 +234,15 @@ class _Pace(ProgressColumn):
         super().__init__(table_column=Column(no_wrap=True))
 
     def render(self, task: Task) -> Text:
-        return Text(f" {_pace(task)}")
+        return Text(f" {task.fields['pace']}")
 
 
-def _pace(task: Task) -> str:
-    """Steps per second over the last half minute, and how long the rest will take at that."""
-    if task.finished or not (speed := task.speed):
+def _pace_in_words(record: LogRecord, speed: float | None) -> str:
+    """Return steps per second, and how long the rest takes at that; nothing once all steps are done."""
+    if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
         return ""
     rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
-    left = task.time_remaining
+    left = seconds_left(record, speed)
     return rate if left is None or not 0 <= left <= MAX_LEFT else f"{rate}  {_duration(left)} left"
 
 
@@ -255,8 +254,7 @@ def bars(console: Console, *first: ProgressColumn) -> Progress:
 
 def show(progress: Progress, task: TaskID, record: LogRecord) -> None:
     """Show the newest values in one of them."""
-    done = record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
-    progress.update(task, completed=done, total=record.num_steps, text=describe_record(record, LEADING))
+    progress.update(task, completed=num_done(record), total=record.num_steps, text=describe_record(record, LEADING))
 
 
 def describe_record(record: LogRecord, only: Collection[str] | None = None) -> str:
@@ -284,10 +282,6 @@ def _duration(seconds: float) -> str:
     if seconds < MINUTE:
         return f"{seconds:.3g} s"
     return str(timedelta(seconds=round(seconds))) if seconds < DAY else f"{seconds / DAY:,.1f} days"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _brief(value: float, *, is_whole: bool = False) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "plain_inputs",
     "run_config",
     "run_id",
+    "size_of",
 ]
 
 MAX_CONFIG_ITEMS = 20
@@ -107,6 +108,19 @@ def gang_config(shape: Shape) -> dict[str, Any]:
         "hosts": [node.host for node in shape.nodes],
         "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
     }
+
+
+def size_of(shape: Shape) -> str:
+    """Return how many ranks a gang has, and on how many workers and hosts where these are several."""
+    num_hosts = len({node.host for node in shape.nodes})
+    parts = [_count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
+    parts += [_count(num_hosts, "host")] if num_hosts > 1 else []
+    ranks = _count(shape.world_size, "rank")
+    return f"{ranks} on {', '.join(parts)}" if parts else ranks
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:

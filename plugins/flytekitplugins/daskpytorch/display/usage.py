@@ -4,16 +4,19 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from flytekitplugins.daskpytorch.display.pace import Pace
 from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.report import Curve
 
-__all__ = ["QUANTITIES", "RankSpeed", "Usages"]
+__all__ = ["QUANTITIES", "STEPS", "RankSpeed", "Usages"]
 
 MAX_LINES = 4
 """Ranks that have a line each; of more, the lowest, the middle and the highest are drawn."""
 MAX_POINTS = 400
 """Of each line."""
 GIB = float(1 << 30)
+STEPS = "optimizer steps per second"
+"""Not the steps that are logged: these are numbered as the user likes."""
 
 Points = list[tuple[float, float]]
 
@@ -24,11 +27,11 @@ class RankSpeed:
 
     usage: RankUsage
     steps_per_second: float | None
-    """Since the sample before."""
+    """Of the rank's optimizers, without the time before the first batch or step."""
 
 
 QUANTITIES: dict[str, Callable[[RankSpeed], float | None]] = {
-    "steps per second": lambda one: one.steps_per_second,
+    STEPS: lambda one: one.steps_per_second,
     "CPU (cores)": lambda one: one.usage.cpu,
     "memory (GiB)": lambda one: one.usage.memory / GIB,
     "GPU memory (GiB)": lambda one: None if one.usage.gpu_memory is None else one.usage.gpu_memory / GIB,
@@ -45,15 +48,17 @@ class Usages:
     num_ranks: int = 0
     """Of the gang."""
     newest: dict[int, RankSpeed] = field(default_factory=dict)
+    _paces: dict[int, Pace] = field(default_factory=dict)
     _first: int = sys.maxsize
     """The first of the ranks that have said something: with its samples the lines go on."""
     _lines: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
     def take(self, usage: RankUsage) -> None:
         """Keep a sample."""
-        before = self.newest.get(usage.rank)
+        pace = self._paces.setdefault(usage.rank, Pace())
+        pace.add(usage.time - usage.seconds.get("preparing", 0.0), usage.num_steps)
         self._first = min(usage.rank, self._first)
-        self.newest[usage.rank] = RankSpeed(usage=usage, steps_per_second=_speed(before, usage))
+        self.newest[usage.rank] = RankSpeed(usage=usage, steps_per_second=pace.per_second)
         if max(self.num_ranks, len(self.newest)) <= MAX_LINES:
             self._draw(usage.time, f"rank {usage.rank}", self.newest[usage.rank])
         elif usage.rank == self._first:
@@ -63,6 +68,7 @@ class Usages:
         """The ranks of an attempt are gone, and so many others come; the lines stay."""
         self.num_ranks = num_ranks
         self.newest.clear()
+        self._paces.clear()
         self._first = sys.maxsize
 
     def charts(self) -> Iterable[tuple[str, dict[str, Points]]]:
@@ -88,13 +94,6 @@ class Usages:
         if value is not None:
             lines = self._lines.setdefault(what, {})
             lines.setdefault(name, Curve(MAX_POINTS)).add((0, max(0.0, time - self.began_at), value))
-
-
-def _speed(before: RankSpeed | None, usage: RankUsage) -> float | None:
-    """Steps per second since the sample before, if both are of the same attempt."""
-    if before is None or usage.time <= before.usage.time or usage.num_steps < before.usage.num_steps:
-        return None
-    return (usage.num_steps - before.usage.num_steps) / (usage.time - before.usage.time)
 
 
 def _order(line: tuple[str, Curve]) -> int:

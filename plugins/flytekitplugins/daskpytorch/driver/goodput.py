@@ -56,9 +56,9 @@ class _Training:
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
         """What its span has gone into; lost: all that no checkpoint holds."""
         has_begun = self.spent.get("stepping") or self.spent.get("data")
-        parts, rest = self._fitted(self.spent), "stepping" if has_begun else "starting"
+        parts, rest = self._fitted(self.spent), "stepping" if has_begun else "preparing"
         if is_lost and has_begun:
-            kept = self.kept or {"starting": self.spent.get("starting", 0.0)}
+            kept = self.kept or {"preparing": self.spent.get("preparing", 0.0)}
             parts, rest = self._fitted(kept), "lost"
         # What has come since, and whatever was on its way.
         parts[rest] = parts.get(rest, 0.0) + max(0.0, self.span - math.fsum(parts.values()))
@@ -66,7 +66,7 @@ class _Training:
 
     def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
         """The rank's seconds since the driver heard of it; what came before it has counted as the gang's start."""
-        spent = {**spent, "starting": max(0.0, spent.get("starting", 0.0) - self.late)}
+        spent = {**spent, "preparing": max(0.0, spent.get("preparing", 0.0) - self.late)}
         whole = math.fsum(spent.values())
         scale = min(1.0, self.span / whole) if whole else 0.0
         return {name: scale * seconds for name, seconds in spent.items()}

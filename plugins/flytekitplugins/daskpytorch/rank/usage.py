@@ -50,7 +50,7 @@ class _Page:
 class Ledger:
     """What the time of the thread that makes it goes into. An entry costs a microsecond or two.
 
-    Starting lasts until the first batch comes from a loader, or without any until the first step is over. Of parts
+    Preparing lasts until the first batch comes from a loader, or without any until the first step is over. Of parts
     within parts the outer one counts: waiting for an evaluation's batches is evaluation.
     """
 
@@ -63,7 +63,7 @@ class Ledger:
         self._owner = threading.get_ident()
         self.num_steps = 0
         """Steps of optimizers so far."""
-        parts = ("starting", "stepping", "data", "evaluation", "saving", "waiting", "open")
+        parts = ("preparing", "stepping", "data", "evaluation", "saving", "waiting", "open")
         self._page = _Page("open", self._clock(), dict.fromkeys(parts, 0.0), has_begun=False)
 
     def step(self) -> None:
@@ -81,7 +81,7 @@ class Ledger:
             page.marked_at = now  # as little as can be, since it is done at each step
         else:
             seconds = page.until(now)
-            seconds["starting"] += seconds["open"]
+            seconds["preparing"] += seconds["open"]
             seconds["open"] = 0.0
             self._page = _Page("open", now, seconds, has_begun=True)
 
@@ -102,7 +102,7 @@ class Ledger:
         """What all the time has gone into so far; what is open counts as part of a step that will be over."""
         page = self._page
         seconds = page.until(self._clock())
-        seconds["stepping" if page.has_begun else "starting"] += seconds.pop("open")
+        seconds["stepping" if page.has_begun else "preparing"] += seconds.pop("open")
         return seconds
 
     def close(self) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Ledger:
         seconds, has_begun = page.until(now), page.has_begun
         if page.part == "data" and not has_begun:
             has_begun = True
-            seconds["starting"] += seconds["open"]
+            seconds["preparing"] += seconds["open"]
             seconds["open"] = 0.0
         self._page = _Page(part, now, seconds, has_begun)
 
