@@ -262,6 +262,21 @@ def test_evaluations_that_a_program_asks_for_count_as_such(worker: Client, tmp_p
     assert rested == pytest.approx(predicted, abs=0.8 * library_trainings.SECONDS_A_BATCH)  # the rest took all of it
 
 
+# ---- What the driver made
+
+
+def worlds(state: Any, arguments: Any) -> list[tuple[int, int]]:
+    return [(state.num_processes, state.process_index), (arguments.world_size, arguments.process_index)]
+
+
+def test_the_drivers_state_and_arguments_have_the_gangs_world(worker: Client, tmp_path: Path) -> None:
+    accelerate, transformers = pytest.importorskip("accelerate"), pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state = accelerate.PartialState(cpu=True)
+    assert worlds(state, arguments) == [(1, 0)] * 2
+    assert dispatch.run(worker, worlds, state, arguments, gang=TWO_RANKS).result() == [[(2, r)] * 2 for r in range(2)]
+
+
 # ---- The guide
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,27 @@ def test_the_environment_is_that_of_torchrun(tmp_path: Path, monkeypatch: pytest
         for name in names:
             for value, expected in zip((theirs.get(name), ours[rank].get(name)), EXPLAINED[name], strict=True):
                 assert value == expected or (expected is ... and value), (name, value)
+
+
+TOP = """
+import os
+from torch import distributed as dist
+from flytekitplugins.daskpytorch import current_rank
+
+RANK = current_rank()
+if "RANK" in os.environ:  # in a rank, as libraries do that look for their world
+    dist.init_process_group("gloo")
+WORLD = dist.get_world_size() if dist.is_initialized() else 1
+
+
+def place():
+    return RANK.rank, WORLD, RANK is current_rank()
+"""
+
+
+def test_a_module_that_asks_at_its_top_is_told_of_the_gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asks_at_its_top.py").write_text(TOP)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = import_module("asks_at_its_top")
+    assert module.place() == (0, 1, True)
+    assert gang(module.place, start_timeout=30.0) == [(0, 2, True), (1, 2, True)]

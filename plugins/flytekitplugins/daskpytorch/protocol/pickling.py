@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+from flytekitplugins.daskpytorch.protocol import driver_objects
+
 __all__ = ["LARGE", "definitions", "dumps", "loads", "spare_parts"]
 
 LARGE = 1 << 20
@@ -111,10 +113,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
-            for module_name, module in list(sys.modules.items()):
-                if module is obj:
-                    return import_module, (module_name,)
+        if (instead := driver_objects.reduce(obj) or _reduce_module(obj)) is not None:
+            return instead
         if self._max_size is not None and not isinstance(obj, type):
             size = getattr(obj, "nbytes", 0)
             if isinstance(size, int) and size > self._max_size:  # before it is copied
@@ -137,6 +137,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return True
             self._put_aside(memory)
             return False
+
+
+def _reduce_module(value: object) -> tuple[Any, ...] | None:
+    if isinstance(value, ModuleType) and type(value) is not ModuleType:
+        for name, module in list(sys.modules.items()):
+            if module is value:
+                return import_module, (name,)
+    return None
 
 
 class _MainNamespace(dict[str, Any]):

@@ -83,9 +83,11 @@ def main(channel: Connection) -> int:
             if order.data is not None:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
-            call = _unpack(order, link, observers)
-            process_group.join(order.place, order.job, _take_device(order), listener)
+            # Before the user's modules, of which some ask at their tops who they are.
+            process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
             context.enter(rank)
+            call = _unpack(order, link, observers)
+            process_group.join()
             flight_recorder.call_before_abort(link.send_collectives)
             _say_ready(link, observers)
             ledger.begin()

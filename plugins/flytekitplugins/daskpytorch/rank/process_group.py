@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["install", "join", "leave", "num_collectives", "num_exchanges"]
+__all__ = ["expect", "install", "join", "leave", "num_collectives", "num_exchanges"]
 
 OTHER_FILES = 512
 """Files that a rank may have open besides the connections of others to its store; half of what many systems allow."""
@@ -31,9 +31,10 @@ class _Membership:
 
     pid: int
     place: Place
-    timeout: float
-    store: Store
     backend: str
+    form: Callable[[], None] | None
+    """Forms the gang's group; None once that has begun."""
+    store: Store = field(init=False)
     num_groups: int = 0
     """Each has keys of its own in the store: what an earlier one has left there would mislead it."""
     is_in: bool = False
@@ -61,6 +62,8 @@ def install() -> None:
         **more: Any,
     ) -> None:
         member = _membership
+        if member is not None and member.pid == os.getpid() and member.form is not None:
+            join()  # a module of the user's asks at its top, while it is imported
         if member is None or member.pid != os.getpid():
             original(backend, init_method, timeout, world_size, rank, store, *others, **more)
         elif distributed.is_initialized() and member.is_in:
@@ -79,21 +82,32 @@ def install() -> None:
     distributed.init_process_group = init_process_group
 
 
-def join(place: Place, job: Job, device: torch.device | None, listener: int | None = None) -> None:
-    """Form the process group, with the other ranks.
+def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None], listener: int | None = None) -> None:
+    """Prepare for the gang's process group, which `join` forms, or the user's first `init_process_group` before it.
 
     Args:
         place: This rank's.
         job: The gang's.
-        device: Where the group's GPU collectives run; None where it has none.
+        take_device: Makes the rank's GPU the current one, and returns where the group's GPU collectives run, or None.
         listener: The socket on which this rank serves the store that all meet by; None where another does.
     """
     from torch import distributed
 
+    def form() -> None:
+        device = take_device()
+        member.store = _store(job, listener, place.world_size)
+        distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
+
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
-    _membership = _Membership(os.getpid(), place, job.timeout, _store(job, listener, place.world_size), backend)
-    distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
+    member = _membership = _Membership(os.getpid(), place, backend, form)
+
+
+def join() -> None:
+    """Form the process group, with the other ranks, unless that has been done."""
+    if _membership is not None and _membership.form is not None:
+        form, _membership.form = _membership.form, None
+        form()
 
 
 def leave() -> None:
