@@ -133,8 +133,9 @@ def count_threads() -> str:
     return os.environ["OMP_NUM_THREADS"]
 
 
-def test_threads_are_a_share_of_the_cores() -> None:
+def test_threads_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Elastic` sets 1."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert count_threads() == str(max(1, (os.cpu_count() or 1) // 2))
 
 
@@ -143,5 +144,7 @@ def count_threads_that_are_set() -> str:
     return os.environ["OMP_NUM_THREADS"]
 
 
-def test_threads_that_are_set_stay() -> None:
+def test_threads_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_threads_that_are_set() == "42"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert count_threads() == "5"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DistributedSampler
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
-from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, watch_samplers
+from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_seed, watching_samplers
 from flytekitplugins.daskpytorch.rank.main import _Link
 from flytekitplugins.daskpytorch.rank.records import INTERVAL
 
@@ -42,31 +44,60 @@ def test_ranks_that_have_called_no_collective_are_told(
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Hint]:
+def told() -> Iterator[list[Hint]]:
     hints: list[Hint] = []
-    monkeypatch.setattr(DistributedSampler, "__iter__", DistributedSampler.__iter__)  # to be put back
-    watch_samplers(hints.append)
-    return hints
+    with watching_samplers(hints.append):
+        yield hints
 
 
-def sampler(*, shuffle: bool = True) -> DistributedSampler[int]:
-    return DistributedSampler(range(10), num_replicas=2, rank=0, shuffle=shuffle)  # type: ignore[arg-type]
+def loader(*, shuffle: bool = True) -> DataLoader[int]:
+    samples = range(10)
+    sampler = DistributedSampler(samples, num_replicas=2, rank=0, shuffle=shuffle)  # type: ignore[arg-type, var-annotated]
+    return DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
 
 
-def test_shuffling_sampler_that_keeps_its_epoch_is_told(told: list[Hint]) -> None:
-    forgotten = sampler()
-    first, second = list(forgotten), list(forgotten)
-    assert first == second
-    assert ["with epoch 0" in hint.text for hint in told] == [True]
+def epoch(batches: Iterable[int], *, trains: bool = True) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in batches:
+        model(torch.ones(1)).sum().backward()
+        if trains:
+            optimizer.step()
 
 
-def test_sampler_that_is_used_as_it_should_be_is_not(told: list[Hint]) -> None:
-    used, plain = sampler(), sampler(shuffle=False)
-    for epoch in range(3):
-        used.set_epoch(epoch)
-        assert len(list(used)) == len(list(plain)) == 5
-    assert list(sampler()) == list(sampler())  # others, of the same epoch
+def test_two_epochs_of_training_in_one_order_are_told(told: list[Hint]) -> None:
+    forgotten = loader()
+    next(iter(forgotten))  # a look at a batch
+    epoch(forgotten)
     assert told == []
+    epoch(forgotten)
+    assert "with epoch 0" in told[0].text
+
+
+def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: list[Hint]) -> None:
+    looked_at, evaluated, plain, used = loader(), loader(), loader(shuffle=False), loader()
+    for number in (0, 1, 1):  # the last for a second try
+        used.sampler.set_epoch(number)  # type: ignore[attr-defined]
+        epoch(used)
+        epoch(evaluated, trains=False)
+        epoch(plain)
+    next(iter(looked_at))
+    epoch(looked_at)
+    assert told == []
+
+
+def test_a_seed_of_the_script_is_told_where_the_rank_draws_with_another() -> None:
+    torch.default_generator.seed()
+    state = torch.get_rng_state()
+    assert of_seed(7, state) is None  # nothing was drawn
+    torch.rand(1)
+    hint = of_seed(7, state)
+    assert hint is not None
+    assert "torch.manual_seed(7)" in hint.text
+    assert of_seed(None, state) is None
+    torch.manual_seed(8)
+    torch.rand(1)
+    assert of_seed(7, state) is None
 
 
 def test_each_kind_is_reported_once_however_often_it_is_seen(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flytekitplugins.daskpytorch.protocol import nanny
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 
@@ -30,8 +32,24 @@ def variables(
     return environment(base, here[local_rank], job, interface, Path("/scratch"))
 
 
-def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers() -> None:
-    assert variables({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "4"
+NANNYS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+NANNYS["MALLOC_TRIM_THRESHOLD_"] = "65536"
+
+
+def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nanny, "_at_start", lambda _: {})
+    found = variables(NANNYS)
+    assert found["OMP_NUM_THREADS"] == "4"
+    assert not found.keys() & NANNYS.keys() - {"OMP_NUM_THREADS"}
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert variables({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"  # no nanny has been here
+    started_with = {os.getpid(): NANNYS, os.getppid(): {"OMP_NUM_THREADS": "1"}}
+    monkeypatch.setattr(nanny, "_at_start", started_with.__getitem__)
+    found = variables(NANNYS | {"MKL_NUM_THREADS": "3"})
+    assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("1", "3")
+    assert "OPENBLAS_NUM_THREADS" not in found
 
 
 def test_threads_that_the_task_asks_for_win() -> None:

@@ -273,3 +273,25 @@ def test_a_module_that_asks_at_its_top_is_told_of_the_gang(tmp_path: Path, monke
     module = import_module("asks_at_its_top")
     assert module.place() == (0, 1, True)
     assert gang(module.place, start_timeout=30.0) == [(0, 2, True), (1, 2, True)]
+
+
+def torch_here() -> tuple[str, str, bool, bool, int]:
+    precision, warns = torch.get_float32_matmul_precision(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return str(torch.tensor(1.0).dtype), precision, warns, torch.backends.cudnn.benchmark, torch.get_num_threads()
+
+
+def test_what_the_program_has_set_in_torch_is_set_in_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    num_threads = torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(3 * (os.cpu_count() or 1))
+    try:
+        expected = torch_here()
+        assert gang(torch_here) == [expected] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(num_threads)

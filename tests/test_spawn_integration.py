@@ -68,7 +68,7 @@ def attempt(
 def test_both_start_methods_by_pyflyte_run_with_outputs_for_the_next_node(project: Path) -> None:
     """A real all-reduce, helpers of the task's module and project, several types of output."""
     with nothing_left_behind():
-        done = pyflyte_run("flows/spawned.py", "both", "--number", "2", cwd=project, env={"OMP_NUM_THREADS": "7"})
+        done = pyflyte_run("flows/spawned.py", "both", "--number", "2", cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
     # 2 + 20 (+ 200) over the ranks, and 100 from a helper of another module; threads that torch uses, and is told to.
     two, three = (f"{threads} {threads}" for threads in (max(1, (os.cpu_count() or 1) // size) for size in (2, 3)))

@@ -127,7 +127,7 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     """
     called = getattr(function, "_task_function", function)  # of a Flyte task
     with contextlib.suppress(ValueError):  # of something that has no signature, such as a few builtins
-        signature = inspect.signature(called)
+        signature = _signature(called)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -135,6 +135,18 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
             raise TypeError(
                 f"{name_of(function)}{signature} cannot be called with the arguments given ({what}): {error}"
             ) from error
+
+
+def _signature(called: Callable[..., Any]) -> inspect.Signature:
+    """Return how a call is taken, which need not be as the wrapped function takes it: Hydra's takes no argument.
+
+    Raises:
+        ValueError: Neither has a signature.
+    """
+    try:
+        return inspect.signature(called, follow_wrapped=False)
+    except ValueError:  # what is written in C, such as `functools.lru_cache`
+        return inspect.signature(called)
 
 
 def named(request: Request, key: str) -> Request:

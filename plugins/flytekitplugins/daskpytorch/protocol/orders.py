@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
+from flytekitplugins.daskpytorch.protocol.nanny import without_nannys
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
@@ -250,8 +251,7 @@ def environment(
         scratch: The agent's folder.
     """
     host, port = job.store or _own_store()
-    env = {**base, **job.environment}
-    env.pop("MALLOC_TRIM_THRESHOLD_", None)  # the nanny's; see `node.fork_client`
+    env = {**without_nannys(base), **job.environment}
     env |= {
         "RANK": str(place.rank),
         # What most code passes to set_device; so does `torchrun --virtual-local-rank` where a rank sees one GPU.
@@ -273,10 +273,9 @@ def environment(
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         # Where torch's `record` writes an exception down.
         "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
-        # Not the worker's own: Dask gives all of them 1.
-        "OMP_NUM_THREADS": job.environment.get("OMP_NUM_THREADS", str(place.num_threads)),
         "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
     }
+    env.setdefault("OMP_NUM_THREADS", str(place.num_threads))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
         env.setdefault("TORCH_FR_BUFFER_SIZE", str(2 * MAX_COLLECTIVES))  # to tell torch's 2000 takes 0.1 s

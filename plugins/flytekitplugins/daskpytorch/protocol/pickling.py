@@ -5,6 +5,8 @@ A class that is unpickled by value is in no module, so that plain `pickle` could
 as their globals, and whatever the bytes reach of the driver's is put there under its own name.
 """
 
+import copyreg
+import functools
 import io
 import pickle
 import sys
@@ -83,6 +85,9 @@ def _code(file_name: str, *parts: Any) -> CodeType:
     return CodeType(*parts).replace(co_filename=file_name)
 
 
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[ChainMap[type, Callable[..., Any]]] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
@@ -124,11 +129,31 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
             if (apart := storages.reduce(obj, at_least=LARGE)) is not None:
                 return apart
+        if (by_value := self._reduce_named(obj)) is not None:
+            return by_value
         reduced = super().reducer_override(obj)
         if name is not None and isinstance(obj, type) and isinstance(reduced, tuple):
             _, _, (attributes, _), *_ = reduced
             attributes["__qualname__"] = obj.__qualname__  # cloudpickle forgets of which class it is a part
         return reduced
+
+    def _reduce_named(self, obj: Any) -> tuple[Any, ...] | None:
+        """Pickle an object by value that would be found by its name in `__main__`, which is empty in a rank."""
+        own: Any = type(obj)
+        if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
+            return None
+        if own.__reduce__ is object.__reduce__ and own.__reduce_ex__ is object.__reduce_ex__:
+            return None
+        if own in self.dispatch_table:
+            return None
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if not isinstance(reduced, str):
+            return reduced  # type: ignore[no-any-return]
+        if self._namespace.get(reduced) is obj:
+            self._reached.add(reduced)
+        if isinstance(obj, _LRU_CACHE):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        return copyreg.__newobj__, (own,), obj.__getstate__()  # type: ignore[attr-defined]
 
     def _takes(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether memory goes into the pickle, as pickle asks of each that could be left out."""
@@ -152,6 +177,10 @@ class _MainNamespace(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return _main_namespace, ()
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _main_namespace() -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol import pickling
+from flytekitplugins.daskpytorch.protocol import pickling, torch_settings
+from flytekitplugins.daskpytorch.protocol.torch_settings import TorchSettings
 
 __all__ = ["Program", "enter", "forget_levels", "taken"]
 
@@ -52,6 +53,7 @@ class Program:
     """What has no file, as a notebook's cells: its name -> its text."""
     loggers: Mapping[str, _Logger] = field(default_factory=dict)
     """Those that somebody has set up; the root's name is empty."""
+    torch: TorchSettings = field(default_factory=TorchSettings)
 
 
 # ---- In the driver --------------------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def taken(*, is_users: bool) -> Program:
     """This process's; `is_users`: it is the user's own, so that its command line and `__main__` count."""
     loggers = dict(_loggers())
     if not is_users:
-        return Program(loggers=loggers)
+        return Program(loggers=loggers, torch=torch_settings.taken())
     main = sys.modules["__main__"]
     return Program(
         arguments=tuple(sys.argv[1:]),
@@ -74,6 +76,7 @@ def taken(*, is_users: bool) -> Program:
             if not Path(name).exists() and (lines := linecache.getlines(name))
         },
         loggers=loggers,
+        torch=torch_settings.taken(),
     )
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from flytekitplugins.daskpytorch.protocol.reports import Hint
+from flytekitplugins.daskpytorch.protocol.torch_settings import FIRST_OWN_SEED
 
 if TYPE_CHECKING:
+    import torch
+
     from flytekitplugins.daskpytorch.context import LogRecord
 
-__all__ = ["of_exchange", "of_loss", "watch_samplers"]
+__all__ = ["of_exchange", "of_loss", "of_seed", "watching_samplers"]
+
+
+SAMPLER = (
+    "trains again on a shuffling DistributedSampler with epoch {}, and so in the same order: call its set_epoch(epoch) "
+    "before each epoch."
+)
 
 
 def of_loss(record: LogRecord) -> Hint | None:
@@ -39,27 +49,74 @@ def of_exchange(num_collectives: int | None, world_size: int) -> Hint | None:
     )
 
 
-def watch_samplers(tell: Callable[[Hint], object]) -> None:
-    """Tell of a shuffling `DistributedSampler` that begins again with the epoch that it had before.
+def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
+    """Return a hint if the script has seeded torch, the rank has not, and the rank has drawn random numbers.
 
-    Its order follows from its seed and its epoch alone, and so does not change by itself.
+    Args:
+        seed: The script's; None if it has set none.
+        state: Of this rank's generator when the function began.
     """
+    import torch
+
+    if seed is None or torch.initial_seed() < FIRST_OWN_SEED or torch.equal(state, torch.get_rng_state()):
+        return None
+    return Hint(
+        "seed",
+        f"has drawn random numbers with a seed of its own, though the script has called torch.manual_seed({seed}): "
+        "ranks do not run the script's top again. Call it inside the function for the same numbers each time.",
+    )
+
+
+@contextlib.contextmanager
+def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
+    """Tell, in this block, of a shuffling `DistributedSampler` that two epochs train on in the same order.
+
+    Its order follows from its seed and its epoch alone. An epoch counts once an optimizer has made a step with a batch
+    of it: not a batch that was only looked at, and no evaluation. A sampler whose `set_epoch` is called is left alone.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils.data import dataloader
     from torch.utils.data.distributed import DistributedSampler
 
-    begin = DistributedSampler.__iter__
-    epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
+    batches = dataloader._BaseDataLoaderIter  # noqa: SLF001 - nothing public is called for each batch
+    begin, set_epoch, take = DistributedSampler.__iter__, DistributedSampler.set_epoch, batches.__next__
+    num_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    trained: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+    """Sampler -> number and epoch of the last pass that an optimizer made a step in."""
+    has_epochs: WeakSet[Any] = WeakSet()
+    latest: list[Any] = [None]
+    """Of the loader that gave the last batch."""
 
-    @functools.wraps(begin)
-    def begin_watched(sampler: DistributedSampler[Any]) -> Iterator[Any]:
-        if sampler.shuffle and epochs.get(sampler) == sampler.epoch:
-            tell(
-                Hint(
-                    "sampler",
-                    f"goes through a shuffling DistributedSampler again with epoch {sampler.epoch}, and so in the same "
-                    "order: call its set_epoch(epoch) before each epoch.",
-                )
-            )
-        epochs[sampler] = sampler.epoch
+    def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[Any]:
+        num_begun[sampler] = num_begun.get(sampler, 0) + 1
         return begin(sampler)
 
-    DistributedSampler.__iter__ = begin_watched  # type: ignore[method-assign]
+    def set_epoch_noted(sampler: DistributedSampler[Any], epoch: int) -> None:
+        has_epochs.add(sampler)
+        set_epoch(sampler, epoch)
+
+    def take_noted(loader: Any) -> Any:
+        latest[0] = getattr(loader._index_sampler, "sampler", loader._index_sampler)  # noqa: SLF001
+        return take(loader)
+
+    def note_step(*_: object) -> None:
+        sampler = latest[0]
+        if not isinstance(sampler, DistributedSampler) or not sampler.shuffle or sampler in has_epochs:
+            return
+        now = num_begun.get(sampler, 0), sampler.epoch
+        number, epoch = trained.get(sampler, now)
+        trained[sampler] = now
+        if number != now[0] and epoch == now[1]:
+            tell(Hint("sampler", SAMPLER.format(epoch)))
+
+    patched: list[tuple[type, str, Any, Any]] = [(DistributedSampler, "__iter__", begin, begin_counted)]
+    patched += [(DistributedSampler, "set_epoch", set_epoch, set_epoch_noted), (batches, "__next__", take, take_noted)]
+    for owner, name, original, noted in patched:
+        setattr(owner, name, functools.wraps(original)(noted))
+    hook = register_optimizer_step_post_hook(note_step)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for owner, name, original, _ in patched:
+            setattr(owner, name, original)

@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process.system import show_as
-from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames
+from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames, torch_settings
 from flytekitplugins.daskpytorch.protocol.code import Call, completed, ending_as_program, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
@@ -83,9 +83,8 @@ def main(channel: Connection) -> int:
             if order.data is not None:
                 imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
-            # Before the user's modules, of which some ask at their tops who they are.
             process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
-            context.enter(rank)
+            context.enter(rank)  # before the user's modules, of which some ask at their tops who they are
             call = _unpack(order, link, observers)
             process_group.join()
             flight_recorder.call_before_abort(link.send_collectives)
@@ -93,16 +92,18 @@ def main(channel: Connection) -> int:
             ledger.begin()
             _watch_progress(order, link, progress)
             profiler = _profiler(order, link)
-            if order.job.hints:
-                hints.watch_samplers(link.hint)
             if link.sharded is not None:
                 link.sharded.reach_ahead()
             returned = None
-            with usage.watched(ledger), _reported_usage(order, link, ledger), _ending_forks(), ending_as_program():
+            with (
+                _hinting(order, link),
+                usage.watched(ledger),
+                _reported_usage(order, link, ledger),
+                _ending_forks(),
+                ending_as_program(),
+            ):
                 returned = completed(call.function(*call.args, **_keywords(order, call, host)))
             link.send(reports.Spent(ledger.close(), is_last=True))
-            if order.job.hints:
-                link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
             if profiler is not None:
                 profiler.finish()
             rank.checkpoint.flush()
@@ -120,6 +121,21 @@ def main(channel: Connection) -> int:
             observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
     _wind_up(order, observers, 1 if rank.stop_signal.has_fired else 0, exit_code=0)
     return 0
+
+
+@contextlib.contextmanager
+def _hinting(order: RankOrder, link: _Link) -> Iterator[None]:
+    """Report what looks forgotten in the block, once it has ended well; nothing where the gang wants no hints."""
+    if not order.job.hints:
+        yield
+        return
+    import torch
+
+    state = torch.get_rng_state()
+    with hints.watching_samplers(link.hint):
+        yield
+    link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
+    link.hint(hints.of_seed(order.program.torch.seed, state))
 
 
 @contextlib.contextmanager
@@ -481,6 +497,7 @@ def _settle_in(order: RankOrder) -> None:
     faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
     threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have one for each level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
+    torch_settings.enter(order.program.torch)
 
 
 def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
