@@ -297,3 +297,73 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
     for each in (*agents, thread):
         each.join()
     assert refused.qsize() == 2
+
+
+# ---- Crowds at the driver's port
+
+
+@pytest.mark.parametrize("num_strangers", [300, 1200])
+def test_idle_strangers_in_any_number_keep_no_agent_out(
+    num_strangers: int,
+    listener: Listener,
+    events: queue.SimpleQueue[Event],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ear, "PATIENCE", 3600.0)  # so that nobody gets in by waiting for that
+    monkeypatch.setattr(ear, "MAX_STRANGERS", 64)
+    monkeypatch.setattr(ear, "GRACE", 0.1)
+    strangers = [connected(listener) for _ in range(num_strangers)]
+    with contextlib.closing(agent.dial(order(listener.address))) as connection:
+        connection.send(Leaving())
+        assert heard(events) == Leaving()
+    told = capfd.readouterr().err
+    assert told.count("have not proved to be agents of this gang") == 1
+    assert "64 callers at 127.0.0.1:" in told
+    for each in strangers:
+        each.close()
+
+
+def test_the_crowd_of_one_address_makes_room_and_not_who_comes_from_another(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(ear, "GRACE", 0.1)
+    slow = socket.create_connection(listener.address, source_address=("127.0.0.9", 0))
+    take(slow, 32)
+    strangers = [connected(listener) for _ in range(40)]
+    for each in strangers:  # the last are in, so that most have been sent away
+        with contextlib.suppress(ConnectionError):
+            each.recv(40)
+    with contextlib.closing(slow):
+        slow.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # he is still there
+            slow.recv(1)
+    for each in strangers:
+        each.close()
+
+
+def test_an_agent_that_is_hung_up_on_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "REDIAL_WAITS", (0.0, 0.0))
+    address, thread = impostor(lambda *called: [each.close() for each in called], num_agents=1)
+    with pytest.raises(ConnectionError):  # the second time nobody is there
+        agent.dial(order(address))
+    thread.join()
+
+
+def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "REDIAL_WAITS", (0.0, 0.0))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            for _ in range(3):
+                server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(
+            ConnectionError, match=r"crowded by other callers \(3 calls, .* hung up after \d\.\d s"
+        ) as failure:
+            agent.dial(order(server.getsockname()[:2]))
+        thread.join()
+    assert "token" not in str(failure.value)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangStartError, Keep, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import named, request_for
@@ -313,3 +313,28 @@ def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that
     there = {folder.name for folder in (tmp_path / "kept" / "gang").glob("step-*/*")}
     assert len(there) == 2
     assert not any(name.startswith("0-") for name in there)
+
+
+def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_checkpoints(tmp_path: Path) -> None:
+    first, notes = gang(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path))
+    ended: list[BaseException] = []
+
+    def see_through() -> None:
+        try:
+            first.run()
+        except PreemptedError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=see_through)
+    thread.start()
+    until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
+    second, _ = gang(train, 3, checkpoint_uri=str(tmp_path))
+    with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began \d+ s ago"):
+        second.run()
+    kept = max(notes.kept_steps)
+    until(lambda: max(notes.kept_steps) > kept, "the first to go on")
+    first.preempt("that is enough")
+    thread.join()
+    [again, _], resumed = run(notes.kept_steps[-1], checkpoint_uri=str(tmp_path))
+    assert len(ended) == 1
+    assert [again["first"], *resumed.resumed_steps] == [notes.kept_steps[-1]] * 2

@@ -10,12 +10,14 @@ import threading
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 
 from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.received import Part
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import handshake, heartbeat
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
@@ -45,7 +47,9 @@ BEAT_INTERVAL = 0.05
 MAX_STRANGERS = 256
 """Callers that have not proved themselves; others wait in the kernel's queue, as they do not use up our files."""
 PATIENCE = 20.0
-"""Seconds for a stranger to prove that he is an agent."""
+"""Seconds for a stranger to prove that he is an agent, ..."""
+GRACE = 1.0
+"""... and those after which the oldest makes room for others, of the address that has most of the places."""
 FIRST_WORD_PATIENCE = 120.0
 """Seconds for an agent's first word: to learn of a node's GPUs, torch is imported in a process of its own."""
 ACCEPT_PAUSE = 0.2
@@ -92,6 +96,7 @@ class Listener:
         self._accept_at: float | None = None
         """Not before, on the monotonic clock: there was no file for a caller."""
         self._is_pausing = False
+        self._has_told_of_crowd = False
         self._is_over = False
         self._lock = threading.Lock()
         """Nothing is closed while it is hung up on: its number may be another file's by then."""
@@ -153,6 +158,7 @@ class Listener:
         """How long nothing need be done unless somebody calls or speaks."""
         due = [next(iter(callers.values())).deadline for callers in (self._strangers, self._guests) if callers]
         due += [moment for moment in (self._accept_at, self._beats_due) if moment is not None]
+        due += [oldest.room_at] if self._is_pausing and (oldest := self._oldest_of_crowd()) is not None else []
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _keep_time(self) -> None:
@@ -165,18 +171,41 @@ class Listener:
                 self._send_away(first)
         if self._accept_at is not None and self._accept_at <= now:
             self._accept_at = None
-        is_pausing = self._accept_at is not None or len(self._strangers) >= MAX_STRANGERS
+        oldest = self._oldest_of_crowd()
+        is_pausing = self._accept_at is not None or (oldest is not None and oldest.room_at > now)
         if is_pausing != self._is_pausing and self._server.fileno() >= 0:
             self._poll.modify(self._server, 0 if is_pausing else select.EPOLLIN)  # its end is noticed all the same
             self._is_pausing = is_pausing
 
     # ---- callers
 
+    def _oldest_of_crowd(self) -> _Caller | None:
+        """Who makes room for the next caller: of the address with most strangers the first; None: there is room."""
+        if len(self._strangers) < MAX_STRANGERS:
+            return None
+        [(host, _)] = Counter(caller.host for caller in self._strangers.values()).most_common(1)
+        return next(caller for caller in self._strangers.values() if caller.host == host)
+
+    def _make_room(self) -> None:
+        while (oldest := self._oldest_of_crowd()) is not None:
+            if oldest.has_spoken():  # and waits to be heard
+                self._meet(oldest)
+                continue
+            if not self._has_told_of_crowd:
+                self._has_told_of_crowd = True
+                say(
+                    f"{len(self._strangers)} callers at {self.address[0]}:{self.address[1]}, many of them from "
+                    f"{oldest.host}, have not proved to be agents of this gang; the oldest make room. Who else calls "
+                    "this port: a scanner, a monitor, another gang's agents?"
+                )
+            self._send_away(oldest)
+
     def _accept(self) -> None:
         self._is_calm = False
         if not self._is_accepting:
             self._shut()
             return
+        self._make_room()
         try:
             sock, _ = self._server.accept()
         except (BlockingIOError, ConnectionError):  # the caller has gone again
@@ -314,12 +343,21 @@ class _Caller:
         watch_peer(sock)
         self.connection = Connection(sock)
         self.frames = Frames(only=handshake.ANSWER_SIZE)
+        self.host = str(sock.getpeername()[0])
         self.deadline = time.monotonic() + PATIENCE
-        """On the monotonic clock."""
+        """On the monotonic clock, ..."""
+        self.room_at = time.monotonic() + GRACE
+        """... as is this: when he may have to make room."""
         self.is_proven = False
         self._token = token
         self._challenge = handshake.challenge()
         self.connection.send_frame(self._challenge)  # a few bytes into an empty buffer, which takes them at once
+
+    def has_spoken(self) -> bool:
+        """Whether something has come that was not read, or he has gone."""
+        poll = select.poll()  # `select` takes no file above 1,024
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def read(self) -> bytes | None:
         """Take in what has come, of which there must be something; his first word, once it is whole.

@@ -58,6 +58,8 @@ TAIL_SIZE = 16 << 10
 """Characters of a rank's log that go into an error, at most."""
 MAX_LINE = 64 << 10
 """Characters; what a rank writes without an end of the line goes on in pieces of this size."""
+REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
+"""Seconds before the driver is called again that has hung up."""
 DIAL_TIMEOUT = 30.0
 DIAL_WAITS = (0.5, 1.0, 2.0)
 """Seconds between attempts to reach the driver with a checkpoint."""
@@ -586,11 +588,27 @@ def _listen_at(address: str) -> socket.socket:
 
 
 def dial(order: AgentOrder) -> Connection:
-    """Connect to the driver.
+    """Connect to the driver; again where it hangs up, as it does on some where strangers crowd at its port.
 
     Raises:
         ConnectionError: It cannot be reached from here, or whoever is there is not the driver.
     """
+    for wait_for in REDIAL_WAITS:
+        with contextlib.suppress(ConnectionAbortedError):
+            return _dial_once(order)
+        time.sleep(wait_for)
+    try:
+        return _dial_once(order)
+    except ConnectionAbortedError as error:
+        raise ConnectionError(
+            f"{':'.join(map(str, order.driver))}, which the worker at {order.worker} took for the driver, is not its "
+            f"gang's, or is crowded by other callers ({len(REDIAL_WAITS) + 1} calls, and the last time {error}). "
+            "Has the driver ended, and another process its port? The driver's log tells of callers that are not its "
+            "agents crowd there."
+        ) from error
+
+
+def _dial_once(order: AgentOrder) -> Connection:
     host, port = order.driver
     try:
         sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)

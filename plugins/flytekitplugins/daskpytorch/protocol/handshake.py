@@ -43,14 +43,21 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
     """The agent's side; takes the socket over.
 
     Raises:
+        ConnectionAbortedError: Whoever is there has hung up before that was clear; the connection is closed.
         ConnectionRefusedError: This is not the gang's driver; the connection is closed.
     """
-    connection = Connection(sock)
+    connection, begun_at = Connection(sock), time.monotonic()
     try:
         _meet(connection, token)
     except (EOFError, OSError) as error:
         connection.close()
-        raise ConnectionRefusedError("whoever is there does not know the gang's token") from error
+        seconds = time.monotonic() - begun_at
+        match error:
+            case ConnectionRefusedError():
+                raise ConnectionRefusedError("whoever is there does not know the gang's token") from error
+            case TimeoutError():
+                raise ConnectionRefusedError(f"whoever is there did not prove anything for {seconds:.0f} s") from error
+        raise ConnectionAbortedError(f"whoever is there hung up after {seconds:.1f} s, and proved nothing") from error
     sock.settimeout(None)
     return connection
 
