@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import dask
@@ -15,6 +19,7 @@ from distributed import Client
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, GangError, GangStartError, Search, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 
@@ -53,6 +58,61 @@ def test_a_failed_gang_fails_whole() -> None:
     assert isinstance(futures.exception(), GangError)
     with pytest.raises(GangError, match="rank 1 of 2 failed"):
         futures.result()
+
+
+class Running:
+    """A supervisor whose gang runs until it is cancelled."""
+
+    def __init__(self, *, debugger_has_terminal: bool = False) -> None:
+        self.received = ReceivedResults()
+        self.end_asked, self.may_end = threading.Event(), threading.Event()
+        self.debugger_has_terminal = debugger_has_terminal
+
+    def preempt(self, reason: str, *, is_awaited: bool) -> None:
+        assert (reason, is_awaited) == ("Ctrl-C", True)
+        self.end_asked.set()
+
+    def interrupt(self) -> bool:
+        self.may_end.set()
+        return self.debugger_has_terminal
+
+    def run(self) -> list[Any]:
+        assert self.may_end.wait(30)
+        if self.debugger_has_terminal:
+            return [pickle.dumps("trained")]
+        assert self.end_asked.wait(30)
+        raise PreemptedError("train was ended: Ctrl-C; the checkpoint of step 6 is in /there")
+
+
+@pytest.fixture
+def press_ctrl_c_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as this thread waits for a gang."""
+    usual, waits = Future.exception, itertools.count()
+
+    def wait(self: Future[Any], timeout: float | None = None) -> BaseException | None:
+        if threading.current_thread() is threading.main_thread() and not self.done() and next(waits) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return usual(self, timeout)
+
+    monkeypatch.setattr(Future, "exception", wait)
+
+
+@pytest.mark.usefixtures("press_ctrl_c_once")
+def test_ctrl_c_in_result_ends_the_gang_and_is_raised_after_that() -> None:
+    supervisor: Any = Running()
+    unfinished: list[str] = []
+    futures = GangFutures(supervisor, 2, lambda: unfinished.append("noted"))
+    with pytest.raises(KeyboardInterrupt):
+        futures.result()
+    assert futures[0].done()
+    assert unfinished == ["noted"]
+
+
+@pytest.mark.usefixtures("press_ctrl_c_once")
+def test_ctrl_c_at_a_ranks_debugger_does_not_end_the_gang() -> None:
+    supervisor: Any = Running(debugger_has_terminal=True)
+    assert GangFutures(supervisor, 1).result(30) == ["trained"]
+    assert not supervisor.end_asked.is_set()
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,58 @@ def test_dispatch_run_calls_the_function_at_once() -> None:
     assert not client.mock_calls
 
 
+def train_until(steps: int, fault: str) -> list[int]:
+    """Return the steps that were trained; fails at step 1 while the file of the fault is there."""
+    rank = current_rank()
+    start = (rank.checkpoint.load() or {"step": -1})["step"] + 1
+    for step in range(start, steps):
+        if step == 1 and Path(fault).exists():
+            raise RuntimeError("step 1")
+        rank.checkpoint.save({"step": step}, step)
+    return list(range(start, steps))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_call_goes_on_from_an_equal_one_that_failed_and_says_from_where_or_that_it_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, fault, uri = mock.create_autospec(Client, instance=True), tmp_path / "fault", tmp_path / "checkpoints"
+    fault.touch()
+
+    def run(steps: int) -> Any:
+        futures = dispatch.run(client, train_until, steps, str(fault), gang=Gang(checkpoint_uri=str(uri)))
+        lines = capsys.readouterr().err.splitlines()
+        return futures.exception() or futures[0].result(), next(line for line in lines if "checkpoint" in line)
+
+    error, line = run(3)
+    assert (str(error), line.endswith(f"starting afresh, since no checkpoint is in {uri}/train_until-1")) == (
+        "step 1",
+        1,
+    )
+    assert run(4)[1].endswith(  # another call
+        f"starting afresh, since no checkpoint is in {uri}/train_until-2; each call has a folder of its own, unless "
+        "Gang(key=...) names one"
+    )
+    fault.unlink()
+    trained, line = run(3)
+    assert (trained, line) == ([1, 2], f"train_until: going on from the checkpoint of step 0 in {uri}/train_until-1")
+    trained, line = run(3)
+    assert trained == [0, 1, 2]
+    assert f"starting afresh, since no checkpoint is in {uri}/train_until-3; each call has a folder" in line
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dispatch_says_that_it_does_not_heed_the_variable_of_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
+    dispatch.run(mock.create_autospec(Client, instance=True), train, steps=1).result()
+    assert (
+        "DASKPYTORCH_RESUME=1 has no effect on dispatch.run outside a task: with Gang(checkpoint_uri=...) a call goes "
+        "on from what an earlier one has left there\n"
+    ) in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_an_exit_code_is_the_end_of_the_rank_alone() -> None:
     client = mock.create_autospec(Client, instance=True)

@@ -5,6 +5,8 @@ For example `first, *others = dispatch.run(client, train, epochs=5).result()`.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import NoneType, SimpleNamespace
@@ -17,16 +19,19 @@ from flytekitplugins.daskpytorch.display import machine, training
 from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import (
+    call_of,
     check_arguments,
     check_function,
     key_of,
     named,
+    note_unfinished,
     request_for,
     storage_of,
     take_keys,
 )
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.code import completed, ending_as_program, name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import (
@@ -40,6 +45,7 @@ from flytekitplugins.daskpytorch.settings import (
     is_key,
     is_text,
 )
+from flytekitplugins.daskpytorch.task import local_runs
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
@@ -63,6 +69,8 @@ def run(
 
     In a Flyte task that is tried again, a call goes on from the newest checkpoint of the same call in the attempt
     before: the function's first, second, ... in the task, whatever its arguments, or the one with the same `gang.key`.
+    Elsewhere a call goes on from what lies in `gang.checkpoint_uri`, see there, and a line says from which step. Ctrl-C
+    while somebody waits for the result ends the gang before `KeyboardInterrupt` is raised.
 
     Args:
         client: Connected to any Dask cluster whose workers have this package.
@@ -101,6 +109,7 @@ def run(
     problems = _checked("dispatch.run", client, pytorch_function, gang, pass_local_rank=pass_local_rank)
     problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", "True or False")
     problems.raise_any()
+    _tell_of_resume("dispatch.run", "Gang(checkpoint_uri=...)")
     check_function(pytorch_function)
     check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
     settings = gang or Gang()
@@ -116,10 +125,13 @@ def run(
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-    [key] = take_keys(pytorch_function, settings.key)
+    call = call_of(pytorch_function, args, kwargs, settings)
+    [key] = take_keys(pytorch_function, settings.key, call=call)
     about = training.of_call(pytorch_function, key, current_execution(), args, kwargs)
     request = replace(named(request, key), training=about)
-    return GangFutures(Supervisor(request, agents, [machine.echo()]), len(agents.workers) * request.ranks_per_worker)
+    supervisor = Supervisor(request, agents, [machine.echo()])
+    note = functools.partial(note_unfinished, call, key)
+    return GangFutures(supervisor, len(agents.workers) * request.ranks_per_worker, note)
 
 
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
@@ -215,6 +227,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     problems.unless(storage is None or is_text(storage), "storage", "None, a folder or a URL")
     problems.unless(name is None or (storage is not None and is_key(name)), "name", f"None, or with storage {A_KEY}")
     problems.raise_any()
+    _tell_of_resume("dispatch.map", "storage=...")
     check_function(pytorch_function)
     experiments = experiments if isinstance(experiments, Search) else list(experiments)
     for experiment in [None] if isinstance(experiments, Search) else experiments:
@@ -238,7 +251,8 @@ def _run_here(
     from flytekitplugins.daskpytorch.rank.returned import unwrapped
 
     received = ReceivedResults()
-    [key] = take_keys(function, settings.key)
+    again = call_of(function, args, kwargs, settings)
+    [key] = take_keys(function, settings.key, call=again)
     rank = InProcess(
         name_of(function),
         settings,
@@ -249,10 +263,23 @@ def _run_here(
     )
 
     def call() -> Any:
-        with rank.joined(), ending_as_program():
-            return unwrapped(completed(getattr(function, "_task_function", function)(*args, **kwargs)))
+        try:
+            with rank.joined(), ending_as_program():
+                return unwrapped(completed(getattr(function, "_task_function", function)(*args, **kwargs)))
+        except BaseException:
+            note_unfinished(again, key)
+            raise
 
     return SettledFutures(received, call)
+
+
+def _tell_of_resume(caller: str, place: str) -> None:
+    asked = os.environ.get(local_runs.RESUME_VARIABLE)
+    if asked and local_runs.local_run.get() is None:
+        say(
+            f"{local_runs.RESUME_VARIABLE}={asked} has no effect on {caller} outside a task: with {place} a call goes "
+            "on from what an earlier one has left there"
+        )
 
 
 def _checked(caller: str, client: object, function: object, gang: object, **others: object) -> Problems:

@@ -203,8 +203,10 @@ class Gang:
     """Where the ranks write sharded checkpoints: a folder that all workers have, or an fsspec URL (`s3://bucket/prefix`);
     for each gang a folder is made below. None is where Flyte keeps the task's checkpoints; without Flyte a folder of
     the driver's that goes with it, and that ranks on other machines cannot reach. Outside a Flyte task all that is
-    needed to go on lies there, so a later call with the same URI goes on from it. Meanwhile a
-    second gang with the same key and URI is refused."""
+    needed to go on lies there, in a folder for each `key`. Without a `key` the folder is that of the function's first,
+    second, ... call in the process. The next process goes on from it. In the same process an equal call goes on from
+    one that has failed or was cancelled; after one that has ended well it starts afresh, in a folder of its own. A line
+    says from where a gang goes on. A second gang with the same folder is refused meanwhile."""
     shard_cache: str | None = None
     """A folder on each node's own disk (an absolute path) for copies of the newest sharded checkpoint: a gang that
     starts again reads them there instead of from storage. They take up to twice the space of the node's part of the

@@ -185,8 +185,8 @@ class Brain:
                 self._saving.note_kept(self._attempt, file, failure)
             case events.Committed():
                 self._saving.note_committed(self._attempt, event)
-            case events.Preempted(reason):
-                self._request_stop(reason, ends_gang=True)
+            case events.Preempted(reason, is_awaited):
+                self._request_stop(reason, ends_gang=True, is_awaited=is_awaited)
             case events.Cancelled():
                 self._is_cancelled = True
             case events.Interrupted():
@@ -376,10 +376,13 @@ class Brain:
         """Then all the workers end by themselves, and say so perhaps before this process learns why."""
         return not self._agents.launcher.is_connected()
 
-    def _request_stop(self, reason: str, *, ends_gang: bool, is_workers: bool = False) -> None:
+    def _request_stop(
+        self, reason: str, *, ends_gang: bool, is_workers: bool = False, is_awaited: bool = False
+    ) -> None:
         if self._stop_request is None:
             self._announcer.note(f"{reason}: saving a checkpoint and ending")
-            self._stop_request = StopRequest(reason, ends_gang, self._deadlines, is_workers, self._now)
+            whose = {"is_workers": is_workers, "is_awaited": is_awaited}
+            self._stop_request = StopRequest(reason, ends_gang, self._deadlines, **whose, clock=self._now)
         elif ends_gang and not self._stop_request.ends_gang:
             self._stop_request.reason, self._stop_request.ends_gang = reason, True
             self._stop_request.is_workers = is_workers
@@ -723,17 +726,7 @@ class Brain:
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         """The error that ends the task, once the newest checkpoint is in storage."""
         reason = SCHEDULER_LOST if request.is_workers and self._has_lost_scheduler() else request.reason
-        newest, is_stored = self._saving.store(self._deadlines.storage)
-        if newest is None:
-            rest = "there is no checkpoint, so the next attempt starts afresh"
-        elif self._request.storage is None:
-            rest = f"the newest checkpoint was that of step {newest}"
-        elif is_stored:
-            rest = f"the next attempt goes on from the checkpoint of step {newest}"
-        else:
-            rest = f"the checkpoint of step {newest} did not reach {self._request.storage.own} in time"
-        for step in self._saving.commits.values():
-            rest += f"; that of step {step} could not be committed in time"
+        rest = self._saving.store(self._request.storage, self._deadlines.storage)
         failed = f" while it was failing ({failure})" if failure else ""
         return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)
 

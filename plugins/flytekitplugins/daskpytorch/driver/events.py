@@ -90,6 +90,8 @@ class Preempted:
     """The task is to end, and to save a checkpoint before."""
 
     reason: str
+    is_awaited: bool = False
+    """Somebody waits for the end: ranks that never ask whether they should stop are not waited for."""
 
 
 @dataclass(frozen=True)

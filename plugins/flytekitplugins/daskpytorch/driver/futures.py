@@ -1,6 +1,7 @@
 """What the caller of a gang holds: one future per rank. Runs in the driver."""
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.process.ctrl_c import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 __all__ = ["Futures", "GangFuture", "GangFutures", "SettledFutures"]
@@ -24,9 +26,12 @@ TURN = 1.0
 class GangFuture(Future[Any]):
     """Settled when its gang ends; leads to what the gang's ranks submit until then."""
 
-    def __init__(self, received: ReceivedResults) -> None:
+    def __init__(self, received: ReceivedResults, end: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self.received = received
+        self._end = end
+        """Called at Ctrl-C while somebody waits here: has the gang end. Returns False where a rank's debugger gets the
+        Ctrl-C. None: Ctrl-C is raised at once."""
         self.is_missing = False
         """The gang has ended well with fewer ranks, as its `min_workers` allows, and this one was not among them."""
 
@@ -46,9 +51,12 @@ class GangFuture(Future[Any]):
         So it is with one that comes while the process is suspended: the task would not hear that it is to end.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.done() and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(TimeoutError):
-                super().exception(min(left, TURN))
+        if self.done():
+            return
+        with deferred(self._end) as is_ending:
+            while not self.done() and (is_ending() or time.monotonic() < deadline):
+                with contextlib.suppress(TimeoutError):
+                    super().exception(max(0.0, TURN if is_ending() else min(TURN, deadline - time.monotonic())))
 
 
 class Futures(Sequence[F]):
@@ -80,10 +88,15 @@ class GangFutures(Futures[GangFuture]):
     ranks that there were not raise a `GangStartError`; `result` has the results of the others.
     """
 
-    def __init__(self, supervisor: Supervisor, world_size: int) -> None:
+    def __init__(
+        self, supervisor: Supervisor, world_size: int, note_unfinished: Callable[[], object] = lambda: None
+    ) -> None:
+        """Run a gang in a thread; `note_unfinished` is called when it has ended, and not well, before anybody hears."""
         self._supervisor = supervisor
+        self._note_unfinished = note_unfinished
         self._num_ranks = world_size
-        self._futures = [GangFuture(supervisor.received) for _ in range(world_size)]
+        end = functools.partial(_end, supervisor)
+        self._futures = [GangFuture(supervisor.received, end) for _ in range(world_size)]
         for future in self._futures:
             future.set_running_or_notify_cancel()
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
@@ -116,6 +129,7 @@ class GangFutures(Futures[GangFuture]):
         try:
             self._settle_ended(self._supervisor.run())
         except BaseException as error:
+            self._note_unfinished()
             is_cancelled = isinstance(error, GangCancelledError)
             cause = CancelledError(str(error)) if is_cancelled else from_user(raisable(error, "the gang's driver"))
             for future in self._futures:
@@ -145,6 +159,13 @@ class GangFutures(Futures[GangFuture]):
             text = f"{how}; there was no rank {rank}, since too few workers came, or were left"
             future.is_missing = True
             future.set_exception(GangStartError(text, rank=rank))
+
+
+def _end(supervisor: Supervisor) -> bool:
+    if supervisor.interrupt():
+        return False
+    supervisor.preempt("Ctrl-C", is_awaited=True)
+    return True
 
 
 class SettledFutures(GangFutures):

@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.driver.request import start_of
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
@@ -177,6 +178,8 @@ class InProcess:
         if steps := [found.step for found in (start, shards.committer.newest()) if found is not None]:
             self._observers.tell("resumed", max(steps))
             self._observers.tell("keeps", shards.saved())
+        if (text := start_of(self._storage, self._settings, steps)) is not None:
+            self._observers.tell("noted", f"{self._name.rpartition('.')[2]}: {text}")
         return checkpoints, shards
 
     def _placed(self) -> list[list[Place]]:

@@ -52,6 +52,8 @@ class StopRequest:
     deadlines: Deadlines
     is_workers: bool = False
     """A worker asks for it, which is being taken away."""
+    is_awaited: bool = False
+    """Somebody waits for the end: ranks that never ask whether they should stop are ended at once."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     deadline: float = field(init=False)
     """When those are ended that have not stopped; by the clock."""
@@ -73,5 +75,6 @@ class StopRequest:
             last_call = max(attempt.held.values(), default=0)
             attempt.tell(Tell(Release(last_call)))
             if last_call == 0:
-                self.deadline = min(self.deadline, self.clock() + self.deadlines.unheeded)
+                unheeded = 0.0 if self.is_awaited else self.deadlines.unheeded
+                self.deadline = min(self.deadline, self.clock() + unheeded)
         return self.clock() >= self.deadline and not attempt.has_delivered

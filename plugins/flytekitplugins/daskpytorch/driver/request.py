@@ -14,14 +14,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.shared_memory import SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = ["Keys", "Request", "key_of", "named", "request_for", "storage_of", "take_keys"]
+__all__ = [
+    "Keys",
+    "Request",
+    "call_of",
+    "key_of",
+    "named",
+    "note_unfinished",
+    "request_for",
+    "start_of",
+    "storage_of",
+    "take_keys",
+]
 
 MAX_NAME = 100
 """Characters of a function's name, of which the last count."""
@@ -182,10 +196,18 @@ class Keys:
         self._lock = threading.Lock()
         self._task: object = None
         self._taken: set[str] = set()
+        self._unfinished: dict[object, list[str]] = {}
+        """Calls that have not ended well -> their keys."""
         self._num_calls: Counter[str] = Counter()
 
     def take(
-        self, function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), task: object = None
+        self,
+        function: Callable[..., Any],
+        asked: str | None,
+        suffixes: Sequence[str] = ("",),
+        task: object = None,
+        *,
+        call: object = None,
     ) -> list[str]:
         """The keys of one call's gangs: as asked, else the function's name and which of its calls in the task this is.
 
@@ -193,10 +215,14 @@ class Keys:
         suffixes tell the gangs of one call. `task` stands for the task's execution; None: there is none, or nobody
         knows, as in a thread of the user's.
 
+        A `call` that is equal to one that has not ended well has the same keys as that.
+
         Raises:
             ValueError: Another gang of the task has the key that is asked for.
         """
         with self._lock:
+            if call is not None and (keys := self._unfinished.pop(call, None)) is not None:
+                return keys
             if task is not None and task is not self._task:  # locally, many tasks run in one process
                 self._task, self._taken, self._num_calls = task, set(), Counter()
             for base in [asked] if asked is not None else self._numbered(key_of(function)):
@@ -209,15 +235,52 @@ class Keys:
             "checkpoints by it, and another gang has it. Give each a key of its own, or none."
         )
 
+    def note_unfinished(self, call: object, keys: list[str]) -> None:
+        """Have the next call that is equal to this one go on from its checkpoints."""
+        with self._lock:
+            self._unfinished[call] = keys
+
     def _numbered(self, name: str) -> Iterator[str]:
         while True:
             self._num_calls[name] += 1
             yield f"{name}-{self._num_calls[name]}"
 
 
-def take_keys(function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",)) -> list[str]:
+def take_keys(
+    function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), *, call: object = None
+) -> list[str]:
     """Keys for a call in the current task, see `Keys.take`."""
-    return _keys.take(function, asked, suffixes, current_execution().task)
+    return _keys.take(function, asked, suffixes, current_execution().task, call=call)
+
+
+def note_unfinished(call: object, key: str) -> None:
+    """Note that a call with this key has not ended well, see `Keys.take`; None: of one that is not to go on so."""
+    if call is not None:
+        _keys.note_unfinished(call, [key])
+
+
+def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
+    """Return what is equal in this process for calls of one function with equal arguments and place of checkpoints.
+
+    None for a call that has a key of its own, in a task, where attempts are to agree on keys, or without a place. The
+    function's code does not count: it may have been mended.
+    """
+    if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
+        return None
+    digest = xxhash.xxh3_128()
+    digest.update(pickling.dumps((args, kwargs), put_aside=digest.update))
+    return key_of(function), settings.checkpoint_uri, digest.digest()
+
+
+def start_of(storage: StoragePaths | None, settings: Gang, steps: Sequence[int]) -> str | None:
+    """Say from where a gang goes on, or that it does not; `steps` are those of the newest checkpoints it has found."""
+    if storage is None or storage.previous != storage.own:
+        return f"going on from the previous attempt's checkpoint of step {max(steps)}" if steps else None
+    if steps:
+        return f"going on from the checkpoint of step {max(steps)} in {storage.own}"
+    is_later = settings.key is None and not storage.own.endswith("-1")
+    more = "; each call has a folder of its own, unless Gang(key=...) names one" if is_later else ""
+    return f"starting afresh, since no checkpoint is in {storage.own}{more}"
 
 
 def key_of(function: Callable[..., Any]) -> str:

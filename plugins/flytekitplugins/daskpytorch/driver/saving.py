@@ -15,6 +15,7 @@ from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, listed
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, WrittenShards
 from flytekitplugins.daskpytorch.settings import Keep
 
@@ -179,8 +180,24 @@ class Saving:
         """No other attempt follows."""
         self._committer.hurry()
 
-    def store(self, timeout: float) -> tuple[int | None, bool]:
-        """The newest step, of either kind, and whether it is in storage, for which it waits so many seconds."""
+    def store(self, storage: StoragePaths | None, timeout: float) -> str:
+        """Wait so many seconds for the newest checkpoint, of either kind, to be in storage; say what there is then."""
         self.newest = self._checkpoints.newest()
         step, sharded = self.newest_step, self._committer.newest()
-        return step, self._checkpoints.flush(timeout) or (sharded is not None and sharded.step == step)
+        is_stored = self._checkpoints.flush(timeout) or (sharded is not None and sharded.step == step)
+        if step is None:
+            told = "there is no checkpoint, so the next attempt starts afresh"
+        elif storage is None:
+            told = (
+                f"the newest checkpoint was that of step {step}, and goes with this process: "
+                "Gang(checkpoint_uri=...) names a place that stays"
+            )
+        elif not is_stored:
+            told = f"the checkpoint of step {step} did not reach {storage.own} in time"
+        elif storage.own == storage.previous:
+            told = f"the checkpoint of step {step} is in {storage.own}, and the same call goes on from it"
+        else:
+            told = f"the next attempt goes on from the checkpoint of step {step}"
+        for uncommitted in self.commits.values():
+            told += f"; that of step {uncommitted} could not be committed in time"
+        return told

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, In
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.request import Request, start_of
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.process.open_files import allow_connections
@@ -77,9 +77,12 @@ class Supervisor:
             self._events.put(Interrupted())
         return is_at_prompt
 
-    def preempt(self, reason: str) -> None:
-        """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`."""
-        self._events.put(Preempted(reason))
+    def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
+        """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`.
+
+        `is_awaited`: somebody waits for the end, so that ranks which never ask `should_stop` end at once.
+        """
+        self._events.put(Preempted(reason, is_awaited=is_awaited))
 
     def run(self) -> list[Any]:
         """Form the gang and see it through; the ranks' reported results, in rank order.
@@ -180,9 +183,9 @@ class Supervisor:
         checkpoint = checkpoints.restore()
         committer.begin()
         if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
-            text = f"going on from the previous attempt's checkpoint of step {max(steps)}"
             self._observers.tell("resumed", max(steps))
             self._observers.tell("keeps", listed(checkpoints.saved(), committer.saved()))
+        if (text := start_of(self._request.storage, self._request.settings, steps)) is not None:
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
         self._brain = brain = Brain(
             self._request,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["CtrlC"]
+__all__ = ["CtrlC", "deferred"]
 
 EXIT_CODE = 128 + signal.SIGINT
 SHOW_CURSOR = "\x1b[?25h"
@@ -76,6 +76,40 @@ class CtrlC:
             self._end_gang()
         else:
             self._usual(*how)
+
+
+@contextlib.contextmanager
+def deferred(end: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
+    """Have the first Ctrl-C call `end`, and be raised only after the block, which is to wait for that end.
+
+    Raised inside the block, a second one could leave a lock locked for ever, and with it the thread that is waited for.
+    Where the main thread is not this one, or has another handler than Python's own, everything stays as it is.
+
+    Args:
+        end: What to do. It returns False where the Ctrl-C is not to be raised. None: nothing is to be done.
+
+    Yields:
+        A function that says whether Ctrl-C was pressed.
+    """
+    pressed: list[Any] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if end is None or not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+
+    def press(*how: Any) -> None:
+        if pressed:
+            signal.default_int_handler(*how)
+        elif end():
+            pressed.append(how)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        signal.default_int_handler(*pressed[0])
 
 
 def _is_interactive() -> bool:

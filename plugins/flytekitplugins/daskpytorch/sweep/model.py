@@ -29,8 +29,15 @@ class ModelFuture(GangFuture):
     Where the model was stopped early, `result` raises `StoppedEarlyError` and `exception` returns it.
     """
 
-    def __init__(self, index: int, experiment: Any, log: Log, cancel: Callable[[], bool]) -> None:
-        super().__init__(ReceivedResults())
+    def __init__(
+        self,
+        index: int,
+        experiment: Any,
+        log: Log,
+        cancel: Callable[[], bool],
+        end: Callable[[], bool] | None = None,
+    ) -> None:
+        super().__init__(ReceivedResults(), end)
         self.index = index
         """The experiment's place among all."""
         self.experiment = experiment

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, as_completed
+from concurrent.futures import CancelledError, Future, as_completed, wait
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.driver.request import Request, take_keys
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError, WorkerLostError
 from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.process.ctrl_c import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
@@ -110,7 +111,7 @@ class ModelFutures(Futures[ModelFuture]):
         """When the cluster last had enough workers for each of the waiting models."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
-            model.future = ModelFuture(model.index, model.experiment, model.log, cancel)
+            model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self._end_all)
             if sweep.is_over(model):
                 self._restore(model)
         self._futures = [model.future for model in models]
@@ -209,8 +210,20 @@ class ModelFutures(Futures[ModelFuture]):
         self._preempted = reason
 
     def _wait(self, timeout: float | None) -> None:
-        for _ in as_completed(self._futures, timeout):
-            pass
+        with deferred(self._end_all) as is_ending:
+            try:
+                for _ in as_completed(self._futures, timeout):
+                    pass
+            except TimeoutError:
+                if not is_ending():
+                    raise
+            if is_ending():
+                wait(self._futures)
+
+    def _end_all(self) -> bool:
+        """At Ctrl-C: have all gangs end, before the caller closes the client that they run on."""
+        self.cancel()
+        return True
 
     def _restore(self, model: Model) -> None:
         """Have a model as it was at the end of the attempt before."""
