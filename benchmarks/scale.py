@@ -203,6 +203,9 @@ class Launcher:
     def present(self):
         return self.workers
 
+    def hindrance(self):
+        return ""
+
     def is_connected(self):
         return True
 

@@ -89,6 +89,10 @@ class Cluster(AgentLauncher):
         self.asked: dict[str, OnFailure] = {}
         """Workers whose agents are on their way."""
         self.is_there = True
+        self.hindered_by = ""
+
+    def hindrance(self) -> str:
+        return self.hindered_by
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         self.asked |= {order.worker: on_failure for order in orders}

@@ -29,6 +29,10 @@ class Cluster(AgentLauncher):
         self.error: Exception | None = None
         self.num_looks = 0
         self.orders: list[AgentOrder] = []
+        self.hindered_by = ""
+
+    def hindrance(self) -> str:
+        return self.hindered_by
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: Callable[[str, Exception], None]) -> None:
         self.orders += orders

@@ -854,6 +854,26 @@ def test_suspended_worker_that_comes_back_is_used_again(world_of: MakeWorld) -> 
     assert world.results == [0, 1]
 
 
+def test_gang_that_waits_says_what_keeps_workers_away_while_it_waits_and_at_the_end(world_of: MakeWorld) -> None:
+    world = world_of(start_timeout=30.0)
+    world.cluster.hindered_by = "; Dask has paused tcp://10.0.0.2:1"
+    world.wait(15.0)
+    told = "0 of 2 workers are here, waiting for the others; Dask has paused tcp://10.0.0.2:1"
+    assert any(told in text for text in world.watcher.notes)
+    world.wait(16.0)
+    assert "; Dask has paused tcp://10.0.0.2:1. They may be busy" in str(raised(world))
+
+
+def test_ranks_that_never_ask_to_stop_end_at_once_where_somebody_waits(world_of: MakeWorld) -> None:
+    world = world_of(grace_period=600.0)
+    world.form()
+    world.feed(Preempted("Ctrl-C", is_awaited=True))
+    world.obey_all()
+    world.wait(1.0)
+    world.obey_all()
+    assert "was ended: Ctrl-C; " in str(raised(world))
+
+
 def test_driver_that_was_asleep_loses_nobody(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()

@@ -10,10 +10,14 @@ from urllib.error import HTTPError
 
 import dask
 import pytest
-from distributed import Worker
+from distributed import Client, LocalCluster, Worker
+from distributed.core import Status
 
+from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.dask import cluster
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.errors import GangStartError
+from processes import until
 
 
 @pytest.fixture
@@ -89,3 +93,39 @@ def test_a_dashboard_is_where_it_is_asked_for_and_its_link_leads_to_it(
         else:
             with pytest.raises(HTTPError, match="404"):
                 urllib.request.urlopen(client.dashboard_link, timeout=60)
+
+
+@pytest.fixture
+def made() -> Iterator[LocalCluster]:
+    """Two workers that are threads of this process."""
+    with LocalCluster(n_workers=2, processes=False, dashboard_address="127.0.0.1:0", memory_limit=0) as made:
+        yield made
+
+
+def test_a_worker_that_dask_has_paused_is_named(made: LocalCluster) -> None:
+    with Client(made) as client:
+        agents = DaskAgents(client)
+        assert not agents.hindrance()
+        worker = made.workers[1]
+        worker.status = Status.paused
+        until(lambda: agents.present() and agents.hindrance(), "the scheduler to hear of it")
+        assert agents.hindrance().startswith(f"; Dask has paused {worker.address}, and starts nothing there: ")
+
+
+def test_a_worker_that_the_cluster_will_not_bring_back_is_named_with_what_does(made: LocalCluster) -> None:
+    with Client(made) as client:
+        agents = DaskAgents(client)
+        made.sync(made.workers.pop(1).close)  # as Dask does with one that was lost twice within its time-out
+        assert "; the cluster has given up its worker 1, which " in agents.hindrance()
+        assert "client.cluster.scale(2) does" in agents.hindrance()
+        made.scale(2)
+        until(lambda: len(agents.present()) == 2, "the worker to be back")
+        assert not agents.hindrance()
+
+
+def test_a_gang_on_an_adaptive_cluster_without_workers_is_told_what_brings_some(made: LocalCluster) -> None:
+    with Client(made) as client:
+        made.scale(0)
+        until(lambda: not client.scheduler_info()["workers"], "the workers to go")
+        with pytest.raises(GangStartError, match=r"has 0 workers, but needs 1\. .*client\.cluster\.adapt\(minimum=n\)"):
+            dispatch.run(client, len, [])

@@ -85,8 +85,9 @@ class Running:
 
 
 @pytest.fixture
-def press_ctrl_c_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as this thread waits for a gang."""
+def press_ctrl_c_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As soon as this thread waits for a gang; Python's own handler is there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     usual, waits = Future.exception, itertools.count()
 
     def wait(self: Future[Any], timeout: float | None = None) -> BaseException | None:
@@ -95,6 +96,8 @@ def press_ctrl_c_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return usual(self, timeout)
 
     monkeypatch.setattr(Future, "exception", wait)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("press_ctrl_c_once")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ import inspect
 import logging
 import os
 import pickle
+import runpy
 import sys
 import traceback
 import warnings
@@ -117,6 +119,10 @@ def file_beside():
     return Path(__file__).with_name("conf.yaml").read_text()
 
 
+def run_by_path():
+    runpy.run_path("/home/somebody/train.py")
+
+
 def missing_file():
     return Path(__file__).with_name("weights.bin").read_bytes()
 
@@ -157,6 +163,7 @@ if __name__ == "__main__":
         command_line: (),
         file_beside: (),
         missing_file: (),
+        run_by_path: (),
         folder: (),
         paths: (),
         record: (),
@@ -298,6 +305,15 @@ def test_the_error_for_a_file_that_did_not_travel_says_so(script: Script) -> Non
     assert name == "FileNotFoundError"
     assert "are copies of those on the driver's" in note
     assert "weights.bin has 3,145,728 bytes there" in note
+
+
+def test_the_error_for_a_script_that_is_run_by_a_path_of_the_drivers_host_says_so(script: Script) -> None:
+    name, note = script.call("run_by_path", "elsewhere")[0]
+    assert name == "FileNotFoundError"
+    assert note.startswith(
+        f"/home/somebody/train.py is not on this rank's host, {socket.gethostname()}, which has copies"
+    )
+    assert "Import a script as a module" in note
 
 
 def test_warnings_and_tracebacks_name_the_users_own_files_and_lines(script: Script, place: str) -> None:

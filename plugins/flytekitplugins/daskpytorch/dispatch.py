@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import machine, training
 from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
@@ -121,7 +121,7 @@ def run(
     if len(agents.workers) < (settings.min_workers or 1):
         raise GangStartError(
             f"the cluster at {agents.scheduler} has {len(agents.workers)} workers, "
-            f"but needs {settings.min_workers or 1}. Start workers, or wait for them with client.wait_for_workers(n)."
+            f"but needs {settings.min_workers or 1}. {HOW_TO_GET_WORKERS}"
         )
     settings = replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
     request = request_for(pytorch_function, args, kwargs, settings, pass_local_rank=pass_local_rank)

@@ -25,8 +25,12 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = ["DaskAgents"]
+__all__ = ["HOW_TO_GET_WORKERS", "DaskAgents"]
 
+HOW_TO_GET_WORKERS = (
+    "Start workers, or wait for them with client.wait_for_workers(n). An adaptive cluster starts none for a gang, "
+    "nor for that wait: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) before."
+)
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_PRIORITY = 1_000
 """Dask's priority of an agent; other tasks have 0."""
@@ -53,7 +57,11 @@ class DaskAgents:
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        self._addresses = _addresses(client, cluster.identity(client, FIRST_LOOK_TIMEOUT))
+        found = cluster.identity(client, FIRST_LOOK_TIMEOUT)
+        self._addresses = _addresses(client, found)
+        self._paused = _paused(found)
+        made = client.cluster
+        self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
         self.workers: Sequence[str] = sorted(self._addresses, key=worker_order)[:num_workers]
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
@@ -110,11 +118,31 @@ class DaskAgents:
         except (RuntimeError, AttributeError) as error:  # of a client that has closed itself, for want of a scheduler
             raise ConnectionError(f"the Dask client has closed itself: {error}") from error
         self._addresses |= (here := _addresses(self._client, found))
+        self._paused = _paused(found)
         return list(here)
 
     def is_connected(self) -> bool:
         """Whether the scheduler is there, as far as the client knows."""
         return bool(self._client.status == "running")
+
+    def hindrance(self) -> str:
+        """Name workers that Dask has paused, and those that the client's own cluster has given up."""
+        told = [
+            f"Dask has paused {worker}, and starts nothing there: its process takes more than "
+            "distributed.worker.memory.pause of its memory limit"
+            for worker in self._paused
+        ]
+        made = self._client.cluster
+        if isinstance(made, SpecCluster) and (
+            given_up := self._made_by_cluster & set(made.worker_spec) - set(made.workers)
+        ):
+            names = ", ".join(sorted(map(str, given_up)))
+            told.append(
+                f"the cluster has given up its worker {names}, which was away for longer than "
+                f"distributed.deploy.lost-worker-timeout or was lost again within that time, and will not start "
+                f"another: client.cluster.scale({len(made.worker_spec)}) does"
+            )
+        return "".join(f"; {each}" for each in told)
 
     def close(self) -> None:
         """Forget the agents' tasks."""
@@ -149,6 +177,10 @@ def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
         for address, info in scheduler["workers"].items()
         if info["status"] not in LEAVING and info["name"] not in leaving
     }
+
+
+def _paused(scheduler: Mapping[str, Any]) -> list[str]:
+    return [address for address, info in scheduler["workers"].items() if info["status"] == Status.paused.name]
 
 
 def _scaled_away(client: Client) -> set[object]:

@@ -270,8 +270,9 @@ class Agents:
             )
         return GangStartError(
             f"only {self.num_nodes} of {wanted} workers started their part of {name} within {timeout:g} s. "
-            f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}. They may be busy with other "
-            "tasks, or cannot reach this process; look into their logs, or raise Gang(start_timeout=...)."
+            f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}{self.launcher.hindrance()}. "
+            "They may be busy with other tasks, or cannot reach this process; look into their logs, or raise "
+            "Gang(start_timeout=...)."
         )
 
     def dismiss_leaving(self) -> None:

@@ -416,7 +416,8 @@ class Brain:
             raise self._agents.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
         if now >= self._deadline:
             raise self._too_few_left(count)
-        self._announcer.remind(f"{count} of {self._num_wanted} workers are here, waiting for the others")
+        hindrance = self._agents.launcher.hindrance()
+        self._announcer.remind(f"{count} of {self._num_wanted} workers are here, waiting for the others{hindrance}")
         return self._wait(self._deadline, self._settled_at if now < self._settled_at else now + SETTLE_TIME)
 
     def _is_hopeless(self, *, recruits: bool) -> bool:
@@ -435,8 +436,8 @@ class Brain:
         failures = "\n".join(failure.what for failure in self._policy.failures)
         return WorkerLostError(
             f"{count} of {self._num_wanted} workers are left of {self._request.name}, {self._num_least} are needed, "
-            f"and no others came within {self._settings.start_timeout:g} s. Lower Gang(min_workers=...) to go on with "
-            f"fewer, or raise start_timeout. Failures so far:\n{failures}"
+            f"and no others came within {self._settings.start_timeout:g} s{self._agents.launcher.hindrance()}. Lower "
+            f"Gang(min_workers=...) to go on with fewer, or raise start_timeout. Failures so far:\n{failures}"
         )
 
     def _start(self) -> Phase:

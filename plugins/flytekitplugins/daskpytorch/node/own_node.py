@@ -43,6 +43,10 @@ class OwnNode:
         """There is nobody to be connected to."""
         return True
 
+    def hindrance(self) -> str:
+        """Nothing keeps this node away."""
+        return ""
+
     def close(self) -> None:
         """The agent ends with its connection."""
 

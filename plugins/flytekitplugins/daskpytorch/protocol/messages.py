@@ -56,6 +56,9 @@ class AgentLauncher(Protocol):
     def is_connected(self) -> bool:
         """Whether whoever knows the workers can be asked."""
 
+    def hindrance(self) -> str:
+        """Return what is known to keep workers away, as text to append to a message; empty if nothing is."""
+
     def close(self) -> None:
         """Forget the agents; they end with their connections."""
 

@@ -3,6 +3,7 @@
 import functools
 import linecache
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
@@ -36,7 +37,7 @@ def enter(sources: Sources) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    """Say so where a file is missing because the sources here are copies, or where a collection has come as it is."""
+    """Say what is where, when a file is missing on a host that has copies, or where a collection has come as it is."""
     if isinstance(error, AttributeError) and error.name == "share":
         kind = type(error.obj)
         if kind.__module__.partition(".")[0] in ("dask", "dask_expr", "numpy", "pandas"):
@@ -54,6 +55,12 @@ def explain(error: BaseException, sources: Sources) -> None:
             "The sources on this rank's host are copies of those on the driver's. What lies in packages and beside a "
             f"script travels up to {MAX_RESOURCE_BYTES >> 20} MiB a file, beside a script up to "
             f"{MAX_BESIDE_BYTES >> 20} MiB together; {here}. Pass it as an argument, by storage, or in the image."
+        )
+    else:
+        error.add_note(
+            f"{path} is not on this rank's host, {socket.gethostname()}, which has copies of the driver's sources, in "
+            f"{folder}, and nothing else of its files. Import a script as a module instead of running it by its "
+            "path, or put the file into the image or into storage that all hosts reach."
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from flytekitplugins.daskpytorch.dask.agents import DaskAgents
+from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
@@ -84,7 +84,7 @@ class Sweep:
         if size > (there := len(self.cluster.workers)):
             raise GangStartError(
                 f"experiment {index} takes {size} workers; the cluster at {self.cluster.scheduler} has {there}. "
-                "Start workers, or wait for them with client.wait_for_workers(n)."
+                f"{HOW_TO_GET_WORKERS}"
             )
         return size
 
