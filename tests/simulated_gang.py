@@ -31,6 +31,7 @@ from flytekitplugins.daskpytorch.driver.events import (
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages
@@ -231,7 +232,16 @@ class Watcher(Observer):
 class World:
     """One gang."""
 
-    def __init__(self, folder: Path, num_workers: int = 2, *, ranks_per_worker: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_workers: int = 2,
+        *,
+        ranks_per_worker: int = 1,
+        may_stand_still: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Gather the workers. `may_stand_still`: a gap of the clock is a time in which the driver did not run."""
         self.clock = Clock()
         self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
         self.folder = folder
@@ -283,6 +293,7 @@ class World:
             code=Code(archive=b"sources", digest="d"),
             asked_at=self.clock(),
             clock=self.clock,
+            running_clock=RunningClock(self.clock) if may_stand_still else None,
         )
         self.decide()
 

@@ -883,6 +883,26 @@ def test_driver_that_was_asleep_loses_nobody(world_of: MakeWorld) -> None:
     assert len(world.starts) == 1
 
 
+def test_driver_that_stood_still_reads_what_has_come_before_a_deadline_is_over(world_of: MakeWorld) -> None:
+    world = world_of(start_timeout=30.0, max_restarts=1, may_stand_still=True)
+    world.join_all()
+    world.clock.now += 100.0
+    world.obey_all()
+    for worker in (W1, W2):
+        world.ready(world.agent(worker))
+    world.train()
+    world.fail(world.agent(W1), 0, OwnError("at step 3"))
+    world.clock.now += 100.0  # the ranks have been told to end, and have ended
+    world.feed()
+    world.obey_all()
+    world.wait(5.0)
+    world.form()
+    world.finish()
+    assert world.results == [0, 1]
+    assert len(world.starts) == 2
+    assert len(world.agents) == 2  # no agent was given up
+
+
 def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world_of: MakeWorld) -> None:
     world = world_of(start_timeout=30.0)
     world.join_all()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, Frames
+from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection, Frames, watch_peer
 from processes import ends
 
 DATA = [b"", b"x", os.urandom(3 * READ_SIZE), b"the end"]
@@ -67,6 +69,20 @@ def test_a_file_follows_its_announcement_and_is_followed_by_messages(
     theirs.send_file(tmp_path / "file")
     theirs.send("afterwards")
     assert (ours.recv(), ours.read(9), ours.recv()) == ("announced", b"its bytes", "afterwards")
+
+
+def test_a_connection_outlives_a_process_that_stands_still_with_full_buffers() -> None:
+    data = b"x" * (64 << 20)  # more than the kernel keeps
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as sender:
+        theirs = Connection(socket.create_connection(server.getsockname()))
+        ours = Connection(server.accept()[0])
+        with contextlib.closing(ours), contextlib.closing(theirs):
+            watch_peer(theirs._sock)
+            sent = sender.submit(theirs.send_frame, data)
+            time.sleep(12)  # more than the 10 s after which a silent host counts as gone
+            assert not sent.done()
+            assert ours.recv_frame() == data
+            sent.result(timeout=60)
 
 
 def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:

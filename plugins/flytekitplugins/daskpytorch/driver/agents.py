@@ -201,6 +201,7 @@ class Agents:
         if now - self._looked_at < SILENCE_INTERVAL:
             return []
         if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
+            self._unanswered_since = None
             for peer in self.peers.values():
                 peer.connection.heard_at = now
         self._looked_at = now

@@ -9,7 +9,7 @@ method:
        └──────────┴── results, or an error ◀─┘
 
 What ranks save is kept in `saving`, a hang looked for by `hang_watch`, and `announcer` tells the observers.
-Nothing here starts threads, waits (but for storage, at the very end) or looks at the clock otherwise than by `clock`:
+Nothing here starts threads, waits (but for storage, at the very end) or looks at another clock than those it is given:
 a test can play a whole gang's life through.
 """
 
@@ -89,11 +89,12 @@ class Brain:
         asked_at: float,
         debugging: Debugging | None = None,
         clock: Callable[[], float] = time.monotonic,
+        running_clock: Callable[[], float] | None = None,
     ) -> None:
         """Begin with gathering the workers, whose agents are on their way.
 
         The first attempt starts from `checkpoint`. `asked_at`, like all moments, is by the `clock`, which only goes
-        forward.
+        forward. Deadlines are by the `running_clock`, by default the same.
         """
         self._request = request
         self._settings = request.settings
@@ -104,7 +105,7 @@ class Brain:
         self._code = code
         self._asked_at = asked_at
         self._debugging = debugging or Debugging()
-        self._now = clock
+        self._now = running_clock or clock
         self._num_wanted = agents.launcher.num_wanted
         self._num_least = self._settings.min_workers or self._num_wanted
         self._policy = FailurePolicy(self._settings.max_restarts)
@@ -586,7 +587,7 @@ class Brain:
         if not spare or len(carrying) != len(attempt.ranks_of):
             return False
         is_whole = len(carrying) + len(spare) >= self._num_wanted
-        return is_whole or self._now() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
+        return is_whole or self._agents.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
 
     def _look_for_more_workers(self) -> None:
         try:

@@ -8,7 +8,7 @@ import functools
 import os
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,30 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
-__all__ = ["GangCancelledError", "Supervisor"]
+__all__ = ["GangCancelledError", "RunningClock", "Supervisor"]
+
+
+class RunningClock:
+    """Seconds, without those in which this process stood still: suspended, migrated, or in a long call in C.
+
+    Call the clock at least once a second, as `Supervisor` does. Of a longer gap only `MAX_GAP` counts, so that what has
+    arrived meanwhile is read before a deadline is over.
+    """
+
+    MAX_GAP = 2.0
+    """Seconds between two calls that a busy machine explains."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._called_at = clock()
+        self._stood_still = 0.0
+
+    def __call__(self) -> float:
+        """Return the time, from the clock's own start."""
+        now = self._clock()
+        self._stood_still += max(0.0, now - self._called_at - self.MAX_GAP)
+        self._called_at = now
+        return now - self._stood_still
 
 
 class Supervisor:
@@ -198,6 +221,7 @@ class Supervisor:
             checkpoint=checkpoint,
             asked_at=self._asked_at,
             debugging=self._debugging,
+            running_clock=RunningClock(),
         )
         while (results := brain.decide()) is None:
             if (event := self._next_event(brain.patience)) is not None:

@@ -130,10 +130,14 @@ class Connection:
 
 
 def watch_peer(sock: socket.socket) -> None:
-    """Have the kernel notice within seconds that the other host has gone without a word."""
+    """Have the kernel notice that the other host has gone: in 10 s if nothing is being sent to that host, else in 60 s.
+
+    The kernel ends a connection after `TCP_USER_TIMEOUT` also where the other host answers, but its process has stood
+    still and its buffers are full. A driver may stand still for half a minute, in a live migration or a call in C.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
