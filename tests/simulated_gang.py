@@ -264,6 +264,10 @@ class World:
         """The first order of each attempt."""
         self.recalled: dict[int, Recalled] = {}
         """What ranks remember of their collectives."""
+        self.num_bytes: int | None = 0
+        """Bytes that each rank has received."""
+        self.stacks: dict[int, str] = {}
+        """What their threads do."""
         self.heeds = False
         """The ranks ask `should_stop`, once a step."""
         self.complaints: list[str] = []
@@ -427,8 +431,10 @@ class World:
             match order:
                 case Hold():
                     self.report(agent, rank.rank, Held(rank.step if self.heeds else 0))
-                case Locate():
-                    self.report(agent, rank.rank, Located(1, "stack", -1))
+                case Locate(look):
+                    self.report(
+                        agent, rank.rank, Located(1, self.stacks.get(rank.rank, "stack"), -1, look, self.num_bytes)
+                    )
                     self.report(agent, rank.rank, Remembered(self.recalled.get(rank.rank)))
                 case Settled():
                     self._settle(agent, rank, order)

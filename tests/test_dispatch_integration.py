@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import (
@@ -520,6 +521,7 @@ def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
 
 
 def train_alone(loss: float) -> int:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
     current_rank().log({"loss": loss}, step=1)
     return current_rank().rank
 

@@ -40,7 +40,8 @@ def test_other_values_and_other_metrics_are_not(metrics: dict[str, object]) -> N
 def test_ranks_that_have_called_no_collective_are_told(
     num_collectives: int | None, world_size: int, *, is_told: bool
 ) -> None:
-    assert (of_exchange(num_collectives, world_size) is not None) is is_told
+    assert (of_exchange(num_collectives, world_size, has_trained=True) is not None) is is_told
+    assert of_exchange(num_collectives, world_size, has_trained=False) is None
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_each_kind_is_reported_once_however_often_it_is_seen(tmp_path: Path) -> 
         link = _Link(ours, 0, tmp_path, INTERVAL)
         for step in range(20):  # a loss stays no number
             link.records.add(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
-            link.hint(of_exchange(0, 2))
+            link.hint(of_exchange(0, 2, has_trained=True))
             link.hint(None)
             link.send_records()
         said = []

@@ -47,6 +47,8 @@ class Attempt:
     """The rank that holds up the others, and the report."""
     difference: str | None = None
     """What differs in the ranks' collectives, one of which has failed."""
+    is_deadlock: bool = False
+    """The hang is proven: its ranks wait for ever, and would so in each attempt."""
     held: dict[int, int] = field(default_factory=dict)
     """How often each rank has called `should_stop`, once it was asked to hold."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
@@ -67,6 +69,8 @@ class Attempt:
     """Where each rank is, once it was asked."""
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
     """The last collectives of each rank, once it was asked, or has failed."""
+    standing: set[int] = field(default_factory=set)
+    """Ranks that have entered no collective for seconds."""
     ask_at: float = math.inf
     """When to ask the ranks where they are, after a failure that may come of a collective; by the clock."""
     stillness: Stillness | None = None
@@ -252,6 +256,7 @@ class Attempt:
             host=node.host,
             failure=self.failures.get(rank),
             hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
+            is_deadlock=self.is_deadlock and self.hang is not None and self.hang[0] == rank,
             step=self.steps.get(rank),
             **how,
         )

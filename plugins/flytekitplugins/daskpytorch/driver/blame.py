@@ -161,7 +161,7 @@ class AttemptFailure:
             position=root_failure.position,
             is_infrastructure=root_failure.is_infrastructure,
             is_exception=failure is not None and not failure.is_consequence,
-            is_final=failure is not None and failure.is_final,
+            is_final=failure.is_final if failure is not None else root_failure.is_deadlock,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             gets_further=gets_further,
         )

@@ -293,8 +293,11 @@ class Brain:
                 self._note_ready(attempt, rank)
             case reports.Held(num_calls):
                 attempt.held[rank] = num_calls
+            case reports.Stands(is_still):
+                attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located(num_moves=num_moves):
                 attempt.located[rank] = report
+                attempt.remembered.pop(rank, None)  # of an earlier question
                 attempt.note_moves(rank, num_moves)
             case reports.Remembered(recalled):
                 attempt.remembered[rank] = recalled

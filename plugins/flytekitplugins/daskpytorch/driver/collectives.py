@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from flytekitplugins.daskpytorch.driver.stacks import users_frames
 from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
 
-__all__ = ["Difference", "compare", "in_words", "named"]
+__all__ = ["Difference", "compare", "essence", "in_words", "named"]
 
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """How the names of operations begin to which ranks may well bring different shapes."""
@@ -104,7 +104,7 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
     for calls in all_calls:
         alike: dict[object, list[int]] = defaultdict(list)
         for rank, collective in calls.by_rank.items():
-            alike[_essence(collective, with_shapes=bool(calls.waiting))].append(rank)
+            alike[essence(collective, with_shapes=bool(calls.waiting))].append(rank)
         if len(alike) > 1:
             most, *_, least = sorted(alike.values(), key=len, reverse=True)
             theirs, others = (in_words(calls.by_rank[ranks[0]]) for ranks in (least, most))
@@ -113,7 +113,7 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
     return None
 
 
-def _essence(collective: Collective, *, with_shapes: bool) -> object:
+def essence(collective: Collective, *, with_shapes: bool) -> object:
     """What must be the same on all ranks; shapes that have not kept a collective from its end were good enough."""
     if not with_shapes or collective.operation.startswith(UNEVEN):
         return collective.operation

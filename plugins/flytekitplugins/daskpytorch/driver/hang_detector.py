@@ -13,13 +13,17 @@ from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS, users_frame
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 __all__ = [
+    "COLLECTIVE_FILES",
     "RankState",
     "Stillness",
     "collective_of",
     "explain_failure",
     "find_hung",
+    "main_frames",
     "next_look",
+    "other_frames",
     "pulse_for",
+    "report_deadlock",
     "report_hang",
     "waits_of",
 ]
@@ -93,6 +97,10 @@ class RankState:
     """Seconds without a sign of life."""
     stacks: str
     """The tracebacks of its threads."""
+    num_moves: int | None = None
+    """How many signs of life it has given."""
+    num_bytes: int | None = None
+    """As of `Located`."""
     recalled: Recalled | None = None
     """Its last collectives, where torch records them."""
 
@@ -126,6 +134,16 @@ def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["
     return rank, f"it hangs, or holds up the others: {told}\n{shown}{_doings(states)}"
 
 
+def report_deadlock(states: Mapping[int, RankState], difference: Difference) -> tuple[int, str]:
+    """The rank to blame for ranks that wait for ever, and the report."""
+    if states[difference.rank].is_done:
+        ended = "; its function has returned, or has ended by exit code 0, and calls no collective any more"
+    else:
+        ended = ""
+    shown = f"{difference.shown}\n\n" if difference.shown else ""
+    return difference.rank, f"deadlock: {difference.what}{ended}; no rank can go on\n{shown}{_doings(states)}"
+
+
 def explain_failure(
     recalled: Mapping[int, Recalled | None], failed: Collection[int], stacks: Mapping[int, str]
 ) -> str | None:
@@ -140,7 +158,7 @@ def explain_failure(
     if difference is None:
         return None
     told = f"{difference.what}\n{difference.shown}"
-    frames = users_frames(_main_frames(stacks.get(difference.rank, "")))
+    frames = users_frames(main_frames(stacks.get(difference.rank, "")))
     return told + (f"\nrank {difference.rank} was in:{_indented(frames[:MAX_FRAMES])}" if frames else "")
 
 
@@ -158,7 +176,7 @@ def _doings(states: Mapping[int, RankState]) -> str:
 
 
 def _doing(state: RankState) -> str:
-    frames = _main_frames(state.stacks)
+    frames = main_frames(state.stacks)
     if not frames:
         return state.stacks.strip() or "which showed no stacks"
     users = users_frames(frames)
@@ -213,7 +231,7 @@ def collective_of(stacks: str) -> str | None:
 
     For example `all_reduce`, `backward` or `DistributedDataParallel.forward`.
     """
-    frames = _main_frames(stacks)
+    frames = main_frames(stacks)
     if not any(COLLECTIVE_FILES.search(frame) for frame in frames[:NUM_INNER_FRAMES]):
         return None
     outermost = list(takewhile(NOT_THE_USERS.search, frames))
@@ -229,7 +247,13 @@ def _names(frames: Iterable[str]) -> Iterator[str]:
                 yield "backward" if "autograd" in parts["file"] else parts["function"]
 
 
-def _main_frames(stacks: str) -> list[str]:
+def main_frames(stacks: str) -> list[str]:
     """The frames of the main thread, which faulthandler writes last; the innermost comes first."""
     _, header, frames = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in frames.strip().splitlines()] if header else []
+
+
+def other_frames(stacks: str) -> list[str]:
+    """The frames of all threads but the main one."""
+    others, _, _ = stacks.rstrip().rpartition("(most recent call first):")
+    return [line.strip() for line in others.splitlines() if line.strip().startswith("File ")]

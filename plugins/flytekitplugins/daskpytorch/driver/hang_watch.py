@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.deadlock import DeadlockWatch
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, next_look, report_hang, waits_of
 from flytekitplugins.daskpytorch.protocol import messages, orders
 
@@ -43,6 +44,7 @@ class HangWatch:
         self._answers_until: float | None = None
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
         """The collectives that all ranks waited in at the last look, if they did."""
+        self._deadlocks = DeadlockWatch(attempt, clock, self._states)
         self.stacks: dict[int, str] = {}
         """Of ranks that did not answer."""
 
@@ -51,8 +53,10 @@ class HangWatch:
         attempt = self._attempt
         if self._answers_until is None:
             if self._is_due():
+                self._deadlocks.forget()
                 self._ask()
-            return False
+                return False
+            return not self._is_committing() and self._deadlocks.is_proven()
         if not attempt.have_answered(attempt.remembered):
             if self._now() >= self._signal_at:
                 self._signal_silent()
@@ -77,7 +81,10 @@ class HangWatch:
     @property
     def due(self) -> float | None:
         """When there is something to look at though nothing happens; by the clock."""
-        return self._hangs_at() if self._answers_until is None else min(self._signal_at, self._answers_until)
+        if self._answers_until is not None:
+            return min(self._signal_at, self._answers_until)
+        moments = (self._hangs_at(), None if self._is_committing() else self._deadlocks.due)
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def _is_due(self) -> bool:
         hangs_at = self._hangs_at()
@@ -121,6 +128,8 @@ class HangWatch:
             rank: RankState(
                 is_done=rank in attempt.results,
                 num_collectives=located[rank].num_collectives if rank in located else None,
+                num_moves=located[rank].num_moves if rank in located else None,
+                num_bytes=located[rank].num_bytes if rank in located else None,
                 still_for=attempt.stillness.still_for(rank, now),
                 stacks=located[rank].stacks if rank in located else self.stacks.get(rank, "it did not answer"),
                 recalled=attempt.remembered.get(rank),

@@ -1,7 +1,7 @@
 """What a rank says of its last collectives, as torch's flight recorder has them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 __all__ = ["MAX_COLLECTIVES", "Collective", "Recalled", "Shape"]
 
@@ -39,3 +39,5 @@ class Recalled:
     """The process groups that it is in."""
     collectives: Sequence[Collective]
     """The newest, in order."""
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of those groups whose collectives are all recorded under comparable numbers, and wait for minutes."""

@@ -155,6 +155,8 @@ class RankExit:
     """We ended it, after another rank's failure."""
     hang: str | None = None
     """It held up the others: for how long, why it is thought to, and the stacks of all ranks."""
+    is_deadlock: bool = False
+    """The hang is proven to come again in each attempt."""
     difference: str | None = None
     """What differs in the collectives of the ranks, one of which may have failed for that."""
     step: int | None = None

@@ -141,6 +141,9 @@ class Kept:
 class Locate:
     """Report where you are (`Located`), and your last collectives (`Remembered`)."""
 
+    look: int = 0
+    """Which look of the search for deadlocks asks; `Located` repeats the number. 0: another asks."""
+
 
 @dataclass(frozen=True)
 class ShowStacks:

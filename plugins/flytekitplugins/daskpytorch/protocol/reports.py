@@ -125,6 +125,10 @@ class Located:
     """What all of its threads do."""
     num_moves: int
     """How many signs of life it has given so far."""
+    look: int = 0
+    """The number in the order `Locate`."""
+    num_bytes: int | None = None
+    """Bytes that it has received by TCP; None while any are on their way, or if nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,13 @@ class Remembered:
 
     recalled: Recalled | None
     """None where torch does not record them."""
+
+
+@dataclass(frozen=True)
+class Stands:
+    """It has begun to stand still for seconds, entering no collective, or goes on."""
+
+    is_still: bool
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,7 @@ ShortReport = (
     | Held
     | Located
     | Remembered
+    | Stands
     | FolderWanted
     | StoppedEarly
     | AtPrompt

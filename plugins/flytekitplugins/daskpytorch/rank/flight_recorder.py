@@ -11,10 +11,14 @@ import ctypes
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective, Recalled
+from flytekitplugins.daskpytorch.rank import process_group
 
+LONG_TIMEOUT = timedelta(seconds=120)
+"""A collective with a shorter timeout ends by itself, as its program may expect."""
 __all__ = ["call_before_abort", "recall"]
 
 
@@ -26,9 +30,10 @@ def recall() -> Recalled | None:
         entries = [entry for entry in _entries(has_nccl=has_nccl) if _group_of(entry) in groups]
         newest = sorted(entries, key=lambda entry: entry["time_created_ns"])[-MAX_COLLECTIVES:]
         collectives = [_collective(entry) for entry in newest]
+        members = dict(_members()) if process_group.are_numbers_comparable() else {}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of another torch
         return None
-    return Recalled(groups=groups, collectives=collectives)
+    return Recalled(groups=groups, collectives=collectives, members=members)
 
 
 def call_before_abort(report: Callable[[], None]) -> None:
@@ -75,6 +80,19 @@ def _groups() -> Iterator[str]:
     for group, (backends, _) in distributed_c10d._world.pg_map.items():  # noqa: SLF001 - as `process_group` does
         for backend in backends.split(","):
             yield _name(group.group_name, group.group_desc, backend.rpartition(":")[2])
+
+
+def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The ranks of the groups of gloo whose timeout is none that a program waits for."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world  # noqa: SLF001 - as above
+    for group, (backends, _) in world.pg_map.items():
+        if any(backend.rpartition(":")[2] == "gloo" for backend in backends.split(",")):
+            backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001
+            if backend.options._timeout >= LONG_TIMEOUT:  # noqa: SLF001
+                yield _name(group.group_name, group.group_desc, "gloo"), tuple(sorted(world.pg_group_ranks[group]))
 
 
 def _group_of(entry: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.context import LogRecord
 
-__all__ = ["of_exchange", "of_loss", "of_seed", "watching_samplers"]
+__all__ = ["of_exchange", "of_loss", "of_seed", "watch_optimizers", "watching_samplers"]
 
 
 SAMPLER = (
@@ -38,15 +39,24 @@ def of_loss(record: LogRecord) -> Hint | None:
     return None
 
 
-def of_exchange(num_collectives: int | None, world_size: int) -> Hint | None:
+def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Hint | None:
     """Whether a rank has trained on its own; the number is None where nobody knows."""
-    if world_size == 1 or num_collectives != 0:
+    if not has_trained or world_size == 1 or num_collectives != 0:
         return None
     return Hint(
         "exchange",
         f"has returned without a single collective among {world_size} ranks: if they were to train one model, each has "
         "trained one of its own. Is it wrapped in DistributedDataParallel?",
     )
+
+
+def watch_optimizers() -> Callable[[], bool]:
+    """Return what tells whether any optimizer has taken a step from now on: else nothing was trained."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    stepped = threading.Event()
+    register_optimizer_step_post_hook(lambda *_: stepped.set())
+    return stepped.is_set
 
 
 def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:

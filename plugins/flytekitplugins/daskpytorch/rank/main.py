@@ -46,6 +46,7 @@ from flytekitplugins.daskpytorch.rank import (
     numa,
     process_group,
     sources,
+    standstill,
     usage,
 )
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
@@ -131,10 +132,11 @@ def _hinting(order: RankOrder, link: _Link) -> Iterator[None]:
         return
     import torch
 
-    state = torch.get_rng_state()
+    state, has_trained = torch.get_rng_state(), hints.watch_optimizers()
     with hints.watching_samplers(link.hint):
         yield
-    link.hint(hints.of_exchange(process_group.num_exchanges(), order.place.world_size))
+    num_exchanges = process_group.num_exchanges()
+    link.hint(hints.of_exchange(num_exchanges, order.place.world_size, has_trained=has_trained()))
     link.hint(hints.of_seed(order.program.torch.seed, state))
 
 
@@ -393,9 +395,16 @@ class _Link:
             case orders.Settled(number):
                 if self.sharded is not None:
                     self.sharded.settle(number)
-            case orders.Locate():
+            case orders.Locate(look):
                 num_moves, num_collectives = rank.progress.num_moves, process_group.num_collectives()
-                self.send(reports.Located(stacks=_stacks(), num_collectives=num_collectives, num_moves=num_moves))
+                located = reports.Located(
+                    stacks=_stacks(),
+                    num_collectives=num_collectives,
+                    num_moves=num_moves,
+                    look=look,
+                    num_bytes=standstill.received_bytes() if look else None,
+                )
+                self.send(located)
                 self.send_collectives()
             case orders.ShowStacks():
                 _show(_stacks())
@@ -440,6 +449,8 @@ def _show(text: str) -> None:
 
 def _watch_progress(order: RankOrder, link: _Link, progress: Progress) -> None:
     pulse = order.job.pulse
+    if order.place.world_size > 1:
+        standstill.watch(progress, link.send)
     if pulse is None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["expect", "install", "join", "leave", "num_collectives", "num_exchanges"]
+__all__ = ["are_numbers_comparable", "expect", "install", "join", "leave", "num_collectives", "num_exchanges"]
 
 OTHER_FILES = 512
 """Files that a rank may have open besides the connections of others to its store; half of what many systems allow."""
@@ -80,6 +81,38 @@ def install() -> None:
     init_process_group.knows_gangs = True  # type: ignore[attr-defined]
     distributed_c10d.init_process_group = init_process_group
     distributed.init_process_group = init_process_group
+    _watch_monitored_barrier(distributed_c10d)
+
+
+def _watch_monitored_barrier(distributed_c10d: Any) -> None:
+    """Note its calls: torch 2.15 gives rank 0 more numbers for each than other ranks."""
+    original = distributed_c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
+        global _has_uneven_numbers
+        _has_uneven_numbers = True
+        return original(*args, **kwargs)
+
+    from torch import distributed
+
+    distributed_c10d.monitored_barrier = distributed.monitored_barrier = monitored_barrier
+
+
+def are_numbers_comparable() -> bool:
+    """Whether all ranks give the same collective the same number, as far as this rank can tell.
+
+    Not in a second default group, whose numbers begin anew, nor with remote procedure calls or torch's detailed
+    debugging, which call collectives of their own.
+    """
+    from torch import distributed
+
+    if _has_uneven_numbers or _membership is None or _membership.num_groups != 1 or not _membership.is_in:
+        return False
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", bool)():
+        return False
+    return distributed.get_debug_level() != distributed.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None], listener: int | None = None) -> None:
@@ -220,4 +253,5 @@ def num_exchanges() -> int | None:
         return None
 
 
+_has_uneven_numbers = False
 _membership: _Membership | None = None

@@ -1,0 +1,208 @@
+"""Proves that ranks wait in collectives that can never complete, and ends the gang then. Runs in the driver.
+
+A rank whose function has returned calls no collective any more. A rank whose main thread waits in one collective calls
+no other. If every rank is one of these, the flight recorders say which collectives lack a rank for ever. Two equal
+looks, a few seconds apart, are the proof. Whatever is unknown of any rank is no proof: then `hang_timeout` decides.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, essence, named
+from flytekitplugins.daskpytorch.driver.hang_detector import (
+    COLLECTIVE_FILES,
+    RankState,
+    main_frames,
+    other_frames,
+    report_deadlock,
+)
+from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS
+from flytekitplugins.daskpytorch.protocol import messages, orders
+from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective
+
+__all__ = ["DeadlockWatch", "Look", "look_at", "prove"]
+
+LOOK_INTERVAL = 3.0
+"""Seconds between two looks, of which each may be the second of a proof."""
+MAX_INTERVAL = 30.0
+"""Seconds between two looks once many looks have found ranks at work: a step that takes minutes is looked at seldom."""
+NEEDS_ALL = re.compile(r"barrier|_?all_?reduce|_?all_?gather|_?reduce_?scatter")
+"""How the names of operations begin that no rank ends before every rank has called them."""
+POINT_TO_POINT = re.compile(r'torch/distributed/distributed_c10d\.py", line \d+ in (recv|send)$')
+PLACE = re.compile(r", line \d+ in ")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What each rank that has not returned waits in, at one moment."""
+
+    waits: Mapping[int, Collective | str]
+    """By rank; of `recv` and `send`, which no recorder has, the name."""
+    counts: Mapping[int, object]
+    """By rank, what changes if the rank goes on."""
+
+
+def look_at(states: Mapping[int, RankState]) -> Look | None:
+    """What the ranks wait in; None where one may be at work, or too little is known of any."""
+    if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
+        return None
+    running = {rank: state for rank, state in states.items() if not state.is_done}
+    waits = {rank: wait for rank, state in running.items() if (wait := _wait_of(state)) is not None}
+    if not running or len(waits) < len(running):
+        return None
+    counts: dict[int, object] = {
+        rank: (each.num_collectives, each.num_moves, each.stacks) for rank, each in running.items()
+    }
+    if any(isinstance(wait, str) for wait in waits.values()):  # a message may be on its way, of which no recorder knows
+        received = {rank: state.num_bytes for rank, state in states.items()}
+        if None in received.values():
+            return None
+        counts |= {rank: (counts.get(rank), num_bytes) for rank, num_bytes in received.items()}
+    return Look(waits, counts)
+
+
+def _has_other_threads(stacks: str) -> bool:
+    """Whether another thread than the main one may call collectives, as far as is shown."""
+    frames = other_frames(stacks)
+    if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
+        return True
+    return any(COLLECTIVE_FILES.search(frame) or not NOT_THE_USERS.search(frame) for frame in frames)
+
+
+def _wait_of(state: RankState) -> Collective | str | None:
+    frames, recalled = main_frames(state.stacks), state.recalled
+    if recalled is None or not COLLECTIVE_FILES.search(frames[0]):
+        return None
+    for collective in reversed(recalled.collectives):
+        if not collective.is_done and collective.group in recalled.members and _is_within(frames, collective.frames):
+            return collective
+    called = POINT_TO_POINT.search(frames[0])
+    return called[1] if called is not None and recalled.members else None
+
+
+def _is_within(frames: Sequence[str], recorded: Sequence[str]) -> bool:
+    """Whether the main thread is in the call that the recorder has: only the innermost line may be another by now."""
+    if not recorded or len(recorded) > len(frames):
+        return False
+    return PLACE.split(frames[0]) == PLACE.split(recorded[0]) and list(frames[1 : len(recorded)]) == list(recorded[1:])
+
+
+def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState]) -> Difference | None:
+    """Why no rank can go on, and the rank to blame; None where that is not certain."""
+    if before is None or look is None or before.counts != look.counts or before.waits != look.waits:
+        return None
+    if not all(_is_hopeless(rank, wait, look, states) for rank, wait in look.waits.items()):
+        return None
+    done = [rank for rank, state in states.items() if state.is_done]
+    for rank, wait in look.waits.items():
+        if isinstance(wait, str):
+            what = f"{named(done)} returned while rank {rank} waits in {wait}"
+            return Difference(done[0], what, "")
+    recalled = {rank: state.recalled for rank, state in states.items() if state.recalled is not None}
+    return compare(recalled)
+
+
+def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
+    """Whether this rank's wait cannot end: what it lacks, no rank is left to bring."""
+    if isinstance(wait, str):
+        return all(state.is_done for other, state in states.items() if other != rank)
+    members = _members(rank, wait.group, states)
+    others = [member for member in members if member != rank]
+    if any(other not in states or _members(other, wait.group, states) != members for other in others):
+        return False
+    absent = [other for other in others if _has_not_called(states[other], wait)]
+    if absent and (NEEDS_ALL.match(wait.operation) or len(absent) == len(others)):
+        return True
+    return any(_cannot_meet(wait, look.waits.get(other)) for other in others)
+
+
+def _members(rank: int, group: str, states: Mapping[int, RankState]) -> tuple[int, ...]:
+    recalled = states[rank].recalled
+    return tuple(recalled.members.get(group, ())) if recalled is not None else ()
+
+
+def _has_not_called(state: RankState, wait: Collective) -> bool:
+    """Whether that is certain: a rank tells of its newest collectives only, which may all be of other groups."""
+    collectives = state.recalled.collectives if state.recalled is not None else ()
+    numbers = [each.number for each in collectives if each.group == wait.group]
+    return max(numbers) < wait.number if numbers else len(collectives) < MAX_COLLECTIVES
+
+
+def _cannot_meet(one: Collective, other: Collective | str | None) -> bool:
+    if not isinstance(other, Collective) or (one.group, one.number) != (other.group, other.number):
+        return False
+    return essence(one, with_shapes=True) != essence(other, with_shapes=True)
+
+
+class DeadlockWatch:
+    """Looks at the ranks of one attempt whenever all that have not returned stand still."""
+
+    def __init__(
+        self, attempt: Attempt, clock: Callable[[], float], states: Callable[[], dict[int, RankState]]
+    ) -> None:
+        """Begin to watch; `states` sums up what the ranks have answered to the newest look."""
+        self._attempt = attempt
+        self._now = clock
+        self._states = states
+        self._numbers = itertools.count(1)
+        self._asked: int | None = None
+        """The number of the look that the ranks have yet to answer."""
+        self._before: Look | None = None
+        self._num_vain = 0
+        self._look_at = 0.0
+
+    @property
+    def due(self) -> float | None:
+        """When to look next; by the clock."""
+        return self._look_at if self._asked is None and self._all_stand() else None
+
+    def forget(self) -> None:
+        """Begin again: the ranks are asked by another, or may go on."""
+        self._asked = self._before = None
+        self._look_at = self._now() + LOOK_INTERVAL
+
+    def is_proven(self) -> bool:
+        """Whether the ranks wait for ever, of which the attempt has the report then; asks them where they are."""
+        attempt = self._attempt
+        if not self._all_stand():
+            self._asked, self._before, self._num_vain = None, None, 0
+            return False
+        if self._asked is None:
+            if self._now() >= self._look_at:
+                self._ask()
+            return False
+        if not self._have_answered(self._asked):
+            return False
+        self._asked = None
+        states = self._states()
+        before, self._before = self._before, look_at(states)
+        self._num_vain = 0 if self._before is not None else self._num_vain + 1
+        self._look_at = self._now() + min(LOOK_INTERVAL * max(1, self._num_vain), MAX_INTERVAL)
+        if (difference := prove(before, self._before, states)) is None:
+            return False
+        attempt.hang, attempt.is_deadlock = report_deadlock(states, difference), True
+        attempt.tell(messages.Tell(orders.ShowStacks()))
+        return True
+
+    def _all_stand(self) -> bool:
+        attempt = self._attempt
+        if not attempt.is_formed or attempt.world_size == 1 or attempt.prompts.debugged:
+            return False
+        running = attempt.running
+        return bool(running) and attempt.standing.issuperset(running)
+
+    def _ask(self) -> None:
+        attempt = self._attempt
+        self._asked = next(self._numbers)
+        attempt.located.clear()
+        attempt.remembered.clear()
+        attempt.tell(messages.Tell(orders.Locate(self._asked)))
+
+    def _have_answered(self, number: int) -> bool:
+        located, remembered = self._attempt.located, self._attempt.remembered
+        return all(
+            rank in remembered and rank in located and located[rank].look == number for rank in self._attempt.places
+        )

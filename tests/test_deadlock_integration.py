@@ -1,0 +1,91 @@
+"""Deadlocks of real ranks end within seconds, by name; programs that only take their time do not end so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from flytekitplugins.daskpytorch import Gang, GangHungError, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
+
+LIMIT = 250.0
+"""Seconds that keep a hang out: without a proof these gangs take more, and another attempt after it."""
+
+
+def futures_of(function: Callable[[], object]) -> GangFutures:
+    gang = Gang(ranks_per_worker=2)
+    return GangFutures(Supervisor(request_for(function, (), {}, gang), OwnNode()), 2)
+
+
+def return_before_a_barrier() -> None:
+    dist.all_reduce(torch.ones(2))
+    if current_rank().is_main:
+        dist.barrier()
+
+
+def exit_before_objects_are_gathered() -> None:
+    if not current_rank().is_main:
+        sys.exit(0)
+    gathered: list[object] = [None, None]
+    dist.all_gather_object(gathered, 1)
+
+
+def return_before_a_message() -> None:
+    if current_rank().is_main:
+        dist.recv(torch.ones(2), 1)
+
+
+def return_before_the_last_batch() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    for _ in range(3 + current_rank().is_main):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def call_two_groups_in_another_order() -> None:
+    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in groups if current_rank().is_main else reversed(groups):
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+@pytest.mark.parametrize(
+    ("function", "rank", "told"),
+    [
+        (return_before_a_barrier, 1, "barrier, in which rank 0 waits; its function has returned"),
+        (exit_before_objects_are_gathered, 1, "exit code 0"),
+        (return_before_a_message, 1, "rank 1 returned while rank 0 waits in recv"),
+        (return_before_the_last_batch, 1, "its function has returned"),
+        (call_two_groups_in_another_order, None, "the ranks wait in a circle"),
+    ],
+)
+def test_deadlock_is_proved_within_seconds(function: Callable[[], None], rank: int | None, told: str) -> None:
+    began = time.monotonic()
+    error = futures_of(function).exception()
+    assert time.monotonic() - began < LIMIT
+    assert isinstance(error, GangHungError)
+    assert rank in (None, error.rank)
+    assert told in str(error)
+    assert "Not started again, because it is certain to come again." in str(error)
+    assert function.__name__ in str(error)
+
+
+def evaluate_on_one_rank() -> int:
+    dist.monitored_barrier()
+    if current_rank().is_main:
+        time.sleep(7)
+    dist.barrier()
+    if current_rank().is_main:
+        time.sleep(7)  # an export
+    return current_rank().rank
+
+
+def test_ranks_that_wait_for_one_that_works_are_left_alone() -> None:
+    assert futures_of(evaluate_on_one_rank).result() == [0, 1]
