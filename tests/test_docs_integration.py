@@ -48,6 +48,7 @@ def run_example(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = example.splitlines()[0].removeprefix(f"# {name}: ")
     done = run_warm(shlex.split(command), folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "requires_grad" not in done.stderr  # as torch warns where a loss becomes a number with its graph
     return done
 
 

@@ -48,6 +48,14 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert all(f"`{name.rpartition('.')[2]}`" in REFERENCE["docs/reference/tasks.md"] for name in OF_FLYTES_DASK_PLUGIN)
 
 
+def test_what_a_function_returns_is_one_thing_in_the_reference(site: Path) -> None:
+    page = (site / "reference" / "dispatch.html").read_text()
+    returns = [part.partition("</ul>")[0] for part in page.split("Returns:</span>")[1:]]
+    assert len(returns) >= 2
+    assert [part.count("<li") for part in returns] == [1] * len(returns)
+    assert any("rank 0 has logged so far" in re.sub(r"\s+", " ", part) for part in returns)
+
+
 def test_every_error_has_its_cause_and_remedy() -> None:
     names = {name.rpartition(".")[2] for name in public_names() if name.endswith("Error")}
     table = REFERENCE["docs/reference/errors.md"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pickle
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +14,13 @@ from typing import NamedTuple
 
 import pytest
 from flyteidl.core import literals_pb2
+from flytekit import current_context
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.interface import Interface, transform_function_to_interface
+from flytekit.interfaces.stats import client as stats_client
 from flytekit.models.literals import LiteralMap
 from fsspec.implementations.local import LocalFileSystem
 
@@ -73,6 +78,33 @@ def test_values_become_literals_by_their_places() -> None:
 def test_what_does_not_fit_is_said(function: object, returned: object, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         outputs(function, returned)
+
+
+@pytest.mark.parametrize("host", [None, "localhost", "10.0.0.7"])
+def test_a_rank_needs_no_name_of_its_own_machine_and_keeps_the_users_statsd(
+    host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`localhost` resolves nowhere here; flytekit's own local tasks do not ask for it."""
+    rank = FlyteRank.of_current_task("flows.train", transform_function_to_interface(nothing), LiteralMap({}), "")
+    rank = dataclasses.replace(rank, raw_output_prefix=str(tmp_path))
+    monkeypatch.setattr("flytekitplugins.daskpytorch.flyte.rank.provide", lambda *_, **__: None)  # this is no rank
+    resolve, asked = socket.getaddrinfo, []
+
+    def without_localhost(name: str, *args: object, **kwargs: object) -> object:
+        asked.append(name)
+        if name == "localhost":
+            raise socket.gaierror(-2, "Name or service not known")
+        return resolve(name, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", without_localhost)
+    monkeypatch.setattr(stats_client, "_stats_client", None)
+    monkeypatch.delenv("FLYTE_SECRETS_HOST", raising=False)
+    if host is not None:
+        monkeypatch.setenv("FLYTE_SECRETS_HOST", host)
+    with rank.entered():
+        current_context().stats.incr("steps")
+        assert os.environ.get("FLYTE_SECRETS_HOST") == host
+    assert asked == ["10.0.0.7" if host == "10.0.0.7" else "127.0.0.1"]
 
 
 def test_no_import_is_left_for_two_threads_to_race_for() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, Self
 import cloudpickle
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
+from flytekit.configuration import StatsConfig
+from flytekit.configuration.internal import StatsD
 from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface
@@ -90,16 +93,19 @@ class FlyteRank:
         provide(context.current, is_last=True)  # whatever other SDK the user's code imports
         # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
         random.seed()
-        with setup_execution(
+        entered = setup_execution(
             raw_output_data_prefix=self.raw_output_prefix,
             output_metadata_prefix=self.output_metadata_prefix,
             checkpoint_path=self.checkpoint,
             prev_checkpoint=self.previous_checkpoint,
-        ) as ctx:
+        )
+        with contextlib.ExitStack() as stack:
+            with _statsd_by_number():
+                ctx = stack.enter_context(entered)
             mode = ExecutionState.Mode[self.mode] if self.mode else None
             state = ctx.execution_state.with_params(mode=mode)
-            with FlyteContextManager.with_context(ctx.with_execution_state(state)):
-                yield
+            stack.enter_context(FlyteContextManager.with_context(ctx.with_execution_state(state)))
+            yield
 
     def arguments(self) -> dict[str, Any]:
         """The task's inputs as Python values."""
@@ -136,6 +142,27 @@ def finish_imports() -> None:
     for module in list(sys.modules.values()):
         if object.__getattribute__(module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001
             vars(module)
+
+
+@contextlib.contextmanager
+def _statsd_by_number() -> Iterator[None]:
+    """Have flytekit reach its default statsd, `localhost`, by number: on some machines that name does not resolve.
+
+    flytekit looks the name up when it makes a client, which a plain local task does not have. A host that the user
+    has set is left as it is.
+    """
+    variable = StatsD.HOST.legacy.get_env_name()
+    if StatsConfig.auto().host != StatsConfig().host:
+        yield
+        return
+    before = os.environ.get(variable)
+    os.environ[variable] = "127.0.0.1"
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
 
 
 def _check_count(task_name: str, returned: Any, names: list[str]) -> None:
