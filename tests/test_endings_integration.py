@@ -24,6 +24,7 @@ from flytekit.models.literals import LiteralMap
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.rank import ending
+from flytekitplugins.daskpytorch.sweep import storage
 
 ONCE = Gang(max_restarts=0)
 MAX_WAIT = 60.0
@@ -148,6 +149,20 @@ def never_end(how: str) -> str:
     return "returned"
 
 
+class Kept:
+    """Goes from rank to driver, where nothing can pickle it again."""
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        if "RANK" not in os.environ:
+            raise PanicError("cannot be kept")
+        return Kept, ()
+
+
+def return_kept(_: int) -> Kept:
+    """Train a model that storage cannot keep."""
+    return Kept()
+
+
 KEPT: list[object] = []
 
 
@@ -224,6 +239,14 @@ def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(client: C
         futures.result(MAX_WAIT)
     assert "return value of rank 0" in "".join(caught.value.__cause__.__notes__)
     assert futures[1].result(MAX_WAIT) == "fine"
+
+
+def test_a_result_that_panics_when_it_is_kept_ends_the_wait_for_its_model(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "RETRY_AFTER", ())
+    [made] = dispatch.map(client, return_kept, [1], gang=ONCE, storage=str(tmp_path)).result(MAX_WAIT)
+    assert type(made) is Kept
 
 
 def test_what_python_waits_for_at_its_end_is_done_in_a_rank(
