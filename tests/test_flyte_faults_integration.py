@@ -334,7 +334,7 @@ def test_42_the_same_error_twice_in_a_task(execution: Execution) -> None:
 
 
 def test_43_weights_and_biases_is_down(execution: Execution) -> None:
-    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40}
+    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     with nothing_left_behind():
         attempt = execution.attempt(0, epochs=20, pace=0.05, env=env)
         ended_at = time.time()
