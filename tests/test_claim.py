@@ -21,6 +21,7 @@ from flytekitplugins.daskpytorch.driver import claim as module
 from flytekitplugins.daskpytorch.driver.claim import Claim, claimed
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from processes import until
 from seaweed import Weed
 
@@ -213,6 +214,18 @@ def test_storage_without_rights_costs_a_line(
     with claimed(paths, "flows.first") as claim:
         assert isinstance(claim, Claim)
     assert f"{paths.own} could not be claimed (PermissionError: no rights)" in capsys.readouterr().err
+
+
+def test_a_model_of_a_sweep_is_trained_once_at_a_time(tmp_path: Path) -> None:
+    storage = SweepStorage(str(tmp_path), "sweep")
+    models = [storage.model(index, dict).paths for index in (0, 1)]
+    with (
+        claimed(models[0], "flows.sweep"),
+        claimed(models[1], "flows.sweep"),
+        pytest.raises(GangStartError, match=f"{tmp_path}/sweep/0 is in use by flows.sweep"),
+        claimed(models[0], "flows.sweep again"),
+    ):
+        pass
 
 
 @pytest.fixture(autouse=True)

@@ -122,6 +122,7 @@ class Claim:
                         f"{self._folder} was taken over by {_told(holder)}, since this gang had not renewed its claim "
                         f"for {STALE_AFTER:g} s: was its driver suspended? Nothing more is written there."
                     )
+                    say(str(self.loss))
                     self.on_loss()
                     return
 
@@ -157,7 +158,7 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
     Raises:
         GangStartError: Another gang that is alive uses them, or has taken them over.
     """
-    files = paths.file_access if paths is not None else None
+    files = getattr(paths.file_access, "files", paths.file_access) if paths is not None else None  # of a sweep's model
     if paths is None or paths.own != paths.previous or not isinstance(files, Files):
         yield Claim(Files(None), "", name)
         return

@@ -69,6 +69,11 @@ class _Shards:
         self._checkpoints = checkpoints
         self._accountant = accountant
 
+    def give_up(self) -> None:
+        """Write nothing more where another gang's checkpoints lie."""
+        self._checkpoints.close()
+        self.committer.close()
+
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """What a user is told of all that are kept, of both kinds."""
         return listed(self._checkpoints.saved(), self.committer.saved())
@@ -128,9 +133,10 @@ class InProcess:
             with contextlib.ExitStack() as stack:
                 if self._training is not None:
                     self._observers.tell("begins", self._training)
-                stack.enter_context(claimed(self._storage, self._name))
+                claim = stack.enter_context(claimed(self._storage, self._name))
                 folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
                 checkpoints, shards = self._checkpoints(folder, stack)
+                claim.on_loss = shards.give_up
                 [[place]] = self._placed()
                 job = self._job()
                 stack.enter_context(_changed(orders.environment(os.environ, place, job, None, folder)))
