@@ -389,6 +389,7 @@ def test_agents_of_a_large_gang_beat_less_often_but_five_times_before_they_count
         world_size=num_agents * ranks_each,
         local_world_size=ranks_each,
         group_rank=0,
+        host_rank=0,
         gpu=None,
         visible_gpus=(),
         num_threads=1,

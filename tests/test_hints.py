@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
-from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_seed, watching_samplers
+from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_nccl, of_seed, watching_samplers
 from flytekitplugins.daskpytorch.rank.main import _Link
 from flytekitplugins.daskpytorch.rank.records import INTERVAL
 
@@ -85,6 +85,14 @@ def test_looks_evaluations_and_loaders_that_are_told_their_epochs_are_not(told: 
     next(iter(looked_at))
     epoch(looked_at)
     assert told == []
+
+
+def test_variables_that_nccl_has_read_before_they_were_set_are_told() -> None:
+    assert of_nccl({"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "WARN"}) is None
+    assert of_nccl({"NCCL_DEBUG": "WARN"}, {}) is None
+    hint = of_nccl({"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"})
+    assert hint is not None
+    assert "NCCL_ALGO, NCCL_DEBUG" in hint.text
 
 
 def test_a_seed_of_the_script_is_told_where_the_rank_draws_with_another() -> None:

@@ -15,7 +15,8 @@ from flytekitplugins.daskpytorch.rank import libraries
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a rank of four, on two workers without GPUs."""
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}.items():
+    own = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in own.items():
         monkeypatch.setenv(name, value)
     for name in ("PL_TRAINER_NUM_NODES", "LT_NUM_NODES", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "to be removed afterwards")
@@ -134,6 +135,20 @@ def test_a_library_that_is_too_old_is_named_before_it_trains(monkeypatch: pytest
     trainer = trainer_with(monkeypatch, strategy(), "1.9.5")
     with pytest.raises(ImportError, match=r"lightning 1\.9\.5 is not supported in a gang, which needs \d.* or newer"):
         trainer.fit("model")
+
+
+@pytest.mark.parametrize(("host_rank", "is_first"), [(0, True), (1, False)])
+def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
+    monkeypatch: pytest.MonkeyPatch, host_rank: int, *, is_first: bool
+) -> None:
+    monkeypatch.setenv("NODE_LOCAL_RANK", str(host_rank))
+    monkeypatch.setenv("LOCAL_RANK", "0")  # that of every rank with a GPU of its own
+    trainer, state = trainer_with(monkeypatch, strategy()), accelerate_with(monkeypatch)()
+    arguments = type("TrainingArguments", (), {})
+    module_with(monkeypatch, "transformers.training_args", TrainingArguments=arguments)
+    libraries.guide()
+    assert trainer.local_rank == arguments().local_process_index == host_rank
+    assert state.is_local_main_process is is_first
 
 
 def accelerate_with(monkeypatch: pytest.MonkeyPatch, version: str = "1.15") -> Any:

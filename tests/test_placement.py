@@ -68,6 +68,11 @@ def test_ranks_are_consecutive_in_the_order_of_the_workers() -> None:
     assert {(place.world_size, place.local_world_size) for place in flat(places)} == {(6, 2)}
 
 
+def test_ranks_of_one_host_are_counted_over_its_workers() -> None:
+    places = place_ranks([node("a", host="h"), node("b", host="i"), node("c", host="h")], 2)
+    assert [[place.host_rank for place in here] for here in places] == [[0, 1], [0, 1], [2, 3]]
+
+
 def test_ranks_without_gpus_have_none() -> None:
     assert [place.gpu for place in flat(place_ranks([node("a"), node("b")], 1))] == [None, None]
 

@@ -26,6 +26,7 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group
 from processes import run_program
 
@@ -295,3 +296,19 @@ def test_what_the_program_has_set_in_torch_is_set_in_its_ranks(monkeypatch: pyte
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(num_threads)
+
+
+def test_a_gang_with_nccl_is_called_so_and_exchanges_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "ON_GPUS", "cpu:gloo,cuda:gloo")  # as far as a machine without GPUs goes
+    node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface="lo", versions={})
+    [[place]] = place_ranks([node], 1)
+    job = Job(gang="g", attempt=0, call=b"", backend="nccl", store=None, timeout=30.0)
+    process_group.install()
+    process_group.expect(place, job, lambda: None)
+    process_group.join()
+    try:
+        assert dist.get_backend() == "nccl"
+        assert dist.get_backend_config() == "cpu:gloo,cuda:gloo"
+        assert total() == 1.0  # on the CPU
+    finally:
+        process_group.leave()

@@ -259,7 +259,7 @@ def environment(
         "RANK": str(place.rank),
         # What most code passes to set_device; so does `torchrun --virtual-local-rank` where a rank sees one GPU.
         "LOCAL_RANK": "0" if job.devices == "own" and place.gpu is not None else str(place.local_rank),
-        "NODE_LOCAL_RANK": str(place.local_rank),
+        "NODE_LOCAL_RANK": str(place.host_rank),
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": str(place.group_rank),

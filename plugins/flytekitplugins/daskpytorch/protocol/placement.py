@@ -45,6 +45,8 @@ class Place:
     local_world_size: int
     group_rank: int
     """The index of the rank's worker in the gang."""
+    host_rank: int
+    """0 for the first of the gang's ranks on its host, whichever worker that has, then 1, 2, ..."""
     gpu: str | None
     """The rank's own, as the worker's `CUDA_VISIBLE_DEVICES` names it."""
     visible_gpus: tuple[str, ...]
@@ -114,6 +116,7 @@ def place_ranks(
         ranks_on_host[node.host] += ranks_per_worker
 
     own, taken = _own_gpus(nodes, ranks_per_worker)
+    placed_on_host: dict[str, int] = defaultdict(int)
     places = []
     for group_rank, node in enumerate(nodes):
         here = own[group_rank]
@@ -126,6 +129,7 @@ def place_ranks(
                     world_size=len(nodes) * ranks_per_worker,
                     local_world_size=ranks_per_worker,
                     group_rank=group_rank,
+                    host_rank=placed_on_host[node.host] + local_rank,
                     gpu=here[local_rank] if here else None,
                     visible_gpus=together if devices == "all" else tuple(here[local_rank : local_rank + 1]),
                     num_threads=max(1, node.num_cores // ranks_on_host[node.host]),
@@ -133,6 +137,7 @@ def place_ranks(
                 for local_rank in range(ranks_per_worker)
             ]
         )
+        placed_on_host[node.host] += ranks_per_worker
     return places
 
 

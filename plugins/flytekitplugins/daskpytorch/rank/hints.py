@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.context import LogRecord
 
-__all__ = ["of_exchange", "of_loss", "of_seed", "watch_optimizers", "watching_samplers"]
+__all__ = ["of_exchange", "of_loss", "of_nccl", "of_seed", "watch_optimizers", "watching_samplers"]
 
 
 SAMPLER = (
@@ -57,6 +57,18 @@ def watch_optimizers() -> Callable[[], bool]:
     stepped = threading.Event()
     register_optimizer_step_post_hook(lambda *_: stepped.set())
     return stepped.is_set
+
+
+def of_nccl(before: Mapping[str, str], after: Mapping[str, str]) -> Hint | None:
+    """Return a hint if the function has set variables that NCCL has read before; both are its variables."""
+    late = sorted(name for name, value in after.items() if before.get(name) != value)
+    if not late:
+        return None
+    return Hint(
+        "nccl",
+        f"has set {', '.join(late)} in the function, after NCCL had read its variables: they had no effect. Set them "
+        "in the task's environment, or at the top of a module that the function's module imports.",
+    )
 
 
 def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:

@@ -34,6 +34,7 @@ def guide() -> None:
         imports.call_after(f"{pytorch}.trainer.trainer", _check_trainers)
         imports.call_after(f"{fabric}.fabric", _check_fabrics)
     imports.call_after("accelerate.state", _check_accelerators)
+    imports.call_after("transformers.training_args", _count_over_host)
 
 
 def require(library: str, minimum: str) -> None:
@@ -66,6 +67,16 @@ def _num_nodes() -> int:
     return _world_size() // _num_devices()
 
 
+def _host_rank() -> int:
+    """Return the rank's index among those of its machine, whatever LOCAL_RANK, the index of its GPU, is."""
+    return int(os.environ["NODE_LOCAL_RANK"])
+
+
+def _count_over_host(module: ModuleType) -> None:
+    """What Transformers asks for the first process of a machine; it takes no device by it."""
+    module.TrainingArguments.local_process_index = property(lambda _: _host_rank())
+
+
 def _count_ranks_as_devices(module: ModuleType) -> None:
     """What `devices="auto"`, the default, is on a machine without GPUs."""
     module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
@@ -81,6 +92,7 @@ def _check_trainers(module: ModuleType) -> None:
         fit(trainer, *args, **kwargs)
 
     module.Trainer.fit = fit_checked
+    module.Trainer.local_rank = property(lambda _: _host_rank())  # whose rank 0 calls `prepare_data`
 
 
 def _check_fabrics(module: ModuleType) -> None:
@@ -92,6 +104,7 @@ def _check_fabrics(module: ModuleType) -> None:
         _check_strategy(module, "Fabric", fabric.strategy)
 
     module.Fabric.__init__ = begin_checked
+    module.Fabric.local_rank = property(lambda _: _host_rank())  # by which `rank_zero_first(local=True)` goes
     _launch_fabrics(module.Fabric)
 
 
@@ -140,3 +153,5 @@ def _check_accelerators(module: ModuleType) -> None:
             )
 
     module.PartialState.__init__ = begin_checked
+    # Not `local_process_index`, by which Accelerate finds the rank's GPU.
+    module.PartialState.is_local_main_process = property(lambda _: _host_rank() == 0)

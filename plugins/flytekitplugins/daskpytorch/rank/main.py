@@ -133,11 +133,13 @@ def _hinting(order: RankOrder, link: _Link) -> Iterator[None]:
     import torch
 
     state, has_trained = torch.get_rng_state(), hints.watch_optimizers()
+    nccl_variables = process_group.nccl_variables()
     with hints.watching_samplers(link.hint):
         yield
     num_exchanges = process_group.num_exchanges()
     link.hint(hints.of_exchange(num_exchanges, order.place.world_size, has_trained=has_trained()))
     link.hint(hints.of_seed(order.program.torch.seed, state))
+    link.hint(hints.of_nccl(nccl_variables, process_group.nccl_variables()))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["are_numbers_comparable", "expect", "install", "join", "leave", "num_collectives", "num_exchanges"]
+__all__ = [
+    "are_numbers_comparable",
+    "expect",
+    "install",
+    "join",
+    "leave",
+    "nccl_variables",
+    "num_collectives",
+    "num_exchanges",
+]
 
 OTHER_FILES = 512
 """Files that a rank may have open besides the connections of others to its store; half of what many systems allow."""
@@ -167,7 +176,22 @@ def _enter(
     store = PrefixStore(str(member.num_groups), member.store)
     member.num_groups += 1
     form(backend, None, timeout, member.place.world_size, member.place.rank, store, *others, **more)
+    if backend == ON_GPUS:
+        _name_default_group("nccl")
     member.backend, member.is_in = backend, True
+
+
+def _name_default_group(backend: str) -> None:
+    """Have `get_backend` answer as after `init_process_group(backend)`; gloo stays there for tensors on the CPU.
+
+    `new_group` makes its groups of the same backend then, as it does under torchrun. torch 2.4 to 2.15 keep the name
+    in `pg_map`.
+    """
+    from torch import distributed
+
+    groups = distributed.distributed_c10d._world.pg_map  # noqa: SLF001
+    group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+    groups[group] = (distributed.Backend(backend), groups[group][1])
 
 
 def _check(member: _Membership, backend: str | None, world_size: int, rank: int) -> None:
@@ -228,6 +252,13 @@ def _takes_listener_by_libuv() -> bool:
     from packaging.version import Version
 
     return Version(torch.__version__) >= Version("2.8")
+
+
+def nccl_variables() -> dict[str, str]:
+    """Return the variables that NCCL reads; empty where the gang has no NCCL, or where the user formed a group anew."""
+    if _membership is None or _membership.backend != ON_GPUS or _membership.num_groups > 1:
+        return {}
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def num_collectives() -> int:
