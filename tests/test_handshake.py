@@ -343,12 +343,21 @@ def test_the_crowd_of_one_address_makes_room_and_not_who_comes_from_another(
         each.close()
 
 
-def test_an_agent_that_is_hung_up_on_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "REDIAL_WAITS", (0.0, 0.0))
-    address, thread = impostor(lambda *called: [each.close() for each in called], num_agents=1)
-    with pytest.raises(ConnectionError):  # the second time nobody is there
-        agent.dial(order(address))
-    thread.join()
+def test_an_agent_that_is_hung_up_on_calls_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            server.accept()[0].close()
+            with server.accept()[0] as called:
+                challenge = handshake.challenge()
+                called.sendall(framed(challenge))
+                called.sendall(framed(handshake.prove(TOKEN, challenge, take(called, handshake.ANSWER_SIZE))))
+                called.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        agent.dial(order(server.getsockname()[:2])).close()
+        thread.join()
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
