@@ -44,6 +44,16 @@ def return_before_a_message() -> None:
         dist.recv(torch.ones(2), 1)
 
 
+def receive_from_each_other() -> None:
+    dist.recv(torch.ones(2), 1 - current_rank().rank)
+
+
+def receive_what_is_never_sent() -> None:
+    if current_rank().is_main:
+        dist.recv(torch.ones(2), 1)
+    dist.barrier()
+
+
 def return_before_the_last_batch() -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     for _ in range(3 + current_rank().is_main):
@@ -62,6 +72,8 @@ def call_two_groups_in_another_order() -> None:
         (return_before_a_barrier, 1, "barrier, in which rank 0 waits; its function has returned"),
         (exit_before_objects_are_gathered, 1, "exit code 0"),
         (return_before_a_message, 1, "rank 1 returned while rank 0 waits in recv"),
+        (receive_from_each_other, None, "rank 1 waits in recv while rank 0 waits in recv"),
+        (receive_what_is_never_sent, None, "rank 1 waits in barrier while rank 0 waits in recv"),
         (return_before_the_last_batch, 1, "its function has returned"),
         (call_two_groups_in_another_order, None, "the ranks wait in a circle"),
     ],
@@ -78,7 +90,6 @@ def test_deadlock_is_proved_within_seconds(function: Callable[[], None], rank: i
 
 
 def evaluate_on_one_rank() -> int:
-    dist.monitored_barrier()
     if current_rank().is_main:
         time.sleep(7)
     dist.barrier()

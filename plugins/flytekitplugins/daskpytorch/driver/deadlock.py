@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, essence, named
+from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, essence, in_words, named
 from flytekitplugins.daskpytorch.driver.hang_detector import (
     COLLECTIVE_FILES,
     RankState,
@@ -96,19 +96,26 @@ def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState
         return None
     if not all(_is_hopeless(rank, wait, look, states) for rank, wait in look.waits.items()):
         return None
-    done = [rank for rank, state in states.items() if state.is_done]
     for rank, wait in look.waits.items():
         if isinstance(wait, str):
-            what = f"{named(done)} returned while rank {rank} waits in {wait}"
-            return Difference(done[0], what, "")
+            return _unmatched(rank, wait, look, states)
     recalled = {rank: state.recalled for rank, state in states.items() if state.recalled is not None}
     return compare(recalled)
+
+
+def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]) -> Difference:
+    """The report of a `recv` or `send` that no other rank answers; a rank that has returned is to blame if one has."""
+    done = [other for other, state in states.items() if state.is_done]
+    told = [f"{named(done)} returned"] if done else []
+    waits = {other: wait if isinstance(wait, str) else in_words(wait) for other, wait in look.waits.items()}
+    told += [f"rank {other} waits in {wait}" for other, wait in waits.items() if other != rank]
+    return Difference((done or [rank])[0], f"{', '.join(told)} while rank {rank} waits in {call}", "")
 
 
 def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
     """Whether this rank's wait cannot end: what it lacks, no rank is left to bring."""
     if isinstance(wait, str):
-        return all(state.is_done for other, state in states.items() if other != rank)
+        return True  # no message is on its way (`look_at`), and every other rank waits, too, or has returned
     members = _members(rank, wait.group, states)
     others = [member for member in members if member != rank]
     if any(other not in states or _members(other, wait.group, states) != members for other in others):
