@@ -327,14 +327,16 @@ def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_ch
 
     thread = threading.Thread(target=see_through)
     thread.start()
-    until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
-    second, _ = gang(train, 3, checkpoint_uri=str(tmp_path))
-    with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began \d+ s ago"):
-        second.run()
-    kept = max(notes.kept_steps)
-    until(lambda: max(notes.kept_steps) > kept, "the first to go on")
-    first.preempt("that is enough")
-    thread.join()
+    try:
+        until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
+        second, _ = gang(train, 3, checkpoint_uri=str(tmp_path))
+        with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began \d+ s ago"):
+            second.run()
+        kept = max(notes.kept_steps)
+        until(lambda: max(notes.kept_steps) > kept, "the first to go on")
+    finally:
+        first.preempt("that is enough")
+        thread.join()
     [again, _], resumed = run(notes.kept_steps[-1], checkpoint_uri=str(tmp_path))
     assert len(ended) == 1
     assert [again["first"], *resumed.resumed_steps] == [notes.kept_steps[-1]] * 2
