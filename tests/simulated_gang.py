@@ -51,7 +51,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
     Release,
     Settled,
 )
-from flytekitplugins.daskpytorch.protocol.placement import Node
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import (
     Held,
     Located,
@@ -144,6 +144,8 @@ class Agent:
     """It was told that the gang is over."""
     is_hung_up: bool = False
     has_sources: bool = False
+    places: list[Place] = field(default_factory=list)
+    """Where its ranks were told to be, newest attempt."""
 
     # ---- as the driver's connection
 
@@ -264,6 +266,8 @@ class World:
         """The first order of each attempt."""
         self.recalled: dict[int, Recalled] = {}
         """What ranks remember of their collectives."""
+        self.gpus: dict[str, tuple[str, ...]] = {}
+        """UUIDs of the GPUs of workers that have some."""
         self.num_bytes: int | None = 0
         """Bytes that each rank has received."""
         self.stacks: dict[int, str] = {}
@@ -353,8 +357,16 @@ class World:
         self.cluster.asked.pop(worker, None)
         agent = Agent(worker)
         self.agents.append(agent)
+        uuids = self.gpus.get(worker, ())
         node = Node(
-            worker=worker, host=worker, num_cores=1, gpus=(), gpu_names=(), interface=None, versions=local_versions()
+            worker=worker,
+            host=worker,
+            num_cores=1,
+            gpus=tuple(map(str, range(len(uuids)))),
+            gpu_names=("H100",) * len(uuids),
+            gpu_uuids=uuids,
+            interface=None,
+            versions=local_versions(),
         )
         self.say(agent, messages.Hello(node, (worker, 1)))
         return agent
@@ -446,7 +458,7 @@ class World:
             self._note_start(order)
         if bool(order.code.archive) == agent.has_sources:
             self.complaints.append(f"{agent.worker} {'has' if agent.has_sources else 'needs'} the sources")
-        agent.attempt, agent.has_sources = order.job.attempt, True
+        agent.attempt, agent.has_sources, agent.places = order.job.attempt, True, order.places
         step = order.job.checkpoint.step if order.job.checkpoint else 0
         agent.ranks = {place.rank: Rank(place.rank, step=step) for place in order.places}
 
@@ -482,10 +494,12 @@ class World:
             agent.heard_at = self.clock()
             self.feed(Beaten({agent: heartbeat.packed(num_moves)}))  # type: ignore[dict-item]
 
-    def leave(self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "") -> None:
+    def leave(
+        self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "", log_tail: str = ""
+    ) -> None:
         if agent.ranks.pop(rank, None) is not None:
             exited = messages.Exited(
-                rank, exitcode, stopped, out_of_memory=False, log_tail="", time=self.clock(), watchdog=watchdog
+                rank, exitcode, stopped, out_of_memory=False, log_tail=log_tail, time=self.clock(), watchdog=watchdog
             )
             self.say(agent, exited)
 

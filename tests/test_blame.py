@@ -239,6 +239,70 @@ def test_line_of_nccls_watchdog_is_known(line: str, is_of_group: bool) -> None:
     assert is_of_watchdog(line) == is_of_group
 
 
+class NVMLError_GpuIsLost(Exception):  # noqa: N801, N818 - as nvidia-ml-py names it
+    """What that library raises for such a GPU."""
+
+
+NCCL_CUDA = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: uncorrectable ECC error encountered\nSearch for `cudaErrorECCUncorrectable'"),
+        RuntimeError("CUDA error: uncorrectable NVLink error detected during the execution"),
+        RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
+        RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+        RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"),
+        RuntimeError("NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at PeerToPeerAccess.cpp"),
+        DistBackendError(f"{NCCL_CUDA}Cuda failure 802 'system not yet initialized'"),
+        DistBackendError(f"{NCCL_CUDA}Cuda failure 214 'uncorrectable ECC error encountered'"),
+        DistBackendError(f"{NCCL_CUDA}nvmlDeviceGetHandleByIndex(0) failed: Unknown Error"),
+        NVMLError_GpuIsLost("GPU is lost"),
+    ],
+)
+def test_broken_gpu_is_infrastructure_that_the_message_names_with_its_host(error: Exception) -> None:
+    wrapper = ValueError("the step failed")
+    wrapper.__cause__ = error
+    for each in (error, wrapper):
+        exit_ = replace(rank_exit(1, error=each), gpu="GPU 3 (UUID GPU-8f2c)")
+        assert exit_.is_infrastructure
+        assert not exit_.is_consequence
+        raised = error_of(exit_, 2)
+        assert type(raised) is WorkerLostError
+        assert "rank 1 of 2 failed on tcp://10.0.0.2:4000 (host node-1): GPU 3 (UUID GPU-8f2c) of host" in str(raised)
+        assert "Traceback of rank 1" in str(raised)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+        RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:1131"),  # memory is short
+        ValueError("uncorrectable ECC error"),
+    ],
+)
+def test_error_that_code_may_cause_is_no_broken_gpu(error: Exception) -> None:
+    exit_ = replace(rank_exit(1, error=error), gpu="GPU 3")
+    assert not exit_.is_infrastructure
+    assert not exit_.is_consequence
+    assert not replace(rank_exit(1, error=RuntimeError("uncorrectable ECC error")), gpu="").is_infrastructure
+
+
+@pytest.mark.parametrize("said", ["Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 67108864 bytes"])
+def test_too_little_memory_for_nccl_is_no_loss_of_a_peer(said: str) -> None:
+    exits = [rank_exit(0, error=RuntimeError("NCCL error: remote process exited"), time=1.0)]
+    exits.append(replace(rank_exit(1, error=DistBackendError(NCCL_CUDA + said), time=2.0), gpu="GPU 3"))
+    assert not exits[1].is_consequence
+    assert not exits[1].is_infrastructure
+    assert find_root_failure(exits).rank == 1
+
+
 def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> None:
     exits = [
         rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.1),

@@ -1133,6 +1133,86 @@ def test_abort_by_nccls_watchdog_that_nothing_explains_is_a_loss_of_infrastructu
     assert "ended by signal 6, SIGABRT of torch's NCCL watchdog" in world.watcher.reasons[0]
 
 
+# ---- GPUs that fail -------------------------------------------------------------------------------------------------
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+def on_gpus(world: World, *gpus: tuple[str, ...]) -> World:
+    """Give the workers these GPUs, and form the gang."""
+    world.gpus = {f"tcp://10.0.0.{number}:1": uuids for number, uuids in enumerate(gpus, start=1)}
+    world.form()
+    return world
+
+
+def end_by_gpu(world: World, worker: str, rank: int) -> None:
+    """A GPU fails under a rank; the gang settles, and starts again with what is there."""
+    world.fail(world.agent(worker), rank, RuntimeError(ECC))
+    world.obey_all()
+    for _ in range(2):  # a worker that is there may be asked first
+        world.wait(1.0)
+        world.form()
+
+
+def gpus_of(world: World) -> dict[str, list[str]]:
+    """The GPUs of each worker's ranks, by their names there."""
+    return {agent.worker: [place.gpu or "none" for place in agent.places] for agent in world.connected() if agent.ranks}
+
+
+def test_gpu_that_has_failed_is_left_out_where_its_worker_has_another(world_of: MakeWorld) -> None:
+    world = on_gpus(world_of(max_restarts=1), ("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
+    assert gpus_of(world) == {W1: ["0"], W2: ["0"]}
+    end_by_gpu(world, W2, 1)
+    assert gpus_of(world) == {W1: ["0"], W2: ["1"]}
+    assert world.starts[1].job.backend == "nccl"
+    assert world.watcher.reasons == [
+        f"rank 1 on {W2} after step 0: GPU 0 (UUID GPU-c) of host {W2} failed: {ECC}; starting again (failure 1)"
+    ]
+
+
+def test_worker_whose_gpu_has_failed_is_left_out_where_another_worker_is_there(world_of: MakeWorld) -> None:
+    world = world_of(max_restarts=1)
+    on_gpus(world, ("GPU-a",), ("GPU-b",))
+    world.gpus[world.new_worker()] = ("GPU-c",)
+    end_by_gpu(world, W1, 0)
+    assert gpus_of(world) == {W2: ["0"], W3: ["0"]}
+    world.finish()
+    assert world.results == [0, 1]
+
+
+def test_smaller_gang_leaves_the_worker_whose_gpu_has_failed_out_for_good(world_of: MakeWorld) -> None:
+    world = on_gpus(world_of(max_restarts=1, min_workers=1), ("GPU-a",), ("GPU-b",))
+    world.train()
+    end_by_gpu(world, W2, 1)
+    assert gpus_of(world) == {W1: ["0"]}
+    world.train(3)
+    world.wait(3.0)
+    assert len(world.starts) == 2
+
+
+def test_gpu_that_has_failed_is_tried_again_where_no_other_is_there_and_costs_a_restart(world_of: MakeWorld) -> None:
+    world = on_gpus(world_of(max_restarts=1), ("GPU-a",), ("GPU-b",))
+    end_by_gpu(world, W2, 1)
+    assert gpus_of(world) == {W1: ["0"], W2: ["0"]}
+    end_by_gpu(world, W2, 1)
+    error = raised(world)
+    assert isinstance(error, WorkerLostError)
+    assert error.cause == f"GPU 0 (UUID GPU-b) of host {W2} failed: {ECC}"
+    assert "max_restarts=1 is used up by losses of infrastructure" in str(error)
+
+
+def test_gpu_is_the_cause_though_its_rank_is_aborted_by_nccls_watchdog(world_of: MakeWorld) -> None:
+    world = on_gpus(world_of(max_restarts=0), ("GPU-a",), ("GPU-b",))
+    world.leave(world.agent(W1), 0, -signal.SIGABRT, watchdog=WATCHDOG)
+    said = f"Process group watchdog thread terminated with exception: {ECC}"
+    world.leave(world.agent(W2), 1, -signal.SIGABRT, log_tail=f"step 3\n{said}\nSearch for `cudaErrorECC'\n")
+    world.obey_all()
+    world.wait(1.0)
+    error = raised(world)
+    assert isinstance(error, WorkerLostError)
+    assert (error.rank, error.cause) == (1, f"GPU 0 (UUID GPU-b) of host {W2} failed: {said}")
+
+
 def test_rank_that_aborts_is_not_waited_for_longer_than_answers_take(world_of: MakeWorld) -> None:
     world = world_of(max_restarts=0)
     world.form()

@@ -11,6 +11,7 @@ from flytekitplugins.daskpytorch.protocol.placement import (
     Node,
     Place,
     choose_backend,
+    leave_out,
     one_per_gpu,
     place_ranks,
     worker_order,
@@ -275,3 +276,13 @@ def test_two_instances_of_one_gpu_are_two_gpus() -> None:
     pods = [node(f"w{i}", host="machine", gpus=("0",), uuids=(f"MIG-{i}",)) for i in range(2)]
     assert choose_backend("nccl", pods, place_ranks(pods, 1, "all")) == "nccl"
     assert [place.visible_gpus for place in flat(place_ranks(pods, 1, "all"))] == [("0",), ("0",)]
+
+
+def test_failed_gpu_is_left_out_where_no_ranks_have_to_share_others_for_it() -> None:
+    on_one_host = [node(worker, host="x", gpus=("0", "1", "2", "3")) for worker in "ab"]
+    broken = [("x", "3")]
+    assert [each.gpus for each in leave_out(on_one_host, broken, 1)] == [("0", "1", "2"), ("0", "1", "2")]
+    assert leave_out(on_one_host, broken, 2) == on_one_host
+    assert leave_out(on_one_host, [("y", "3")], 1) == on_one_host
+    alone = [node("a", gpus=("0",), uuids=("GPU-a",)), node("b", gpus=("0", "1"), uuids=("GPU-b", "GPU-c"))]
+    assert [each.gpu_uuids for each in leave_out(alone, [("", "GPU-a"), ("", "GPU-b")], 1)] == [("GPU-a",), ("GPU-c",)]

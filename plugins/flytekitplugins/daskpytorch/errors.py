@@ -85,7 +85,7 @@ class NoDebuggerError(RuntimeError):
 
 
 class WorkerLostError(GangError):
-    """A worker, the scheduler or a rank's process was taken away: the infrastructure failed, not the user's code.
+    """A worker, the scheduler, a rank's process or its GPU was lost: the infrastructure failed, not the user's code.
 
     Has the fields of `GangError`.
 

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, Close, Hello, Start, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Job
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place, worker_order
+from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
 __all__ = ["Agents", "Peer"]
 
@@ -86,6 +86,8 @@ class Agents:
     """Workers that went, with the reason."""
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, with the error: there is no use in asking them again."""
+    faulty_gpus: set[GpuKey] = field(default_factory=set)
+    """GPUs that have failed under a rank of this gang."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _shunned: set[str] = field(default_factory=set)
@@ -141,6 +143,29 @@ class Agents:
         """Those that can carry ranks, in the order of their ranks."""
         fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
+
+    def best_nodes(self, wanted: int, least: int) -> list[Node]:
+        """Return the nodes that carry the next attempt, without GPUs that have failed where there are others.
+
+        A node whose ranks would need a failed GPU carries some only where fewer than `least` others are there.
+        """
+        nodes, sound = self.nodes(), self.sound_workers()
+        by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
+        chosen = {node.worker for node in by_soundness[: min(wanted, max(least, len(sound)))]}
+        return leave_out([node for node in nodes if node.worker in chosen], sorted(self.faulty_gpus), self.num_ranks)
+
+    def sound_workers(self) -> set[str]:
+        """Return the workers that can carry ranks and need none of the failed GPUs."""
+        workers = self.peers.keys() - self.leaving
+        return {worker for worker in workers if not self.faulty_gpus or self._is_sound(self.peers[worker].node)}
+
+    def _is_sound(self, node: Node) -> bool:
+        return len(node.without(self.faulty_gpus).gpus) >= min(self.num_ranks, len(node.gpus))
+
+    @property
+    def num_sound(self) -> int:
+        """How many workers can carry ranks and need none of the failed GPUs."""
+        return len(self.sound_workers()) if self.faulty_gpus else self.num_nodes
 
     @property
     def num_nodes(self) -> int:
@@ -227,7 +252,7 @@ class Agents:
         if (present := self._look()) is None:
             return
         self._give_up(self.expected - present)
-        num_missing = wanted - self.num_nodes - len(self.expected)
+        num_missing = wanted - self.num_sound - len(self.expected)
         newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited, ToAgent
 from flytekitplugins.daskpytorch.protocol.orders import Chosen
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
@@ -153,6 +153,12 @@ class Attempt:
         """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
         return self.has_earnest_failure and not self.root_failure().is_infrastructure
 
+    @property
+    def faulty_gpus(self) -> set[GpuKey]:
+        """The own GPUs of ranks that have ended because their GPU failed."""
+        placed = [self.places[exit_.rank] for exit_ in self.bad_exits if exit_.gpu_fault]
+        return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
+
     def tell(self, message: ToAgent) -> None:
         """Tell all agents that carry its ranks; those of newcomers wait for orders of their own."""
         for peer in self.carriers:
@@ -249,7 +255,7 @@ class Attempt:
             self._has_earnest_failure |= not exit_.is_consequence
 
     def _exit(self, rank: int, **how: Any) -> RankExit:
-        _, node = self.places[rank]
+        place, node = self.places[rank]
         return RankExit(
             rank=rank,
             worker=node.worker,
@@ -258,5 +264,6 @@ class Attempt:
             hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
             is_deadlock=self.is_deadlock and self.hang is not None and self.hang[0] == rank,
             step=self.steps.get(rank),
+            gpu=node.title_of(place.gpu) if place.gpu is not None else "",
             **how,
         )

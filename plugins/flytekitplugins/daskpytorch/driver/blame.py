@@ -32,7 +32,7 @@ def _severity(exit_: RankExit) -> int:
         return 0
     if exit_.hang is not None:
         return 4
-    if exit_.failure is not None or exit_.watchdog:
+    if exit_.failure is not None or (exit_.watchdog and not exit_.gpu_fault):
         return 5
     if exit_.stopped:
         return 6
@@ -43,9 +43,8 @@ def _severity(exit_: RankExit) -> int:
 
 def describe(exit_: RankExit) -> str:
     """How a rank ended, in a line."""
-    if exit_.failure is not None:
-        text = exit_.failure.message
-        return f"{exit_.failure.type_name}: {text}" if text else exit_.failure.type_name
+    if exit_.failure is not None or exit_.gpu_fault:
+        return _describe_error(exit_)
     if exit_.hang is not None:
         return exit_.hang.partition("\n")[0]
     if exit_.exitcode is None:
@@ -59,6 +58,14 @@ def describe(exit_: RankExit) -> str:
         hint += f" of torch's NCCL watchdog, which said: {exit_.watchdog.strip()[:500]}" if exit_.watchdog else ""
         return f"ended by signal {number}, {_signal_name(number)}{hint}"
     return f"its process ended early with exit code {exit_.exitcode}, without returning a result"
+
+
+def _describe_error(exit_: RankExit) -> str:
+    """Name the GPU that has failed, else the exception."""
+    if exit_.gpu_fault or exit_.failure is None:
+        return f"{exit_.gpu} of host {exit_.host} failed: {exit_.gpu_fault}"
+    name, text = exit_.failure.type_name, exit_.failure.message
+    return f"{name}: {text}" if text else name
 
 
 def _signal_name(number: int) -> str:
@@ -110,7 +117,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         is_repeated=refusal == REPEATED,
     )
     original = root_failure.failure.rebuilt() if root_failure.failure else None
-    if original is None:
+    if original is None or root_failure.is_infrastructure:
         return error
     original.__cause__ = error
     return original
@@ -157,10 +164,10 @@ class AttemptFailure:
         cause = "a hang" if root_failure.hang is not None else how
         return cls(
             what=f"rank {root_failure.rank} on {root_failure.worker}{where}: {how}",
-            cause=cause if failure is None else f"{failure.type_name} at {failure.place}",
+            cause=cause if failure is None or root_failure.gpu_fault else f"{failure.type_name} at {failure.place}",
             position=root_failure.position,
             is_infrastructure=root_failure.is_infrastructure,
-            is_exception=failure is not None and not failure.is_consequence,
+            is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
             is_final=failure.is_final if failure is not None else root_failure.is_deadlock,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             gets_further=gets_further,

@@ -400,6 +400,8 @@ class Brain:
         self._attempt = self._watch = None
         self._deadline = (self._asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else (now if self._lost_at is None else self._lost_at) + SETTLE_TIME
+        if self._agents.faulty_gpus:  # another worker may be found
+            self._settled_at = now + GROWTH_SETTLE_TIME
         return self._gather
 
     def _gather(self) -> Phase | None:
@@ -410,11 +412,14 @@ class Brain:
             raise self._preempted(self._stop_request)
         is_first, now = self._number == 0, self._now()
         recruits = not is_first or self._settings.max_restarts > 0
-        if self._agents.num_nodes < self._num_wanted:
+        num_sound = self._agents.num_sound
+        if num_sound < self._num_wanted:
             self._look_for_workers(recruits=recruits)
         count = self._agents.num_nodes
-        is_settled = now >= self._settled_at and not (is_first and self._agents.expected)
-        if count == self._num_wanted or (count >= self._num_least and (is_settled or now >= self._deadline)):
+        awaits_gpus = num_sound < self._num_wanted <= count and bool(self._agents.expected or now < self._settled_at)
+        is_settled = now >= self._settled_at and not (is_first and self._agents.expected) and not awaits_gpus
+        is_whole = count == self._num_wanted and not awaits_gpus
+        if is_whole or (count >= self._num_least and (is_settled or now >= self._deadline)):
             return self._start()
         if is_first and (now >= self._deadline or self._is_hopeless(recruits=recruits)):
             raise self._agents.too_few_came(self._request.name, self._num_wanted, self._settings.start_timeout)
@@ -448,7 +453,7 @@ class Brain:
         """Place the ranks on the workers that are here, and have them started."""
         self._accountant.enter("starting")
         self._agents.dismiss_leaving()
-        nodes = self._agents.nodes()[: self._num_wanted]
+        nodes = self._agents.best_nodes(self._num_wanted, self._num_least)
         _check_versions(nodes)
         places = placement.place_ranks(nodes, self._request.ranks_per_worker, self._settings.devices)
         backend = placement.choose_backend(self._settings.backend, nodes, places)
@@ -586,7 +591,7 @@ class Brain:
         if attempt.results:
             return False
         carrying = attempt.ranks_of.keys() - self._agents.leaving
-        spare = [peer for worker, peer in self._agents.peers.items() if worker not in carrying | self._agents.leaving]
+        spare = [self._agents.peers[worker] for worker in self._agents.sound_workers() - carrying]
         if not spare or len(carrying) != len(attempt.ranks_of):
             return False
         is_whole = len(carrying) + len(spare) >= self._num_wanted
@@ -708,6 +713,7 @@ class Brain:
         if root_failure.failure is not None and failure.cause not in {each.cause for each in self._policy.failures}:
             self._announcer.note(f"rank {root_failure.rank} raised\n{root_failure.failure.traceback.rstrip()}")
         self._policy.note(failure)
+        self._agents.faulty_gpus |= attempt.faulty_gpus
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
     def _go_on_without(self, request: StopRequest) -> str:

@@ -18,6 +18,7 @@ from tblib import pickling_support
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
+from flytekitplugins.daskpytorch.protocol.gpu_errors import find_gpu_fault, is_memory_of_nccl
 
 __all__ = [
     "CONSEQUENCES",
@@ -85,6 +86,8 @@ class Failure:
     """It is certain to come again: the function had returned something of no use, or the code itself is wrong."""
     recalled: Recalled | None = None
     """The rank's last collectives, where it reads like the loss of a peer."""
+    gpu_fault: str = ""
+    """Line of the exception's text by which a GPU has failed; empty for other exceptions."""
 
     @classmethod
     def of(
@@ -101,6 +104,7 @@ class Failure:
         # The first frame is the rank's own call of the function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         shown = "".join(traceback.format_exception(type(error), error, trace))
+        gpu_fault = next(filter(None, map(_gpu_fault_of, _with_causes(error))), "")
         return cls(
             type_name=name,
             message=text,
@@ -108,7 +112,8 @@ class Failure:
             place=_place_of(error),
             pickled=_pickled(error),
             time=time,
-            is_consequence=any(map(_is_of_group, _with_causes(error))),
+            is_consequence=not gpu_fault and any(map(_is_of_group, _with_causes(error))),
+            gpu_fault=gpu_fault,
             position=position,
             is_final=is_final or isinstance(error, CERTAIN_TYPES),
         )
@@ -165,6 +170,8 @@ class RankExit:
     """The agent that watched it failed, like this."""
     watchdog: str = ""
     """Log line by which torch's NCCL watchdog said why it aborted the rank; empty for any other end."""
+    gpu: str = ""
+    """The rank's own GPU, as messages name it; empty for a rank without one."""
 
     @property
     def position(self) -> tuple[int | None, int | None]:
@@ -172,22 +179,36 @@ class RankExit:
         return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
+    def gpu_fault(self) -> str:
+        """Line by which the rank's GPU has failed, of its exception or its abort; empty for any other end.
+
+        Torch's NCCL watchdog is often the first to see such an error, and aborts the rank from its own thread.
+        """
+        if not self.gpu or self.hang is not None:
+            return ""
+        if self.failure is not None:
+            return self.failure.gpu_fault
+        return find_gpu_fault(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
+
+    @property
     def is_consequence(self) -> bool:
         """It may well have ended because another rank did."""
-        if self.hang is not None:
+        if self.hang is not None or self.gpu_fault:
             return False
         return self.stopped or bool(self.watchdog) if self.failure is None else self.failure.is_consequence
 
     @property
     def may_be_of_collective(self) -> bool:
         """Its collective may have failed: torch raises then, and NCCL's watchdog, as gloo in its threads, aborts."""
-        if self.hang is not None or self.stopped:
+        if self.hang is not None or self.stopped or self.gpu_fault:
             return False
         return self.failure.is_consequence if self.failure is not None else self.exitcode == -signal.SIGABRT
 
     @property
     def is_infrastructure(self) -> bool:
-        """Taken away from outside: with its worker, or by a signal that code does not send itself by accident."""
+        """Taken away from outside: with its worker or GPU, or by a signal that code seldom sends itself."""
+        if self.gpu_fault:
+            return True
         if self.failure is not None or self.hang is not None or self.out_of_memory:
             return False
         if self.watchdog:  # ranks that call different collectives are an error of the code
@@ -240,12 +261,20 @@ def _is_of_group(error: BaseException) -> bool:
     Torch raises its own types, or a `RuntimeError`, whose text tells. An `OSError` may come from any socket: the calls
     that led to it tell whose.
     """
+    if is_memory_of_nccl(_text_of(error)):
+        return False
     if type(error).__name__ in CONSEQUENCE_TYPES:
         return True
     says_so = CONSEQUENCES.search(_text_of(error)) is not None
     if isinstance(error, OSError):
         return (says_so or isinstance(error, ConnectionError)) and GROUP_FILES.search(_caller_of(error)) is not None
     return says_so and isinstance(error, RuntimeError) and not isinstance(error.__cause__, OSError)
+
+
+def _gpu_fault_of(error: BaseException) -> str:
+    """Return the line by which a GPU has failed. Torch raises a `RuntimeError`, nvidia-ml-py a class of its own."""
+    is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
+    return find_gpu_fault(_text_of(error)) if is_of_gpu else ""
 
 
 def _caller_of(error: BaseException) -> str:

@@ -2,11 +2,14 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Node", "Place", "choose_backend", "one_per_gpu", "place_ranks", "worker_order"]
+__all__ = ["GpuKey", "Node", "Place", "choose_backend", "leave_out", "one_per_gpu", "place_ranks", "worker_order"]
+
+GpuKey = tuple[str, str]
+"""What tells a GPU from all others, as `Node.key_of` makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +32,26 @@ class Node:
     versions: dict[str, str]
     """Versions that all sides must share."""
 
-    def key_of(self, gpu: str) -> tuple[str, str]:
+    def key_of(self, gpu: str) -> GpuKey:
         """Return what tells a visible GPU from all other GPUs: its UUID, else the host and the GPU's name there."""
         uuid = dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu)
         return ("", uuid) if uuid else (self.host, gpu)
+
+    def title_of(self, gpu: str) -> str:
+        """Return how messages name a visible GPU: its name there, and its UUID."""
+        host, uuid = self.key_of(gpu)
+        return f"GPU {gpu}" if host or uuid == gpu else f"GPU {gpu} (UUID {uuid})"
+
+    def without(self, faulty: Collection[GpuKey]) -> "Node":
+        """Return this node without GPUs that have failed."""
+        sound = [index for index, gpu in enumerate(self.gpus) if self.key_of(gpu) not in faulty]
+
+        def of_sound(values: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(values[index] for index in sound if index < len(values))
+
+        return replace(
+            self, gpus=of_sound(self.gpus), gpu_names=of_sound(self.gpu_names), gpu_uuids=of_sound(self.gpu_uuids)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +158,22 @@ def place_ranks(
         )
         placed_on_host[node.host] += ranks_per_worker
     return places
+
+
+def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worker: int) -> list[Node]:
+    """Return the nodes without each of the failed GPUs in whose place the ranks there have others to themselves."""
+    left = list(nodes)
+    for gpu in faulty:
+        fewer = [node.without([gpu]) for node in left]
+        all_have = all(after.gpus or not before.gpus for before, after in zip(left, fewer, strict=True))
+        if all_have and _most_shared(fewer, ranks_per_worker) <= _most_shared(left, ranks_per_worker):
+            left = fewer
+    return left
+
+
+def _most_shared(nodes: Sequence[Node], ranks_per_worker: int) -> int:
+    """Return how many ranks share the GPU that most ranks have."""
+    return max(_own_gpus(nodes, ranks_per_worker)[1].values(), default=0)
 
 
 def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:
