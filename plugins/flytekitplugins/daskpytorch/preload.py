@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.process.system import check_system, optional
 
 __all__ = ["dask_setup"]
 
@@ -31,6 +32,8 @@ def dask_setup(worker: Any) -> None:
         >>> dispatch.run(client, lambda: current_rank().rank).result()
         [0, 1]
     """
-    if worker.nanny is not None:
-        fork_client.hand_over(worker.nanny)
-    fork_client.start_ahead()
+    check_system()
+    with optional("Starting the fork server ahead"):  # the first gang starts one
+        if worker.nanny is not None:
+            fork_client.hand_over(worker.nanny)
+        fork_client.start_ahead()

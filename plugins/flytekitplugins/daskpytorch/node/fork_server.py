@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 from flytekitplugins.daskpytorch.node import generators, hugepages
 from flytekitplugins.daskpytorch.process import sigterm
+from flytekitplugins.daskpytorch.process.system import optional
 
 __all__ = ["END", "MAX_PACKET", "command", "is_of_this_user"]
 
@@ -377,13 +378,22 @@ def _import_for_ranks(others: Sequence[str]) -> None:
     process_group.install()
     host_names.ask_for_none()
     for name in others:
-        import_module(name)
-    # With each process group torch asks twice for plugins, and reads the metadata of all that is installed. Kept in
-    # memory, that takes a fifth off a warm gang's start.
-    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
-    metadata.entry_points(group="torch.distributed.backends")
+        with optional(f"Importing {name} ahead"):  # the rank that needs it says so, where it matters
+            import_module(name)
+    with optional("Reading the metadata of torch's plugins ahead"):
+        _remember_plugins()
     _settle()
     gc.enable()
+
+
+def _remember_plugins() -> None:
+    """Keep what is installed for torch in memory.
+
+    With each process group torch asks twice for plugins, and reads the metadata of all that is installed. Kept in
+    memory, that takes a fifth off a warm gang's start.
+    """
+    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
+    metadata.entry_points(group="torch.distributed.backends")
 
 
 def _import_for_training() -> Iterator[float]:
@@ -399,8 +409,9 @@ def _import_for_training() -> Iterator[float]:
 
 
 def _collapse_memory() -> Iterator[float]:
-    for _ in hugepages.collapse_memory():
-        yield 0.0
+    with optional("Moving memory into huge pages"):
+        for _ in hugepages.collapse_memory():
+            yield 0.0
 
 
 def _import_in_pieces(modules: Sequence[str]) -> Iterator[float]:

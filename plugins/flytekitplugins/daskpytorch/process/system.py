@@ -1,15 +1,19 @@
-"""On which systems gangs run, said before one starts; and what a system shows of a process."""
+"""On which systems gangs run, said before one starts; what a system shows of a process; what it may lack."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-__all__ = ["check_system", "runs_gangs", "show_as"]
+__all__ = ["check_system", "optional", "runs_gangs", "show_as"]
+
+_logger = logging.getLogger(__name__)
 
 
 def runs_gangs() -> bool:
@@ -30,6 +34,19 @@ def check_system() -> None:
             "DASKPYTORCH_DEBUG=1 or Gang(debug=True); or run it in a Linux container, or on a cluster, for which tasks "
             "can be registered from here."
         )
+
+
+@contextlib.contextmanager
+def optional(what: str) -> Iterator[None]:
+    """Run what only makes a gang faster, or only shows something: an error costs a line in the log, and ends nothing.
+
+    Args:
+        what: What is done, for that line.
+    """
+    try:
+        yield
+    except Exception as error:  # of a torch, kernel or container that is not known here
+        _logger.warning("%s failed, which ends nothing: %s: %s", what, type(error).__name__, error)
 
 
 def show_as(name: str) -> None:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, assert_never
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
 from flytekitplugins.daskpytorch.goodput import Goodput
-from flytekitplugins.daskpytorch.process.system import show_as
+from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import orders, program, reports, result_frames, torch_settings
 from flytekitplugins.daskpytorch.protocol.code import Call, completed, ending_as_program, unpack_call
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -528,7 +528,8 @@ def _take_device(order: RankOrder) -> torch.device | None:
     torch.cuda.set_device(index)
     if not has_own:
         return None
-    numa.stay_beside(index)
+    with optional("Staying on the cores beside the GPU"):  # torch < 2.8 does not tell the GPU's address
+        numa.stay_beside(index)
     return torch.device("cuda", index)
 
 

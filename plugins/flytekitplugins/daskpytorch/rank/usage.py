@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from flytekitplugins.daskpytorch.goodput import RankUsage
+from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 
 __all__ = ["Gauge", "Ledger", "saving", "watched"]
@@ -136,7 +137,18 @@ def saving(ledger: Ledger, report: Callable[[Spent], None] | None, step: int) ->
 @contextlib.contextmanager
 def watched(ledger: Ledger) -> Iterator[None]:
     """Have torch's loaders and optimizers make entries of their own."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    with contextlib.ExitStack() as stack:
+        with optional("Counting the waits for batches"):
+            stack.enter_context(_counted_batches(ledger))
+        with optional("Counting the optimizers' steps"):
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            stack.callback(register_optimizer_step_post_hook(lambda *_: ledger.step()).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _counted_batches(ledger: Ledger) -> Iterator[None]:
     from torch.utils.data import dataloader
 
     iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - nothing public is called for each batch
@@ -148,12 +160,10 @@ def watched(ledger: Ledger) -> Iterator[None]:
             return wait(self)
 
     iterator.__next__ = wait_counted  # type: ignore[method-assign]
-    hook = register_optimizer_step_post_hook(lambda *_: ledger.step())
     try:
         yield
     finally:
         iterator.__next__ = wait  # type: ignore[method-assign]
-        hook.remove()
 
 
 class Gauge:
@@ -192,8 +202,9 @@ class Gauge:
 
         def go_on() -> None:
             while not is_over.wait(interval):
-                send(self.read())
-                has_sent.set()
+                with optional("Reading what this rank uses"):
+                    send(self.read())
+                    has_sent.set()
 
         thread = threading.Thread(target=go_on, name="daskpytorch-usage", daemon=True)
         thread.start()
@@ -202,8 +213,9 @@ class Gauge:
         finally:
             is_over.set()
         thread.join()
-        if has_sent.is_set():
-            send(self.read())
+        with optional("Reading what this rank uses"):
+            if has_sent.is_set():
+                send(self.read())
 
 
 def _of_gpu(index: int) -> tuple[int | None, float | None]:

@@ -1,0 +1,100 @@
+"""What only makes a gang faster, or only measures it, may fail, and its ranks train all the same."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, dataloader
+
+from flytekitplugins.daskpytorch import preload
+from flytekitplugins.daskpytorch.node import fork_client, fork_server, hugepages
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.rank import main, numa, usage
+
+
+def fails(*_: Any, **__: Any) -> NoReturn:
+    """Stand for a part of torch, the kernel or the container that is other than it was known to be."""
+    raise AttributeError("no such thing here")
+
+
+def test_rank_trains_where_torch_does_not_tell_its_gpus_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="as of torch 2.6"))
+    monkeypatch.setattr(numa, "stay_beside", functools.partial(numa.stay_beside, system=tmp_path))
+    node = Node(worker="w", host="h", num_cores=8, gpus=("0",), gpu_names=(), interface=None, versions={})
+    [[place]] = place_ranks([node], 1)
+    order: Any = SimpleNamespace(place=place, job=SimpleNamespace(backend="nccl"))
+    cores = os.sched_getaffinity(0)
+    assert main._take_device(order) == torch.device("cuda:0")
+    assert os.sched_getaffinity(0) == cores
+    assert "Staying on the cores beside the GPU failed, which ends nothing: AttributeError" in caplog.text
+
+
+def test_rank_trains_where_torchs_loader_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = dataloader._BaseDataLoaderIter
+    monkeypatch.delattr(dataloader, "_BaseDataLoaderIter")
+    ledger = usage.Ledger()
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight])
+    with usage.watched(ledger):
+        monkeypatch.setattr(dataloader, "_BaseDataLoaderIter", kept, raising=False)
+        assert len(list(DataLoader(range(4)))) == 4  # type: ignore[arg-type]
+        optimizer.step()
+    assert ledger.num_steps == 1
+
+
+def test_rank_trains_where_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "INTERVAL", 0.001)
+    said: list[object] = []
+    with usage.Gauge(0, usage.Ledger(), 0).reporting(1, said.append):
+        while not said:
+            pass
+        monkeypatch.setattr(psutil, "Process", fails)
+
+
+@pytest.mark.parametrize("error", [PermissionError("/proc/self/maps"), AttributeError("madvise")])
+def test_fork_server_goes_on_without_huge_pages(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(hugepages, "collapse_memory", refuse)
+    assert list(fork_server._collapse_memory()) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "others"), [("entry_points", []), ("nothing", ["no_such_module_to_be_imported_ahead"])]
+)
+def test_fork_server_goes_on_where_nothing_can_be_prepared(
+    broken: str, others: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metadata, "entry_points", fails if broken == "entry_points" else metadata.entry_points)
+    monkeypatch.setattr(fork_server, "_settle", lambda: None)
+    monkeypatch.setattr("flytekitplugins.daskpytorch.rank.process_group.install", lambda: None)
+    monkeypatch.setattr("flytekitplugins.daskpytorch.rank.host_names.ask_for_none", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        fork_server._import_for_ranks(others)
+    assert caplog.text.count("which ends nothing") == 1
+
+
+def test_dask_worker_starts_where_its_fork_server_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start: Callable[[], None] = fails
+    monkeypatch.setattr(fork_client, "start_ahead", start)
+    preload.dask_setup(SimpleNamespace(nanny=None))
+    assert "Starting the fork server ahead failed" in caplog.text
