@@ -45,7 +45,10 @@ COPY plugins ./plugins
 RUN /opt/venv/bin/pip install --no-cache-dir --no-deps . && rm -r /build/*
 
 # Flyte unpacks fast-registered code into /root; pyflyte-execute and dask-worker must both find it there.
-ENV PYTHONPATH=/root \
+# BASE says NVIDIA_VISIBLE_DEVICES=all, by which a pod without GPUs in its limits would see all GPUs of its machine.
+# Kubernetes' device plugin, and `docker run --gpus`, set this variable anew for containers that are given GPUs.
+ENV NVIDIA_VISIBLE_DEVICES=void \
+    PYTHONPATH=/root \
     PYTHONUNBUFFERED=1 \
     HOME=/root \
     PATH=/opt/venv/bin:$PATH

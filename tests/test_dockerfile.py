@@ -48,6 +48,12 @@ def test_it_runs_as_nobody_in_particular() -> None:
     assert words[-1] == "USER"
 
 
+def test_pod_without_gpus_in_its_limits_sees_none() -> None:
+    """The base image says `all`, and the last word on a variable counts."""
+    settings = " ".join(rest for word, rest in instructions() if word == "ENV").split()
+    assert dict(setting.split("=", 1) for setting in settings)["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
 def test_it_holds_no_secret() -> None:
     copied = {source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]}
     ours = {"pyproject.toml", "README.md", "LICENSE", "plugins", "tasks", "workflows", "--chown=1000:1000"}
