@@ -436,7 +436,8 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
     while "wait_for_ever" not in (located := driver.hear(Located)).stacks:  # it is on its way there
         driver.send(messages.Tell(Locate()))
     assert "in _follow" in located.stacks  # of the thread that answers, too
-    assert driver.hear(Remembered).recalled == Recalled(groups=["the default group (gloo)"], collectives=[])
+    group = "the default group (gloo)"
+    assert driver.hear(Remembered).recalled == Recalled(groups=[group], collectives=[], members={group: (0,)})
     driver.send(messages.Tell(ShowStacks()))
     tail = ""
     while "wait_for_ever" not in tail:

@@ -86,3 +86,21 @@ def test_hang_without_the_recorder_is_told_by_the_stacks(monkeypatch: pytest.Mon
     assert isinstance(error, GangHungError)
     assert "flight recorder" not in str(error)
     assert "the ranks are inside different collectives: rank 0 in all_reduce, rank 1 in broadcast" in error.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "abc", "a number of collectives, such as 64"),
+        ("TORCH_FR_BUFFER_SIZE", "3000000000", "a number of collectives, such as 64"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "", "a number of collectives, such as 64"),
+        ("TORCH_FR_CPP_STACK", "on", "1 or 0"),
+    ],
+)
+def test_recorder_variable_that_torch_cannot_read_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, wanted: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    error = error_of(dist.barrier, start_timeout=60.0)
+    assert isinstance(error, ValueError)
+    assert str(error) == f"{name}={value!r}: must be {wanted}, for torch's flight recorder. Mend or unset it"

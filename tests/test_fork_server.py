@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -773,3 +774,70 @@ def test_another_user_neither_gets_the_server_nor_takes_its_place(nanny: Nanny) 
         assert said == "b''"
     os.kill(worker, signal.SIGKILL)
     assert nanny.worker()[2] == server
+
+
+# ---- What ends a server itself --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_server() -> Iterator[None]:
+    fork_client.shutdown()
+    yield
+    fork_client.shutdown()
+
+
+def error_of_first_rank() -> BaseException:
+    """Return what an agent hears whose rank cannot be forked."""
+    with contextlib.closing(fork_client.connect()) as client:
+        try:
+            client.ask_readiness()
+            Rank(client, 0)
+            client.take_readiness()
+        except RuntimeError as error:
+            return error
+        raise AssertionError("a rank was forked, and has ended")
+
+
+@pytest.mark.usefixtures("fresh_server")
+def test_server_that_cannot_start_says_why_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_LEISURE", "abc")
+    error = error_of_first_rank()
+    assert type(error) is fork_client.ForkServerFailedError
+    assert str(error).endswith(
+        "has failed: ValueError: DASKPYTORCH_LEISURE='abc': must be a number of seconds, such as 3"
+    )
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("fresh_server")
+def test_server_that_crashes_is_told_from_one_that_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "crashing.py").write_text("import os; os.abort()")
+    monkeypatch.syspath_prepend(tmp_path)
+    fork_client.import_ahead("crashing")
+    try:
+        assert "has ended by SIGABRT; the log of the worker" in str(error_of_first_rank())
+    finally:
+        fork_client._imported_ahead.remove("crashing")
+    with contextlib.closing(fork_client.connect()) as client:
+        assert fork_client._owned is not None
+        assert fork_client._owned.process is not None
+        fork_client._owned.process.kill()
+        with pytest.raises(fork_client.ForkServerLostError):
+            client.next_exit()
+
+
+@pytest.mark.usefixtures("fresh_server")
+def test_server_that_is_suspended_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_client, "END_TIMEOUT", 0.5)
+    fork_client.connect().close()
+    assert fork_client._owned is not None
+    process = fork_client._owned.process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    ending = threading.Thread(target=fork_client.shutdown, daemon=True)
+    ending.start()
+    ending.join(30)
+    assert not ending.is_alive()
+    assert process.returncode == -signal.SIGKILL

@@ -80,9 +80,11 @@ class Program:
         self.pid = int(keeper.recv(32))
         self.returncode: int | None = None
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Until it has ended; its exit code."""
         if self.returncode is None:
+            if not select.select([self._keeper], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a program", timeout or 0)
             self.returncode = self._heard(socket.MSG_PEEK)  # another thread may wait, too
         return self.returncode
 
@@ -100,7 +102,8 @@ class Program:
     def send_signal(self, signum: int) -> None:
         """Nothing if it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # its keeper is about to say that it has ended
+                os.kill(self.pid, signum)
 
     def kill(self) -> None:
         """At once."""

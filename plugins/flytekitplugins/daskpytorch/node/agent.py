@@ -210,6 +210,7 @@ class _Agent:
 
     def fork_ahead(self, count: int) -> None:
         """Have the first ranks forked while all agents meet; they wait for their orders."""
+        self._server.ask_readiness()
         for key in range(count):
             self._fork(key)
 
@@ -218,12 +219,25 @@ class _Agent:
         self._interface = interface_of(driver.own_address)
         self._meeting = _listen_at(driver.own_address)
         node, (host, port, *_) = self._describe_node(), self._meeting.getsockname()
+        self._await_server()
         self._say(messages.Hello(node, (host, port)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
             for handle in self._due():
                 handle()
             self._keep_time()
+
+    def _await_server(self) -> None:
+        """Wait until ranks can be forked: the driver refuses a worker whose agent fails before its `Hello`.
+
+        Raises:
+            ForkServerFailedError: The server has failed.
+            EOFError: The driver has gone.
+        """
+        if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
+            raise EOFError("the driver has gone")
+        with contextlib.suppress(fork_client.ForkServerLostError):  # after the `Hello`, `serve` takes it as a loss
+            self._server.take_readiness()
 
     def _describe_node(self) -> Node:
         return describe_node(self._order.worker, self._interface, self._order.num_gpus)

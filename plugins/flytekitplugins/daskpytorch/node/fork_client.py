@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,15 +22,25 @@ from flytekitplugins.daskpytorch.process.system import check_system
 __all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "import_ahead", "shutdown", "start_ahead"]
 
 
+END_TIMEOUT = 10.0
+"""Seconds for a fork server to end after the order to; a suspended one is killed then."""
+
+
 class ForkServerLostError(ConnectionError):
     """The fork server is gone: it was killed, or the process that owns it is ending."""
+
+
+class ForkServerFailedError(RuntimeError):
+    """The fork server could not start ranks, or has crashed; another one would end in the same way."""
 
 
 class ForkServerClient:
     """An agent's end: starts and kills its own ranks, hears of their exits. Closing it kills what is left of them."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket = sock
+        self._process = process
+        """The server; None where another process has started it."""
 
     def fileno(self) -> int:
         """To wait for what it says."""
@@ -37,7 +48,11 @@ class ForkServerClient:
 
     def spawn(self, key: int, channel: int, output: int) -> None:
         """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
-        socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
+        try:
+            socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
+        except ConnectionError:  # the server may have said before why it ended
+            while True:
+                self._next_event()
 
     def import_ahead(self, modules: Sequence[str]) -> None:
         """Have the server import these, in its own time, for the ranks that it forks from then on."""
@@ -51,20 +66,53 @@ class ForkServerClient:
         """Signal a rank alone, if it still runs."""
         self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
 
+    def ask_readiness(self) -> None:
+        """Have the server answer once its imports are done; to be called before the first `spawn`."""
+        self._socket.send(json.dumps({"op": "answer"}).encode())
+
+    def take_readiness(self) -> None:
+        """Wait for the answer to `ask_readiness`.
+
+        Raises:
+            ForkServerFailedError: As `next_exit`.
+            ForkServerLostError: As `next_exit`.
+        """
+        self._next_event()
+
     def next_exit(self) -> tuple[int, int]:
         """Wait for a rank's end: its key, and its exit code (negative: the signal that ended it).
 
         Raises:
-            ForkServerLostError: It is gone, and every rank with it.
+            ForkServerFailedError: The server has ended by an error of its own, and every rank with it.
+            ForkServerLostError: The server is gone, and every rank with it.
         """
+        event = self._next_event()
+        return event["key"], event["exitcode"]
+
+    def _next_event(self) -> dict[str, int]:
         try:
             packet = self._socket.recv(fork_server.MAX_PACKET)
-        except ConnectionResetError:  # it ended with requests unread
-            packet = b""
+        except ConnectionResetError:  # the server ended with requests unread; what it sent before can be read still
+            packet = self._socket.recv(fork_server.MAX_PACKET)
         if not packet:
-            raise ForkServerLostError("the fork server ended")
-        event = json.loads(packet)
-        return event["key"], event["exitcode"]
+            raise self._ended()
+        event: dict[str, int] = json.loads(packet)
+        if "error" in event:
+            raise ForkServerFailedError(f"the process that ranks are forked from has failed: {event['error']}")
+        return event
+
+    def _ended(self) -> Exception:
+        """Return the error for a server that ended without an error of its own."""
+        exitcode = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exitcode = self._process.wait(1.0)
+        if exitcode in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
+            return ForkServerLostError("the fork server ended")
+        how = f"exit code {exitcode}" if exitcode > 0 else signal.Signals(-exitcode).name
+        return ForkServerFailedError(
+            f"the process that ranks are forked from has ended by {how}; the log of the worker or task has its words"
+        )
 
     def close(self) -> None:
         """Kill what is left of this client's ranks."""
@@ -107,8 +155,9 @@ def connect(start_method: str = "forkserver") -> ForkServerClient:
     check_system()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _lock:
-        socket.send_fds(_running().control, [start_method.encode()], [theirs.fileno()])
-    return ForkServerClient(mine)
+        server = _running()
+        socket.send_fds(server.control, [start_method.encode()], [theirs.fileno()])
+    return ForkServerClient(mine, server.process)
 
 
 def start_ahead() -> None:
@@ -146,9 +195,11 @@ def shutdown() -> None:
     with _lock:
         if _owned is not None and _owned.pid == os.getpid():
             with _owned.control, contextlib.suppress(OSError):  # it may have ended
+                _owned.control.settimeout(END_TIMEOUT)
                 _owned.control.send(fork_server.END)
                 _owned.control.recv(1)  # until it has
             if _owned.process is not None:
+                _owned.process.kill()  # the server has ended its ranks, or does not answer: suspended, for example
                 _owned.process.wait()
         _owned = None
 

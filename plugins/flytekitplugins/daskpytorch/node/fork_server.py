@@ -211,11 +211,12 @@ class _Server:
             self._obey(None)
             return
         client = _Client(socket.socket(fileno=descriptors[0]), spawns=packet == SPAWN)
-        if not client.spawns and not self._has_imports:
-            _import_for_ranks(self._imported_ahead)
-            self._has_imports, self._import_at = True, time.monotonic() + _leisure()
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
+        if not client.spawns and not self._has_imports:
+            leisure = _leisure()
+            _import_for_ranks(self._imported_ahead)
+            self._has_imports, self._import_at = True, time.monotonic() + leisure
 
     def _serve_client(self, client: _Client) -> None:
         try:
@@ -233,6 +234,8 @@ class _Server:
                 os.close(descriptor)
             if self._import_at is not None:
                 self._import_at = max(self._import_at, time.monotonic() + QUIET)
+        elif request["op"] == "answer":
+            self._tell(client, {})
         elif request["op"] == "import":
             self._add(_import_in_pieces(request["modules"]))
         elif (pid := client.ranks.get(request["key"])) is None:
@@ -292,11 +295,19 @@ class _Server:
                 self._tell(client, {"key": key, "exitcode": os.waitstatus_to_exitcode(status)})
 
     @staticmethod
-    def _tell(client: _Client, event: dict[str, int]) -> None:
+    def _tell(client: _Client, event: dict[str, int | str]) -> bool:
+        """Send an event, and return whether the client is there."""
         try:
             client.sock.send(json.dumps(event).encode())
         except OSError:  # the agent has gone; the end-of-file that follows drops it
-            return
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all clients why the server ends; print the error where the server has no client."""
+        text = "".join(traceback.format_exception_only(error)).strip()[-MAX_PACKET // 4 :]
+        if not [client for client in self._clients if self._tell(client, {"error": text})]:
+            traceback.print_exception(error)
 
     def _fork(self, channel: int, output: int, *, spawns: bool) -> int:
         server_pid = os.getpid()
@@ -364,7 +375,11 @@ def _leisure() -> float:
 
     Not at once, so that it does not slow the first gang's start.
     """
-    return float(os.environ.get("DASKPYTORCH_LEISURE", "3"))
+    text = os.environ.get("DASKPYTORCH_LEISURE", "3")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
 
 
 def _import_for_ranks(others: Sequence[str]) -> None:
@@ -488,7 +503,12 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     left = _HandOver(socket.socket(fileno=hand_over[0]), hand_over[1]) if hand_over else None
     imported_ahead = [argument for argument in sys.argv[1:] if not argument.isdecimal()]
-    _Server(socket.socket(fileno=control), left, imported_ahead).serve()
+    server = _Server(socket.socket(fileno=control), left, imported_ahead)
+    try:
+        server.serve()
+    except BaseException as error:
+        server.fail(error)
+        os._exit(1)
     os._exit(0)  # also in the middle of imports
 
 

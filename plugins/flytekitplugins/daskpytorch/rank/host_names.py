@@ -13,6 +13,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 __all__ = ["ask_for_none"]
@@ -20,6 +21,9 @@ __all__ = ["ask_for_none"]
 RETRY = 1
 """The index of `retry`, how often a name is asked for at most, among the integers that glibc's `__res_state` begins
 with."""
+
+TIMEOUT = timedelta(seconds=2)
+"""Bounds the wait where there is no usable loopback; torch's own store waits for 300 s."""
 
 
 def ask_for_none() -> None:
@@ -30,7 +34,7 @@ def ask_for_none() -> None:
         door = socket.create_server(("127.0.0.1", 0))
         port, listener = door.getsockname()[1], door.detach()
         # The other kind of server leaves its event loop's descriptors behind, in this process and all its forks.
-        TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener, use_libuv=False)
+        TCPStore("127.0.0.1", port, None, True, TIMEOUT, False, master_listen_fd=listener, use_libuv=False)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,7 @@ def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None
     from torch import distributed
 
     def form() -> None:
+        _check_recorder()
         device = take_device()
         member.store = _store(job, listener, place.world_size)
         distributed.init_process_group(backend, device_id=device, timeout=job.debugging.patience)
@@ -143,6 +144,34 @@ def expect(place: Place, job: Job, take_device: Callable[[], torch.device | None
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
     member = _membership = _Membership(os.getpid(), place, backend, form)
+
+
+def _check_recorder() -> None:
+    """Check the variables of torch's flight recorder: for a bad value, torch 2.15 hangs or aborts in the first group.
+
+    Raises:
+        ValueError: Torch cannot read one of them.
+    """
+    for new, old, is_readable, wanted in (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", _is_number, "a number of collectives, such as 64"),
+        ("TORCH_FR_CPP_STACK", "TORCH_NCCL_TRACE_CPP_STACK", _is_truth_value, "1 or 0"),
+    ):
+        for name in (new, old):
+            text = os.environ.get(name)
+            if text is not None and not is_readable(text):
+                raise ValueError(f"{name}={text!r}: must be {wanted}, for torch's flight recorder. Mend or unset it")
+
+
+def _is_number(text: str) -> bool:
+    """Return whether the text is an integer of 32 bits."""
+    try:
+        return -(1 << 31) <= int(text) < 1 << 31
+    except ValueError:
+        return False
+
+
+def _is_truth_value(text: str) -> bool:
+    return text.lower() in {"y", "yes", "t", "true", "1", "n", "no", "f", "false", "0"}
 
 
 def join() -> None:
