@@ -19,6 +19,10 @@ from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)
 """A collective with a shorter timeout ends by itself, as its program may expect."""
+NCCL_BACKENDS = ("nccl-legacy", "nccl2", "nccl-lazy")
+"""Names in records of what groups call nccl: torch 2.15's `nccl` is `nccl2`, unless TORCH_DIST_USE_NCCL2 is 0."""
+HOOK = 0x6461736B
+"""Number of this module's abort hook among a backend's hooks, of which torch's own have small numbers."""
 __all__ = ["call_before_abort", "recall"]
 
 
@@ -43,19 +47,37 @@ def call_before_abort(report: Callable[[], None]) -> None:
     collective has timed out: both in threads of theirs, so that no line of Python comes to say why.
     """
     global _handler
+    rank = os.getpid()
+
+    def report_of_rank() -> None:
+        if os.getpid() == rank:  # not a worker of its DataLoader, which has this from it
+            report()
+
+    with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of another torch
+        _hook_abort(report_of_rank)
     if _set_terminate is None:
         return
-    rank = os.getpid()
 
     def handler() -> None:
         try:
-            if os.getpid() == rank:  # not a worker of its DataLoader, which has this from it
-                report()
+            report_of_rank()
         finally:
             previous()  # says what was thrown, and aborts
 
     _handler = _HANDLER(handler)  # ctypes keeps no reference
     previous = _set_terminate(_handler)
+
+
+def _hook_abort(report: Callable[[], None]) -> None:
+    """Have this called before a group that is there now aborts; torch 2.15's `nccl2` throws no exception then."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    for group in distributed_c10d._world.pg_map:  # noqa: SLF001 - as below
+        for device in group._device_types:  # noqa: SLF001
+            backend: Any = group._get_backend(torch.device(device))  # noqa: SLF001
+            if getattr(backend, "supports_abort_hooks", False):
+                backend.register_abort_hook(HOOK, report)
 
 
 def _found() -> Callable[[object], Callable[[], None]] | None:
@@ -77,9 +99,17 @@ def _groups() -> Iterator[str]:
     """The process groups that this rank is in, once for each backend: each of them counts by itself."""
     from torch.distributed import distributed_c10d
 
-    for group, (backends, _) in distributed_c10d._world.pg_map.items():  # noqa: SLF001 - as `process_group` does
-        for backend in backends.split(","):
-            yield _name(group.group_name, group.group_desc, backend.rpartition(":")[2])
+    for group in distributed_c10d._world.pg_map:  # noqa: SLF001 - as `process_group` does
+        for backend in _backends_of(group):
+            yield _name(group.group_name, group.group_desc, backend)
+
+
+def _backends_of(group: Any) -> list[str]:
+    """Return a group's backends. `pg_map` has the one by which `process_group` calls the group, which may have more."""
+    from torch.distributed import distributed_c10d
+
+    config = distributed_c10d._world.pg_backend_config[group]  # noqa: SLF001 - "cpu:gloo,cuda:nccl"
+    return list(dict.fromkeys(backend.rpartition(":")[2] for backend in config.split(",")))
 
 
 def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -88,8 +118,8 @@ def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world  # noqa: SLF001 - as above
-    for group, (backends, _) in world.pg_map.items():
-        if any(backend.rpartition(":")[2] == "gloo" for backend in backends.split(",")):
+    for group in world.pg_map:
+        if "gloo" in _backends_of(group):
             backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001
             if backend.options._timeout >= LONG_TIMEOUT:  # noqa: SLF001
                 yield _name(group.group_name, group.group_desc, "gloo"), tuple(sorted(world.pg_group_ranks[group]))
@@ -101,6 +131,7 @@ def _group_of(entry: Mapping[str, Any]) -> str:
 
 
 def _name(name: str, described: str, backend: str) -> str:
+    backend = "nccl" if backend in NCCL_BACKENDS else backend
     if described == "default_pg":
         return f"the default group ({backend})"
     return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
@@ -114,6 +145,9 @@ def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
         yield from _entries_in(c10d._dump_fr_trace(True, True, False))  # noqa: SLF001
         if has_nccl:  # else nothing touches CUDA
             yield from _entries_in(c10d._dump_nccl_trace(True, True, False))  # noqa: SLF001
+            for backend in NCCL_BACKENDS[1:]:
+                with contextlib.suppress(TypeError):  # torch < 2.15 has the recorder of gloo alone here
+                    yield from _entries_in(c10d._dump_fr_trace(True, True, False, backend=backend))  # noqa: SLF001
 
 
 def _entries_in(trace: bytes) -> Sequence[Mapping[str, Any]]:

@@ -1,0 +1,102 @@
+"""What a rank remembers of its collectives with torch's NCCL backends: entries are real, of torch's `fake` backend."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flytekitplugins.daskpytorch.rank import flight_recorder
+
+if not hasattr(c10d, "FlightRecorderHook"):
+    pytest.skip("this torch records nccl by itself alone", allow_module_level=True)
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """Stand for the default group of a gang on GPUs, whose collectives are recorded by the hook of torch 2.15."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    group = dist.distributed_c10d._get_default_group()
+    hook = c10d.FlightRecorderHook.attach(group, [0, 1])
+    try:
+        yield group
+    finally:
+        hook.remove()
+        dist.destroy_process_group()
+
+
+def recorded_as(name: str) -> Callable[..., bytes]:
+    """Return a recorder of one backend, which has the entries of the fake one under its own name."""
+
+    def dump(*options: bool, backend: str = "gloo") -> bytes:
+        if backend != name:
+            return pickle.dumps({"entries": []})
+        entries = pickle.loads(kept(*options, backend="fake"))["entries"]
+        for entry in entries:
+            entry["profiling_name"] = entry["profiling_name"].replace("fake:", f"{name}:")
+        return pickle.dumps({"entries": entries})
+
+    kept = c10d._dump_fr_trace
+    return dump
+
+
+@pytest.mark.parametrize("name", ["nccl2", "nccl-lazy"])
+def test_collectives_of_torchs_new_nccl_are_recalled_as_those_of_the_group_nccl(
+    name: str, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.all_reduce(torch.ones(3))
+    monkeypatch.setattr(c10d, "_dump_fr_trace", recorded_as(name))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": []}), raising=False)
+    world = dist.distributed_c10d._world
+    monkeypatch.setitem(world.pg_map, group, ("nccl", world.pg_map[group][1]))
+    monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(flight_recorder, "_members", lambda: ())
+    recalled = flight_recorder.recall()
+    assert recalled is not None
+    assert recalled.groups == ["the default group (gloo)", "the default group (nccl)"]
+    newest = recalled.collectives[-1]
+    assert (newest.group, newest.operation, newest.inputs) == ("the default group (nccl)", "all_reduce", [(3,)])
+
+
+def test_older_torch_that_has_no_such_recorder_still_recalls(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.all_reduce(torch.ones(3))
+    entries = recorded_as("nccl")(True, True, False, backend="nccl")
+
+    def dump(include_collectives: bool, include_stacks: bool, only_active: bool) -> bytes:
+        return pickle.dumps({"entries": []})
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: entries, raising=False)
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(flight_recorder, "_members", lambda: ())
+    recalled = flight_recorder.recall()
+    assert recalled is not None
+    assert recalled.collectives[-1].group == "the default group (nccl)"
+
+
+def test_rank_reports_before_a_backend_with_abort_hooks_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: dict[int, Callable[[], None]] = {}
+
+    class Backend:
+        supports_abort_hooks = True
+        register_abort_hook = staticmethod(hooks.__setitem__)
+
+    class Group:
+        _device_types = (torch.device("cuda"),)
+
+        def _get_backend(self, _: torch.device) -> Backend:
+            return Backend()
+
+    monkeypatch.setattr(type(dist.distributed_c10d._world), "pg_map", {Group(): ("nccl", None)})
+    monkeypatch.setattr(flight_recorder, "_set_terminate", None)
+    reports: list[str] = []
+    flight_recorder.call_before_abort(lambda: reports.append("reported"))
+    [hook] = hooks.values()
+    hook()
+    assert reports == ["reported"]
