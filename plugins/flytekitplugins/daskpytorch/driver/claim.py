@@ -74,6 +74,15 @@ class Claim:
         Raises:
             GangStartError: Another gang that is alive uses the folder, or `is_over()` while this one waited.
         """
+        _held.add(self._about["id"])  # first: another thread of this process may read the claim once it is there
+        try:
+            self._create(is_over)
+        except BaseException:
+            _held.discard(self._about["id"])
+            raise
+        self._thread.start()
+
+    def _create(self, is_over: Callable[[], bool]) -> None:
         seen: Mapping[str, Any] | None = None
         unchanged_since, has_told = 0.0, False
         while not self._files.create(self._path, self._content()):
@@ -93,8 +102,6 @@ class Claim:
                 say(f"{self._folder} is claimed by {_told(holder)}; waiting up to {STALE_AFTER:g} s for a sign of life")
                 has_told = True
             time.sleep(POLL_INTERVAL)
-        _held.add(self._about["id"])
-        self._thread.start()
 
     def release(self) -> None:
         """Let the next owner go on at once."""

@@ -149,6 +149,8 @@ class ModelStorage:
         for wait_for in (*RETRY_AFTER, None):
             try:
                 return self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # whatever a store's client raises, or an object that cannot be pickled
                 again = f"trying again in {wait_for:g} s" if wait_for else "the same call would train the model again"
                 say(f"its outcome could not be kept in {self.folder} ({type(error).__name__}: {error}); {again}")
