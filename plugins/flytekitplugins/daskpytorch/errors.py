@@ -123,7 +123,7 @@ class PreemptedError(WorkerLostError):
 
 
 class GangHungError(GangError):
-    """Ranks stood still for longer than `hang_timeout` allows; the message says what each was doing.
+    """Ranks wait for ever, or stood still for longer than `hang_timeout` allows. The message says what each was doing.
 
     Has the fields of `GangError`.
 

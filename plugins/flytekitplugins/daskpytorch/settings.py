@@ -178,7 +178,11 @@ class Gang:
     names that rank as well. (It needs the flight recorder of a recent torch.) A number: seconds of silence
     after which a single rank counts as hung, whatever it does: allow for the longest time between two signs, the
     evaluation and the start of the training included. None: never. Signs of life are optimizer steps and the calls of
-    `log`, `should_stop` and `checkpoint` on `current_rank()`."""
+    `log`, `should_stop` and `checkpoint` on `current_rank()`.
+
+    A proven deadlock ends the gang within 10 s, whatever this setting says: every rank has returned or waits in a gloo
+    collective, `recv` or `send` that no rank is left to complete. The proof needs the flight recorder, too.
+    """
 
     grace_period: float = 20.0
     """Seconds for the ranks to save and return once the task or a worker is told to end (SIGTERM). What follows, such
