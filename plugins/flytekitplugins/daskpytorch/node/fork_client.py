@@ -104,7 +104,7 @@ class ForkServerClient:
     def _ended(self) -> Exception:
         """Return the error for a server that ended without an error of its own."""
         exitcode = None
-        if self._process is not None:
+        if self._process is not None and _owned is not None:  # else this process ends the server, and does not wait
             with contextlib.suppress(subprocess.TimeoutExpired):
                 exitcode = self._process.wait(1.0)
         if exitcode in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
@@ -193,15 +193,15 @@ def shutdown() -> None:
     """End this process's fork server and every rank it started; a later `connect` starts a new one."""
     global _owned
     with _lock:
-        if _owned is not None and _owned.pid == os.getpid():
-            with _owned.control, contextlib.suppress(OSError):  # it may have ended
-                _owned.control.settimeout(END_TIMEOUT)
-                _owned.control.send(fork_server.END)
-                _owned.control.recv(1)  # until it has
-            if _owned.process is not None:
-                _owned.process.kill()  # the server has ended its ranks, or does not answer: suspended, for example
-                _owned.process.wait()
-        _owned = None
+        ended, _owned = _owned, None
+        if ended is not None and ended.pid == os.getpid():
+            with ended.control, contextlib.suppress(OSError):  # it may have ended
+                ended.control.settimeout(END_TIMEOUT)
+                ended.control.send(fork_server.END)
+                ended.control.recv(1)  # until it has
+            if ended.process is not None:
+                ended.process.kill()  # the server has ended its ranks, or does not answer: suspended, for example
+                ended.process.wait()
 
 
 @atexit.register
