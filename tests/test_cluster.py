@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
 from urllib.error import HTTPError
@@ -14,9 +16,11 @@ from distributed import Client, LocalCluster, Worker
 from distributed.core import Status
 
 from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch.dask import agents as agents_on_dask
 from flytekitplugins.daskpytorch.dask import cluster
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
-from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from processes import until
 
 
@@ -110,6 +114,33 @@ def test_a_worker_that_dask_has_paused_is_named(made: LocalCluster) -> None:
         worker.status = Status.paused
         until(lambda: agents.present() and agents.hindrance(), "the scheduler to hear of it")
         assert agents.hindrance().startswith(f"; Dask has paused {worker.address}, and starts nothing there: ")
+
+
+STARTED, ENDED = threading.Event(), threading.Event()
+
+
+def wait_for_the_end(*_: object) -> None:
+    STARTED.set()
+    ENDED.wait(60)
+
+
+def test_a_worker_that_ends_while_its_agent_starts_may_come_back(
+    made: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_on_dask, "_serve", wait_for_the_end)
+    made.scheduler.allowed_failures = 0  # as Flyte's backend has it
+    told: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
+    with Client(made) as client:
+        agents = DaskAgents(client)
+        worker = agents.workers[0]
+        order = AgentOrder(worker=worker, driver=("127.0.0.1", 1), num_ranks=1, token=b"")
+        agents.launch([order], lambda *how: told.put(how))
+        assert STARTED.wait(60)
+        made.sync(made.scheduler.remove_worker, agents.addresses[worker], stimulus_id="test")
+        ENDED.set()
+        name, error = told.get(timeout=60)
+    assert name == worker
+    assert isinstance(error, WorkerLostError)
 
 
 def test_a_worker_that_the_cluster_will_not_bring_back_is_named_with_what_does(made: LocalCluster) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from distributed import Client, Worker, WorkerPlugin, get_worker, secede
+from distributed import Client, KilledWorker, Worker, WorkerPlugin, get_worker, secede
 from distributed import Future as DaskFuture
 from distributed.comm import get_address_host
 from distributed.core import Status
@@ -19,6 +19,7 @@ from distributed.deploy import SpecCluster
 from distributed.utils import get_ip
 
 from flytekitplugins.daskpytorch.dask import cluster, worker_data
+from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.node import agent, fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import placement
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
@@ -275,6 +276,8 @@ def _run_on(worker: Worker, coroutine: Callable[..., Any], *args: Any) -> None:
 def _report_failure(done: DaskFuture, worker: str, on_failure: OnFailure) -> None:
     if done.status == "error":
         error = done.exception()
+        if isinstance(error, KilledWorker):  # as Dask has it; the worker may come back
+            error = WorkerLostError(f"the worker ended while its agent started: {error}", worker=worker)
         on_failure(worker, error if isinstance(error, Exception) else RuntimeError(str(error)))
     elif done.status in ("cancelled", "lost"):
         on_failure(worker, RuntimeError("the scheduler was lost"))
