@@ -50,7 +50,7 @@ class Recorder(Observer):
         self._rate = Pace()
         self._pace = Curve()
         self._paced: LogRecord | None = None
-        """Of the newest point of that line."""
+        """Record at the newest point of that curve."""
         self._spoilt: set[str] = set()
         self._outcome: State | None = None
         self._failure = ""

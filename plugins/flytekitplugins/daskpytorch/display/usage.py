@@ -27,7 +27,7 @@ class RankSpeed:
 
     usage: RankUsage
     steps_per_second: float | None
-    """Of the rank's optimizers, without the time before the first batch or step."""
+    """Optimizer steps per second of the rank, without the time before the first batch or step."""
 
 
 QUANTITIES: dict[str, Callable[[RankSpeed], float | None]] = {

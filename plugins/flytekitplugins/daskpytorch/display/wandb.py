@@ -35,7 +35,7 @@ class WandbObserver(Observer):
         self._run = run
         self._inputs = inputs
         self._shape: Shape | None = None
-        """Of the first attempt."""
+        """The gang's shape in its first attempt."""
         self.where: str | None = None
         """The run's page, or the command that sends it; None until rank 0 has opened it."""
 
@@ -54,7 +54,7 @@ class WandbObserver(Observer):
         self._shape = self._shape or shape
 
     def for_rank(self) -> Callable[[], Tracker]:
-        """What opens the run, whose configuration is the inputs and the gang's shape, with the user's own on top."""
+        """Return the function that opens the run, configured by inputs, the gang's shape and the user's own values."""
         run = self._run()
         if self._shape is not None:
             run = dataclasses.replace(run, config={**run_config(self._inputs, self._shape), **run.config})
@@ -81,7 +81,7 @@ def settings(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
 def _settled(
     wandb: Wandb, asking: Asking, secret: str | None, task: str, execution: str | None, notes: str | None
 ) -> RunSettings:
-    """What the user wrote, then what wandb has, then what follows from the task."""
+    """Settle each setting: the user's own first, then wandb's answer, then the task's default."""
     try:
         found = dict(asking.answers())
         missing = "no API key found; set WANDB_API_KEY or call `wandb login`"
@@ -108,7 +108,7 @@ def _settled(
 
 
 def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Callable[[], RunSettings]:
-    """What the runs of many models share, as `begin` decides it once for all, and the group that they are in.
+    """Ask wandb once for the runs of many models, which share these settings and one group.
 
     Raises:
         ValueError: `wandb` has an id, which only one run can have.

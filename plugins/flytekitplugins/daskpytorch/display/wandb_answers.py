@@ -1,4 +1,4 @@
-"""What wandb itself makes of its settings files, its environment and the user's logins. Asked by the driver.
+"""Settings as wandb itself reads them: from its files, its environment and the user's logins. Runs for the driver.
 
 wandb is asked in a process of its own. The driver need not import it, and a session of the user stays as it is.
 That process runs this module, which prints the answers as JSON.

@@ -66,7 +66,7 @@ class Claim:
         self.on_loss: Callable[[], object] = lambda: None
         """Called, in a thread, when another owner has taken the claim over."""
         self.loss: GangStartError | None = None
-        """What the gang is to raise once the claim is lost."""
+        """Error that the gang raises once the claim is lost."""
 
     def take(self, is_over: Callable[[], bool]) -> None:
         """Claim the folder, and renew the claim from now on; wait until an earlier owner is known to be dead or alive.
@@ -137,7 +137,7 @@ class Claim:
         return json.dumps({**self._about, "number": self._number, "renewed": time.time()}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """What the claim says; None: there is none."""
+        """Return the content of the claim; None if there is no claim."""
         self._files.fs.invalidate_cache()
         try:
             content = json.loads(self._files.read(self._path))
@@ -190,7 +190,7 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
 
 
 def _is_alive(holder: Mapping[str, Any]) -> bool | None:
-    """Whether an owner is alive, as far as can be told from here at once; None: it cannot."""
+    """Return True if the owner is alive, False if the owner is dead, None if this machine cannot tell at once."""
     if holder.get("machine") == _machine() and holder["machine"]:
         if holder["pid"] == os.getpid():
             return holder["id"] in _held

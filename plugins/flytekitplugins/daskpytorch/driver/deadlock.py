@@ -37,7 +37,7 @@ PLACE = re.compile(r", line \d+ in ")
 
 @dataclass(frozen=True)
 class Look:
-    """What each rank that has not returned waits in, at one moment."""
+    """The wait of each rank that has not returned, at one moment."""
 
     waits: Mapping[int, Collective | str]
     """By rank; of `recv` and `send`, which no recorder has, the name."""
@@ -46,7 +46,7 @@ class Look:
 
 
 def look_at(states: Mapping[int, RankState]) -> Look | None:
-    """What the ranks wait in; None where one may be at work, or too little is known of any."""
+    """Return the ranks' waits; None where a rank may be at work, or too little is known of one."""
     if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
         return None
     running = {rank: state for rank, state in states.items() if not state.is_done}
@@ -65,7 +65,7 @@ def look_at(states: Mapping[int, RankState]) -> Look | None:
 
 
 def _has_other_threads(stacks: str) -> bool:
-    """Whether another thread than the main one may call collectives, as far as is shown."""
+    """Return True if another thread than the main one may call collectives, or the stacks do not tell."""
     frames = other_frames(stacks)
     if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
         return True
@@ -84,7 +84,7 @@ def _wait_of(state: RankState) -> Collective | str | None:
 
 
 def _is_within(frames: Sequence[str], recorded: Sequence[str]) -> bool:
-    """Whether the main thread is in the call that the recorder has: only the innermost line may be another by now."""
+    """Return True if the main thread is in the recorded call. Only the innermost line may differ by now."""
     if not recorded or len(recorded) > len(frames):
         return False
     return PLACE.split(frames[0]) == PLACE.split(recorded[0]) and list(frames[1 : len(recorded)]) == list(recorded[1:])
@@ -113,7 +113,7 @@ def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]
 
 
 def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
-    """Whether this rank's wait cannot end: what it lacks, no rank is left to bring."""
+    """Return True if this rank's wait cannot end, since no rank is left to bring what is missing."""
     if isinstance(wait, str):
         return True  # no message is on its way (`look_at`), and every other rank waits, too, or has returned
     members = _members(rank, wait.group, states)
@@ -132,7 +132,7 @@ def _members(rank: int, group: str, states: Mapping[int, RankState]) -> tuple[in
 
 
 def _has_not_called(state: RankState, wait: Collective) -> bool:
-    """Whether that is certain: a rank tells of its newest collectives only, which may all be of other groups."""
+    """Return True if the rank has certainly not called the collective. Its newest may all be of other groups."""
     collectives = state.recalled.collectives if state.recalled is not None else ()
     numbers = [each.number for each in collectives if each.group == wait.group]
     return max(numbers) < wait.number if numbers else len(collectives) < MAX_COLLECTIVES
@@ -172,7 +172,7 @@ class DeadlockWatch:
         self._look_at = self._now() + LOOK_INTERVAL
 
     def is_proven(self) -> bool:
-        """Whether the ranks wait for ever, of which the attempt has the report then; asks them where they are."""
+        """Ask the ranks where they are. Return True, with a report in the attempt, once two equal looks are a proof."""
         attempt = self._attempt
         if not self._all_stand():
             self._asked, self._before, self._num_vain = None, None, 0

@@ -44,7 +44,7 @@ class OwnNode:
         return True
 
     def hindrance(self) -> str:
-        """Nothing keeps this node away."""
+        """Return no hindrance: the driver's own node is always there."""
         return ""
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def _refuse(path: Path, folder: Path, bits: int) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is this user's alone, as many systems make one for each user, whose umask is 002 then."""
+    """Return True if this user alone is in the group. Many systems make such a group, with a umask of 002."""
     try:
         user, named = pwd.getpwuid(os.geteuid()), getgrgid(group)
     except KeyError:
@@ -68,7 +68,7 @@ def _is_private(group: int) -> bool:
 
 
 def _is_usual(folder: Path, owner: int, mode: int) -> bool:
-    """Whether a file that this process makes there has the same owner and mode: some mounts know no others."""
+    """Return True if a new file there gets the same owner and mode: some mounts know no others."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".daskpytorch-") as file:  # its mode is 0600
             found = os.fstat(file.fileno())

@@ -19,9 +19,9 @@ SECRET = re.compile(
 )
 """Not the names of hyper-parameters such as num_tokens or pad_token."""
 PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
-"""Of an address: `postgres://user:password@host`."""
+"""Password in an address: `postgres://user:password@host`."""
 SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|api_?key)|sig)=)[^&#\s]+")
-"""Of an address that whoever knows can open, as clients of storage sign them."""
+"""Signature in an address that storage opens for everybody who has the address."""
 HIDDEN = "(hidden)"
 
 

@@ -241,7 +241,7 @@ def raisable(error: BaseException, raiser: str) -> Exception:
 
 
 def is_of_watchdog(line: str) -> bool:
-    """Whether torch's NCCL watchdog says in this log line that it aborts the process."""
+    """Return True if torch's NCCL watchdog says in this log line that it aborts the process."""
     return ("atchdog " in line or "Aborting process" in line) and WATCHDOG.search(line) is not None
 
 
@@ -256,7 +256,7 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_of_group(error: BaseException) -> bool:
-    """Whether an exception reads like the loss of a peer, and comes from the process group.
+    """Return True if an exception reads like the loss of a peer, and comes from the process group.
 
     Torch raises its own types, or a `RuntimeError`, whose text tells. An `OSError` may come from any socket: the calls
     that led to it tell whose.

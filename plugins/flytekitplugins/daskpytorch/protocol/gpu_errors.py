@@ -31,5 +31,5 @@ def find_gpu_fault(text: str) -> str:
 
 
 def is_memory_of_nccl(text: str) -> bool:
-    """Whether an error's text says that NCCL has found too little memory."""
+    """Return True if an error's text says that NCCL has found too little memory."""
     return NCCL_MEMORY.search(text) is not None

@@ -9,7 +9,7 @@ from typing import Literal
 __all__ = ["GpuKey", "Node", "Place", "choose_backend", "leave_out", "one_per_gpu", "place_ranks", "worker_order"]
 
 GpuKey = tuple[str, str]
-"""What tells a GPU from all others, as `Node.key_of` makes it."""
+"""Key of one GPU among those of all nodes, made by `Node.key_of`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Stands:
-    """It has begun to stand still for seconds, entering no collective, or goes on."""
+    """The rank has begun to stand still (no new collective for seconds), or goes on again."""
 
     is_still: bool
 

@@ -29,9 +29,9 @@ __all__ = [
 LAYOUT = "layout.json"
 """The object that says what is where in the others."""
 METADATA = ".metadata"
-"""What plain `torch.distributed.checkpoint.load` reads; nothing here does."""
+"""File that plain `torch.distributed.checkpoint.load` reads. No code of this package reads the file."""
 OBJECT = re.compile(r"(__\d+_\d+\.distcp|layout\.json|\.metadata)(\.[0-9a-f]{32})?")
-"""Of a checkpoint's folder; with these digits while it is being written."""
+"""Objects of a checkpoint's folder. A name ends in these digits while the object is being written."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
 """Of a checkpoint: the attempt's number, the save's, and whose."""
 
@@ -126,7 +126,7 @@ def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
 
 
 def is_object(name: str) -> bool:
-    """Whether this names an object that we have written into a checkpoint's folder."""
+    """Return True for the name of an object that this package writes into a checkpoint's folder."""
     return OBJECT.fullmatch(name) is not None
 
 

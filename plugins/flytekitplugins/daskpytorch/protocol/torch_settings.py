@@ -1,4 +1,4 @@
-"""What a program has set in torch itself: read in the driver, set in a rank, which does not run the script again."""
+"""Settings of torch that a program has made: read in the driver, and made again in each rank."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ class TorchSettings:
 
     default_dtype: str | None = None
     matmul_precision: str | None = None
-    """Of float32, as `torch.set_float32_matmul_precision` takes it."""
+    """Precision of float32 products, an argument of `torch.set_float32_matmul_precision`."""
     deterministic: bool = False
     warn_only: bool = False
     cudnn_deterministic: bool = False

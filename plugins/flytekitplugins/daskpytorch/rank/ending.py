@@ -40,7 +40,7 @@ def _end_late(has_ended: threading.Event, rank: int, exit_code: int) -> None:
 
 
 def _left() -> str:
-    """What Python waits for."""
+    """Return the names of the threads, processes or exit functions that Python waits for."""
     main = threading.main_thread()
     left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
     left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]

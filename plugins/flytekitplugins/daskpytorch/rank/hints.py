@@ -107,7 +107,7 @@ def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
     """Sampler -> number and epoch of the last pass that an optimizer made a step in."""
     has_epochs: WeakSet[Any] = WeakSet()
     latest: list[Any] = [None]
-    """Of the loader that gave the last batch."""
+    """Sampler of the loader that gave the last batch."""
 
     def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[Any]:
         num_begun[sampler] = num_begun.get(sampler, 0) + 1

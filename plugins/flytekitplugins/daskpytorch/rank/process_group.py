@@ -109,7 +109,7 @@ def _watch_monitored_barrier(distributed_c10d: Any) -> None:
 
 
 def are_numbers_comparable() -> bool:
-    """Whether all ranks give the same collective the same number, as far as this rank can tell.
+    """Return True if all ranks give the same collective the same number, as far as this rank can tell.
 
     Not in a second default group, whose numbers begin anew, nor with remote procedure calls or torch's detailed
     debugging, which call collectives of their own.

@@ -1,4 +1,4 @@
-"""What a rank's function has returned, as the driver can have it: no GPU, no process group. Runs in a rank."""
+"""Makes a return value ready for the driver, which has no GPU and no process group. Runs in a rank."""
 
 from __future__ import annotations
 

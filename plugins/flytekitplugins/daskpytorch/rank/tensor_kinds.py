@@ -75,7 +75,7 @@ def _strange(tensor: torch.Tensor) -> str | None:
 
 
 def _is_copied_as_plain(tensor: torch.Tensor) -> bool:
-    """Of functional collectives a result that is still on its way."""
+    """Result of a functional collective that has not completed."""
     try:
         return type(torch.empty_like(tensor)) in PLAIN
     except Exception:  # whatever a class of somebody else's raises

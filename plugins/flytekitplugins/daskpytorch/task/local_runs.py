@@ -191,7 +191,7 @@ def clean(root: Path, previous: Path | None = None) -> None:
 
 
 def _is_removable(run: Path) -> bool:
-    """Whether a folder is a run's that has ended, lies where we have made it, and has no file but ours.
+    """Return True if a folder is that of an ended run, lies where this package made it, and has no other files.
 
     A copy, a folder that was moved to be kept, and one in which the user keeps something are the user's.
     """
