@@ -32,6 +32,7 @@ from flytekitplugins.daskpytorch.node.agent import MAX_LINE, _Lines
 from flytekitplugins.daskpytorch.protocol import code, heartbeat, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
@@ -177,6 +178,14 @@ def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
         driver.hear_beat()
     driver.start()
     assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
+
+
+def test_ctrl_c_in_a_rank_that_has_no_orders_yet_is_reported_as_its_error(driver: Driver) -> None:
+    until(lambda: ranks_of(fork_server()), "the rank to be forked")
+    [idle] = ranks_of(fork_server())
+    idle.send_signal(signal.SIGINT)
+    driver.start()
+    assert "KeyboardInterrupt" in driver.hear(Failure).traceback
 
 
 def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(

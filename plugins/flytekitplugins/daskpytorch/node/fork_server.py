@@ -129,6 +129,7 @@ class _Server:
         for signum in (signal.SIGINT, signal.SIGTERM):  # the driver's to handle, or the worker's
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks inherit the mask; see `rank.main.main`
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._running = True
         self._end_at: float | None = None

@@ -75,6 +75,7 @@ def main(channel: Connection) -> int:
     progress, ledger = Progress(), Ledger()
     has_returned = False
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here: now its error can be reported
         _settle_in(order)
         with _host_of(order.job) as host:  # before there are other threads: it may import what does not bear them
             rank = _context(order, link, observers, progress, ledger, host)
