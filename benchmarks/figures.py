@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "Figure", "Goal", "number", "reported"]
-
 FILE = "BENCHMARK_FIGURES"
 """An environment variable that names the file to which figures go, a line of JSON each."""
 

@@ -20,26 +20,6 @@ from typing import IO, Any
 
 from launch import console_script
 
-__all__ = [
-    "FOLLOW",
-    "ROOT",
-    "TIME_LIMIT",
-    "Cluster",
-    "Gang",
-    "Program",
-    "children_of",
-    "entries",
-    "is_running",
-    "nanny_of",
-    "nothing_left",
-    "parent_of",
-    "read",
-    "started_here",
-    "until",
-    "worker_below",
-    "worker_of",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 TIME_LIMIT = 180.0

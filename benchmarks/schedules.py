@@ -55,8 +55,6 @@ from verdicts import (
     judge,
 )
 
-__all__ = ["run_all"]
-
 PACE = 0.03
 """Seconds of each step."""
 PATIENCE = 75.0

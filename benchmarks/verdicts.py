@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
-__all__ = ["MOMENTS", "TAIL", "Fault", "Made", "Note", "Schedule", "Setting", "Story", "draw", "expected", "judge"]
-
 SAMPLES = 12
 PRIME = 2_147_483_647
 TAIL = 5

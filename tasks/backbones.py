@@ -10,19 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "SMALL",
-    "Classifier",
-    "Start",
-    "build",
-    "download",
-    "find_problems",
-    "head_of",
-    "load_start",
-    "read_start",
-    "save_start",
-]
-
 SMALL = "small"
 """Our own network; every other name is one of torchvision's."""
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -17,21 +17,6 @@ from typing import Any
 from tasks.model_card import Comparison, ModelCard
 from tasks.registry import ChampionChangedError, DamagedFileError, Promotion, Registry
 
-__all__ = [
-    "CHAMPION",
-    "NAMES",
-    "SCRATCH",
-    "STATE",
-    "Champion",
-    "Verdict",
-    "add",
-    "find_champion",
-    "find_trained",
-    "judge",
-    "promote",
-    "sha256",
-]
-
 logger = logging.getLogger(__name__)
 
 STATE, NAMES = "model_state.pt", "names.json"

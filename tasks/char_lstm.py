@@ -22,19 +22,6 @@ from tasks.together import sum_over_ranks
 from tasks.training import EpochMetrics as CommonMetrics
 from tasks.training import Rows, Trainer
 
-__all__ = [
-    "CharLSTM",
-    "EpochMetrics",
-    "Evaluation",
-    "Hyperparameters",
-    "TrainingResult",
-    "bigram_loss",
-    "evaluate",
-    "sample_names",
-    "train",
-    "windows",
-]
-
 logger = logging.getLogger(__name__)
 
 NUM_SYMBOLS = len(ALPHABET)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-__all__ = ["is_between", "is_number", "is_whole", "raise_if_wrong"]
-
 
 def raise_if_wrong(given: object, checks: Mapping[str, tuple[bool, str]]) -> None:
     """Raise one `ValueError` that names every wrong field.

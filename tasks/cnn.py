@@ -24,8 +24,6 @@ from tasks.pictures import predictions_table
 from tasks.together import sum_over_ranks
 from tasks.training import EpochMetrics, Rows, Trainer
 
-__all__ = ["CNN", "Evaluation", "Hyperparameters", "Recorded", "TrainingResult", "evaluate", "train"]
-
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "gloo", "nccl")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from flytekitplugins.daskpytorch import report
 from tasks.sweeps import Outcome, TimeToLoss, without_partner
 
-__all__ = ["experiments_table", "loss_charts", "time_chart", "times_table"]
-
 LOSS = "held-out loss (nats per character)"
 BIGRAM = "bigram model"
 MAX_LINES = 7

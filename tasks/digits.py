@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 from torch import Tensor
 
-__all__ = ["DigitSet", "Digits", "load_digits", "small_digits"]
-
 FILES = tuple(f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 """What torchvision's directory holds."""
 HOST = "ossci-datasets.s3.amazonaws.com"

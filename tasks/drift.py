@@ -12,8 +12,6 @@ from tasks.checks import is_between, is_whole, raise_if_wrong
 from tasks.model_card import DataFacts
 from tasks.names import NAME_CHARACTERS, CleanNames
 
-__all__ = ["Limits", "character_counts", "check", "drift"]
-
 
 @dataclass
 class Limits(StrictInputs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EMBEDDED_NAMES"]
-
 _PACKED = """
 abba abbey abbie abby abe abigail ace achilles ada adam addie adele admiral agatha agnes ajax akira alba albert albie
 aldo alex alexa alf alfie alfred alice allie alma alvin amber ambrose amelia amigo amos amy anchor andy angel angie

@@ -14,8 +14,6 @@ from typing import Any, Self
 
 from flytekitplugins.daskpytorch import report
 
-__all__ = ["Comparison", "DataFacts", "ModelCard", "git_version", "plugin_version"]
-
 DISTRIBUTION = "flytekitplugins-daskpytorch"
 
 

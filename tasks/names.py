@@ -16,8 +16,6 @@ from urllib.parse import urlsplit, urlunsplit
 from flytekitplugins.daskpytorch import url_to_fs
 from tasks.embedded_names import EMBEDDED_NAMES
 
-__all__ = ["ALPHABET", "CleanNames", "clean_names", "load_names", "split_by_hash", "split_by_name"]
-
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 """Every character the model knows: `*` is the blank that pads, `+` the stop that ends a name."""
 

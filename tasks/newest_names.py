@@ -6,8 +6,6 @@ from datetime import date
 
 from flytekitplugins.daskpytorch import url_to_fs
 
-__all__ = ["newest_uri"]
-
 ENDINGS = (".csv", ".json")
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BREEDS", "write_photos"]
-
 Floats = NDArray[np.float32]
 
 COATS = ((0.16, 0.13, 0.12), (0.52, 0.30, 0.13), (0.85, 0.66, 0.36), (0.92, 0.89, 0.84), (0.45, 0.50, 0.58))

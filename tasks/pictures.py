@@ -14,7 +14,6 @@ from flytekitplugins.daskpytorch import report
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["Picture", "confusion_matrix", "picture_grid", "predictions_table"]
 
 CELL = "padding:0.4em 0.6em;text-align:right;min-width:2.6em"
 PIXELS = 84

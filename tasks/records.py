@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["EVALUATION", "TRAINING", "Point", "Record", "as_files", "curve", "read_records"]
-
 TRAINING, EVALUATION = "train", "eval"
 
 

@@ -30,8 +30,6 @@ from typing import Any
 
 from tasks.stores import open_store
 
-__all__ = ["VARIABLE", "ChampionChangedError", "DamagedFileError", "Promotion", "Registry"]
-
 VARIABLE = "PET_NAMES_REGISTRY"
 """The environment variable with the URI of the registry."""
 CARD = "card.json"

@@ -17,8 +17,6 @@ from fsspec.spec import AbstractFileSystem
 
 from flytekitplugins.daskpytorch import url_to_fs
 
-__all__ = ["Bucket", "Folder", "Store", "open_store"]
-
 NUM_RIVALS = 4
 """How many try to create one object at once, to see whether only one of them can."""
 MAX_TRIES = 5

@@ -19,23 +19,6 @@ from tasks import char_lstm
 from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
 from tasks.checks import is_between, is_whole
 
-__all__ = [
-    "Experiment",
-    "Outcome",
-    "ScalingRow",
-    "SweepRow",
-    "TimeToLoss",
-    "best",
-    "check_target",
-    "collect",
-    "grid",
-    "scaling_rows",
-    "sweep_rows",
-    "time_to_loss",
-    "train",
-    "without_partner",
-]
-
 MAX_ERROR_LENGTH = 300
 """Characters of an error that a line shows."""
 

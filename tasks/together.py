@@ -11,8 +11,6 @@ from torch import Tensor
 
 from flytekitplugins.daskpytorch import current_rank
 
-__all__ = ["gather_from_ranks", "generators", "set_generators", "sum_over_ranks"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
 from tasks.together import gather_from_ranks, generators, set_generators, sum_over_ranks
 
-__all__ = ["EpochMetrics", "Rows", "Trainer"]
-
 logger = logging.getLogger(__name__)
 
 

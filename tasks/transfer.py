@@ -29,8 +29,6 @@ from tasks.together import sum_over_ranks
 from tasks.training import EpochMetrics as CommonMetrics
 from tasks.training import Trainer
 
-__all__ = ["EpochMetrics", "Hyperparameters", "Pictures", "TrainingResult", "split", "train", "transform"]
-
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("raise", "skip")
 AUTO = "auto"

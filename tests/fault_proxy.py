@@ -14,23 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-__all__ = [
-    "CORRUPTED",
-    "CUT",
-    "EMPTY",
-    "GARBAGE",
-    "RESET",
-    "RESET_IN_BODY",
-    "SHORTENED",
-    "UNAVAILABLE",
-    "Answer",
-    "Fault",
-    "FaultProxy",
-    "denied",
-    "late",
-    "stalled_body",
-]
-
 LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 CHUNKED = re.compile(rb"(?i)transfer-encoding: *chunked")
 EXPECT = re.compile(rb"(?im)^expect: *100-continue\r\n")

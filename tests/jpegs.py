@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ExifTags, Image
 
-__all__ = ["ODD", "UNDECODABLE", "Odd", "encoded", "photo", "photos"]
-
 SIDES = (256, 400)
 """The shortest and the longest side of a photo."""
 QUALITY = 85

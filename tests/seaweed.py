@@ -17,8 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ADMIN", "NO_RIGHTS", "PUBLIC", "READER", "WRITER", "Keys", "Weed", "weed_server"]
-
 COMMAND = Path(sys.executable).parent / "weed"
 PUBLIC = "public"
 """The bucket that anybody may read and list."""

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from docstring_examples import examples, needs, public_names, run
-from flytekitplugins.daskpytorch.testing import one_rank
 
-__all__ = ["one_rank"]
 EXAMPLES = examples()
 
 

@@ -12,8 +12,6 @@ from flytekit import Resources
 
 from flytekitplugins.daskpytorch import Scheduler, WorkerGroup
 
-__all__ = ["GATHERING", "NUM_GPUS", "SCHEDULER", "SETTINGS", "SMALL", "machine", "number", "workers"]
-
 VARIABLE = "DASKPYTORCH_PROFILE"
 PROFILES = {"sandbox": 0, "gpu": 1}
 """Their names -> how many GPUs a machine has that ranks train on."""

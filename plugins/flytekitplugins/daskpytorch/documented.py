@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TypeVar
 
-__all__ = ["documented"]
-
 WIDTH = 96
 C = TypeVar("C", bound=type)
 

@@ -15,8 +15,6 @@ from flytekitplugins.daskpytorch.task.early_start import is_worthwhile
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 
-__all__ = ["run"]
-
 HERE = ("--local", "--tracked")
 
 

@@ -16,8 +16,6 @@ from flytekitplugins.daskpytorch.settings import Problems
 from flytekitplugins.daskpytorch.task import config
 from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask, num_gpus
 
-__all__ = ["DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDask(config.OnDask):

@@ -19,17 +19,6 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
-__all__ = [
-    "Files",
-    "Flyte2Execution",
-    "current",
-    "earlier_system_errors",
-    "known_to_threads",
-    "name_of_secret",
-    "rank_environment",
-    "storage",
-]
-
 BESIDE = ".daskpytorch"
 """For Flyte an attempt's checkpoint is one object, which the user may write; ours lie beside it: its name, and this."""
 SECRETS_FOLDER = Path("/etc/flyte/secrets")

@@ -8,10 +8,9 @@ from typing import Any
 
 from flyte_migrate._plugins import register_plugin
 from flyte_migrate._resource import _transform_resource_v1_to_v2
+from flyteplugins.dask import Scheduler, WorkerGroup
 
-from flyteplugins.daskpytorch.config import DaskCluster, DaskDDP, Scheduler, SpawnDDP, WorkerGroup
-
-__all__ = ["dask_cluster", "dask_ddp", "spawn_ddp"]
+from flyteplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
 
 
 def dask_ddp(config: Any) -> DaskDDP:

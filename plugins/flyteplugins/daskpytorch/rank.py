@@ -20,8 +20,6 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.host import provide
 from flyteplugins.daskpytorch import context
 
-__all__ = ["Flyte2Rank", "TaskOutput"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutput:

@@ -36,8 +36,6 @@ from flyteplugins.daskpytorch import context
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
 
-__all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
-
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
 MAX_SYSTEM_RESTARTS = 3

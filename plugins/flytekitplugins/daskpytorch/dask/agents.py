@@ -26,8 +26,6 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = ["HOW_TO_GET_WORKERS", "DaskAgents"]
-
 HOW_TO_GET_WORKERS = (
     "Start workers, or wait for them with client.wait_for_workers(n). An adaptive cluster starts none for a gang, "
     "nor for that wait: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) before."

@@ -22,8 +22,6 @@ from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
-__all__ = ["current_client", "greet", "identity", "opened"]
-
 DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
 """`1`: the cluster of a local run has Dask's dashboard, and its address is logged."""
 LOOPBACK = "127.0.0.1"

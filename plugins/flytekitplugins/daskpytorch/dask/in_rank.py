@@ -15,8 +15,6 @@ from flytekitplugins.daskpytorch.protocol.worker_data import Contact, WorkerData
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["RankWorker", "enter"]
-
 
 def enter(distributed: Any, way: WorkerData) -> None:
     """Have Dask's functions answer in a rank as they do in a task; called when `distributed` has just been imported."""

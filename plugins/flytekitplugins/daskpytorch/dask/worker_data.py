@@ -33,7 +33,6 @@ from flytekitplugins.daskpytorch.protocol.worker_data import (
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["served"]
 
 GUIDE = "flytekitplugins.daskpytorch.dask.in_rank"
 

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-__all__ = ["Access", "Bucket", "ChangedError", "DamagedTransferError", "Listed", "Style"]
-
 logger = logging.getLogger(__name__)
 
 Style = Literal["auto", "path", "virtual"]

@@ -14,8 +14,6 @@ from flytekitplugins.daskpytorch.data.bucket import Listed
 from flytekitplugins.daskpytorch.data.image_index import write_whole
 from flytekitplugins.daskpytorch.process.private_folder import make_private
 
-__all__ = ["ImageCache"]
-
 logger = logging.getLogger(__name__)
 
 OWN_FOLDER = "daskpytorch-images"

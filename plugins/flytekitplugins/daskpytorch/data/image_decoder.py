@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
-__all__ = ["MAX_PIXELS", "BrokenImageError", "Decoder", "ImageTooLargeError", "decode", "prepare"]
 
 Decoder = Literal["pil", "tensor", "torchcodec", "torchvision"]
 END_OF_JPEG = b"\xff\xd9"

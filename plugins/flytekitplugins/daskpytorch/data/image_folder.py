@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     Picture = Image | Tensor
 
-__all__ = ["S3ImageFolder"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
 
-__all__ = ["IMAGE_EXTENSIONS", "ImageIndex", "write_whole"]
-
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")

@@ -13,7 +13,6 @@ from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["DaskPartitions", "Share", "share_out"]
 
 TOLERANCE = 1.1
 """How much more than the average a rank may have before partitions leave the workers where they lie."""

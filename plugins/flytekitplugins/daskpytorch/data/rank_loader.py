@@ -11,8 +11,6 @@ from flytekitplugins.daskpytorch.data.sampling import RankBatches
 from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.settings import shown
 
-__all__ = ["RankLoader"]
-
 OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 
 

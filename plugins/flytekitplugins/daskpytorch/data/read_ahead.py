@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from torch.utils.data import Sampler, Subset
 
-__all__ = ["ReadAhead", "ahead_of", "reading_ahead"]
-
 
 class Batches(Protocol):
     """A batch sampler, such as torch's `BatchSampler` and `RankBatches`."""

@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.settings import shown
 
-__all__ = ["Labelled", "RankBatches", "split_by_class"]
-
 SEEDS = range(-(2**63), 2**63)
 """What torch takes, also with an epoch added."""
 COUNTS = range(1, 2**63)

@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.report import Curve
 
-__all__ = ["Recorder"]
-
 PACE_INTERVAL = 1.0
 """Seconds between two points of the line of steps per second."""
 MAX_SPOILT = 20

@@ -17,8 +17,6 @@ from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
-__all__ = ["State", "Training", "page_of"]
-
 MAX_FIGURES = 6
 """Metrics among the key figures."""
 NUM_OPEN = 8

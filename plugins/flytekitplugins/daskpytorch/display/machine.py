@@ -11,8 +11,6 @@ from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 
-__all__ = ["MachineLog", "echo", "progress"]
-
 
 def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":
     """The display of a task; plain: without lines that change."""

@@ -10,8 +10,6 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.report import Curve
 
-__all__ = ["Chart", "Metrics", "Points", "better"]
-
 HELD_OUT = re.compile(
     r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
 )

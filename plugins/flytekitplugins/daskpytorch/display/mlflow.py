@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.entities import Run as MlflowRun
 
-__all__ = ["MLflow"]
 
 ID_TAG = "daskpytorch.id"
 """By this tag the run is found again."""

@@ -4,8 +4,6 @@ from collections import deque
 
 from flytekitplugins.daskpytorch.context import LogRecord
 
-__all__ = ["Pace", "num_done", "seconds_left"]
-
 WINDOW = 10.0
 """Seconds over which steps are counted; more where two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100

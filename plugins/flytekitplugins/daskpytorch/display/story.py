@@ -9,8 +9,6 @@ from flytekitplugins.daskpytorch.driver.brain import GROWS
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.report import Event, Span, Tone
 
-__all__ = ["Story"]
-
 MAX_EVENTS = 2_000
 """That are kept; of more, the middle is forgotten."""
 MAX_SPANS = 400

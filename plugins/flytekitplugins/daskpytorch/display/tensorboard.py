@@ -22,8 +22,6 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, current_executi
 from flytekitplugins.daskpytorch.protocol.observer import Training
 from flytekitplugins.daskpytorch.settings import A_KEY, Problems, instead_of, is_key
 
-__all__ = ["TensorBoard"]
-
 UPLOAD_INTERVAL = 15.0
 """Seconds from one upload to the next, for as long as there is something new."""
 UPLOAD_SHARE = 10

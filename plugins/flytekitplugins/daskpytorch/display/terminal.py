@@ -29,8 +29,6 @@ from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
-__all__ = ["Echo", "ProgressDisplay", "bars", "describe_record", "show", "terminal"]
-
 PLAIN_INTERVAL = 10.0
 """Seconds between plain lines; a new epoch, and a record with other metrics than the last one, are always shown."""
 LEADING = ("epoch", "loss")

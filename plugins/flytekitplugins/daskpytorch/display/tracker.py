@@ -24,8 +24,6 @@ from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 
-__all__ = ["Run", "State", "Tracker"]
-
 State = Literal["finished", "failed", "killed"]
 
 MAX_WAITING = 10_000

@@ -12,19 +12,6 @@ from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.protocol.observer import Shape, Training
 
-__all__ = [
-    "gang_config",
-    "group_of",
-    "inputs_of",
-    "of_call",
-    "of_model",
-    "of_task",
-    "plain_inputs",
-    "run_config",
-    "run_id",
-    "size_of",
-]
-
 MAX_CONFIG_ITEMS = 20
 """Longer lists among a task's inputs go to the run's configuration as their lengths."""
 MAX_TEXT = 500

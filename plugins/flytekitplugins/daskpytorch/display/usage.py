@@ -8,8 +8,6 @@ from flytekitplugins.daskpytorch.display.pace import Pace
 from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.report import Curve
 
-__all__ = ["QUANTITIES", "STEPS", "RankSpeed", "Usages"]
-
 MAX_LINES = 4
 """Ranks that have a line each; of more, the lowest, the middle and the highest are drawn."""
 MAX_POINTS = 400

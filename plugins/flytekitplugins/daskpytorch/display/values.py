@@ -16,8 +16,6 @@ from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
 from flytekitplugins.daskpytorch.report.html import element, text_of
 from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
 
-__all__ = ["values_table"]
-
 MAX_SHORT = 200
 """Characters of a text that is shown in a line."""
 MAX_OPEN = 20

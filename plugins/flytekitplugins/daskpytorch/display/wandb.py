@@ -15,8 +15,6 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 from flytekitplugins.daskpytorch.settings import Wandb
 
-__all__ = ["WandbObserver", "begin", "console_link", "model_settings", "settings", "sweep_settings"]
-
 KEYLESS = ("offline", "disabled")
 """Modes that need no key."""
 OLD_MODES = {"dryrun": "offline", "run": "online"}

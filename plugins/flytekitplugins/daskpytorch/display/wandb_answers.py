@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["Asking"]
-
 ANSWERED = (
     "mode",
     "base_url",

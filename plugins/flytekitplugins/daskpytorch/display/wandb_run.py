@@ -24,7 +24,6 @@ from flytekitplugins.daskpytorch.settings import Wandb
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RUN_IS", "RunSettings", "Tracker"]
 
 RUN_IS = "Weights & Biases run: "
 """Begins the line that rank 0 writes once its run is open, and that says where that is."""

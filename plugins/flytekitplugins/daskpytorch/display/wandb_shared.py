@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["SharedRun"]
-
 
 class SharedRun:
     """A run that the task has opened, and that code of the user's may use."""

@@ -15,8 +15,6 @@ from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOr
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
-__all__ = ["Agents", "Peer"]
-
 MAX_BROKEN = 2
 """How often a worker's agent may fail by itself."""
 MAX_SILENCE = 15.0

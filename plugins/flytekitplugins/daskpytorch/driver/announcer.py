@@ -5,8 +5,6 @@ from collections.abc import Callable
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
-__all__ = ["Announcer"]
-
 NOTICE_INTERVAL = 10.0
 """Seconds between two words about what is waited for."""
 

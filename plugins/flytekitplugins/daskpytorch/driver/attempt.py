@@ -25,8 +25,6 @@ from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
-__all__ = ["Attempt"]
-
 
 @dataclass
 class Attempt:

@@ -9,8 +9,6 @@ from typing import Self
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
-__all__ = ["AttemptFailure", "FailurePolicy", "describe", "error_of", "find_root_failure", "from_user"]
-
 OURS = "flytekitplugins/daskpytorch/"
 """In the paths of frames that say nothing about the user's code."""
 REPEATED = "the same error came at the same step twice"

@@ -47,8 +47,6 @@ from flytekitplugins.daskpytorch.protocol.observer import Observers, Shape
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
-__all__ = ["GROWS", "Brain", "GangCancelledError"]
-
 BLAME_WINDOW = 0.7
 """Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0

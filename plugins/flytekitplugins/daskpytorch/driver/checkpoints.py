@@ -20,8 +20,6 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Fetch, Upload
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["Checkpoints", "Fetches"]
-
 MAX_RETRIES = 2
 """How often a checkpoint is asked for again whose connection broke."""
 

@@ -22,8 +22,6 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
-__all__ = ["Claim", "claimed"]
-
 CLAIM = "claim.json"
 RENEW_EVERY = 10.0
 """Seconds between two renewals."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from flytekitplugins.daskpytorch.driver.stacks import users_frames
 from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
 
-__all__ = ["Difference", "compare", "essence", "in_words", "named"]
-
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """How the names of operations begin to which ranks may well bring different shapes."""
 MAX_USERS_FRAMES = 3

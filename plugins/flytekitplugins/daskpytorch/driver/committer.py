@@ -43,8 +43,6 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
 )
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 
-__all__ = ["Committer", "ShardStorage", "Worker"]
-
 MAX_COMMIT_ATTEMPTS = 10
 """How often a checkpoint is committed before it is given up, which takes some five minutes."""
 

@@ -23,8 +23,6 @@ from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective
 
-__all__ = ["DeadlockWatch", "Look", "look_at", "prove"]
-
 LOOK_INTERVAL = 3.0
 """Seconds between two looks, of which each may be the second of a proof."""
 MAX_INTERVAL = 30.0

@@ -9,20 +9,6 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import FromAgent
 from flytekitplugins.daskpytorch.protocol.reports import ShortReport
 
-__all__ = [
-    "Beaten",
-    "Cancelled",
-    "Committed",
-    "Event",
-    "Gone",
-    "Interrupted",
-    "NotLaunched",
-    "Preempted",
-    "RankSaid",
-    "Said",
-    "Uploaded",
-]
-
 
 @dataclass(frozen=True)
 class Said:

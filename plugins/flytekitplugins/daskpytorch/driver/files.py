@@ -13,8 +13,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.process.private_folder import WRITABLE, refuse_foreign
 
-__all__ = ["Files", "unusable"]
-
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
     """Return the error of a storage address that cannot be used: of the same kind, with setting and address named."""

@@ -10,13 +10,12 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, overload
 
 from flytekitplugins.daskpytorch.driver.blame import from_user
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.ctrl_c import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
-
-__all__ = ["Futures", "GangFuture", "GangFutures", "SettledFutures"]
 
 F = TypeVar("F", bound=Future[Any])
 TURN = 1.0

@@ -13,8 +13,6 @@ from typing import Literal
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.reports import Spent, Used
 
-__all__ = ["Accountant"]
-
 INTERVAL = 2.0
 """Seconds from one account that observers are given to the next."""
 PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")

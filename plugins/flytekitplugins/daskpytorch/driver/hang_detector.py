@@ -12,22 +12,6 @@ from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, 
 from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS, users_frames
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
-__all__ = [
-    "COLLECTIVE_FILES",
-    "RankState",
-    "Stillness",
-    "collective_of",
-    "explain_failure",
-    "find_hung",
-    "main_frames",
-    "next_look",
-    "other_frames",
-    "pulse_for",
-    "report_deadlock",
-    "report_hang",
-    "waits_of",
-]
-
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
 """Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2

@@ -9,8 +9,6 @@ from flytekitplugins.daskpytorch.driver.deadlock import DeadlockWatch
 from flytekitplugins.daskpytorch.driver.hang_detector import RankState, next_look, report_hang, waits_of
 from flytekitplugins.daskpytorch.protocol import messages, orders
 
-__all__ = ["ANSWER_TIME", "HangWatch"]
-
 ANSWER_TIME = 0.4
 """Seconds for the ranks of a gang that hangs to say where they are by themselves."""
 STACKS_WAIT = 1.5

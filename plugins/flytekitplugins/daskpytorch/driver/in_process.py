@@ -42,8 +42,6 @@ from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
-__all__ = ["InProcess"]
-
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """Left as it is: this process may have used its GPUs before."""
 

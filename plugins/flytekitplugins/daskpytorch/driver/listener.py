@@ -25,8 +25,6 @@ from flytekitplugins.daskpytorch.protocol.messages import Download, DownloadLarg
 from flytekitplugins.daskpytorch.protocol.reports import unpack
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
-__all__ = ["Listener"]
-
 Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
 """Sends or receives a checkpoint, or what is large in a call, over a connection."""

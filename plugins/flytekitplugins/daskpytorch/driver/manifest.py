@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.host import Storage, StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 
-__all__ = ["MANIFEST", "Manifest", "named_in", "read_manifest"]
-
 MANIFEST = "manifest.json"
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
 

@@ -8,8 +8,6 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.messages import Tell
 from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
-__all__ = ["Deadlines", "StopRequest"]
-
 
 class Deadlines:
     """Seconds for each part of an end; one told by SIGTERM takes at most one and a half times the grace period.

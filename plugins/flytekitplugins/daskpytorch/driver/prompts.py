@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["KEPT_FOR", "Prompts"]
-
 KEPT_FOR = 1.0
 """Seconds for a rank that steps to come back before another has its turn: it may wait for just that one."""
 

@@ -13,8 +13,6 @@ from typing import IO, Any
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
 from flytekitplugins.daskpytorch.protocol.returned_file import MappedReturn
 
-__all__ = ["Kept", "Part", "ReceivedResults", "ResultBuffer", "Submission"]
-
 MAX_IN_MEMORY = 1 << 20
 """Bytes; also why a thousand small gangs do not hold a thousand files open."""
 

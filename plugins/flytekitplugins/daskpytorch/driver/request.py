@@ -24,19 +24,6 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.shared_memory import SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 
-__all__ = [
-    "Keys",
-    "Request",
-    "call_of",
-    "key_of",
-    "named",
-    "note_unfinished",
-    "request_for",
-    "start_of",
-    "storage_of",
-    "take_keys",
-]
-
 MAX_NAME = 100
 """Characters of a function's name, of which the last count."""
 

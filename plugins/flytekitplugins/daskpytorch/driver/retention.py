@@ -6,8 +6,6 @@ from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.best import E, Entry, best_first
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["hint_of_metric", "listed", "retained"]
-
 
 def retained(entries: Sequence[E], keep: Keep) -> list[E]:
     """Those that stay of `entries`, which are in the order in which they were kept; in the same order.

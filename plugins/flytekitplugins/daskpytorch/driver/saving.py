@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, WrittenShards
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["Saving"]
-
 
 class Saving:
     """Of one gang, through all of its attempts."""

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterable
 
-__all__ = ["NOT_THE_USERS", "users_frames"]
-
 NOT_THE_USERS = re.compile(
     r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'
 )

@@ -36,8 +36,6 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution, running
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
-__all__ = ["GangCancelledError", "RunningClock", "Supervisor"]
-
 
 class RunningClock:
     """Seconds, without those in which this process stood still: suspended, migrated, or in a long call in C.

@@ -21,8 +21,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile,
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["StorageUpload"]
-
 RETRY_AFTER = 2.0
 """Seconds before storage that failed is tried again; doubled each time, up to a minute."""
 MAX_READ_ATTEMPTS = 5

@@ -19,8 +19,6 @@ from flytekitplugins.daskpytorch.flyte.task import DaskClusterTask, DaskDDPTask,
 from flytekitplugins.daskpytorch.settings import Problems
 from flytekitplugins.daskpytorch.task import config
 
-__all__ = ["DaskCluster", "DaskDDP", "SpawnDDP"]
-
 NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 

@@ -12,8 +12,6 @@ from flytekitplugins.daskpytorch.flyte.storage import FlyteStorage
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
-__all__ = ["FlyteExecution", "current", "known_to_threads", "rank_environment"]
-
 CHECKPOINTS = "daskpytorch"
 """Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
 

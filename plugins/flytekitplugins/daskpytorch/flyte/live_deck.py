@@ -13,8 +13,6 @@ from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.task.live_page import TITLE, Publisher, page_of
 
-__all__ = ["finish", "published"]
-
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 """For S3, and for Google's storage; as flytekit sends its Decks."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")

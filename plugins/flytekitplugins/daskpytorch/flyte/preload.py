@@ -8,8 +8,6 @@ from typing import Any
 from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
-__all__ = ["IMPORTED_AHEAD", "dask_setup"]
-
 IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.import_ahead"
 """What ranks of Flyte tasks need besides; not to be imported here, where flytekit is not needed."""
 

@@ -25,8 +25,6 @@ from flytekit.utils.asyn import run_sync
 from flytekitplugins.daskpytorch.flyte import context, tabs
 from flytekitplugins.daskpytorch.protocol.host import provide
 
-__all__ = ["FlyteRank", "TaskOutput", "finish_imports"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutput:

@@ -9,8 +9,6 @@ from fsspec.core import split_protocol
 
 from flytekitplugins.daskpytorch.protocol import host
 
-__all__ = ["FlyteStorage"]
-
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):

@@ -13,8 +13,6 @@ from flytekit.models.literals import Literal
 
 from flytekitplugins.daskpytorch import report
 
-__all__ = ["tab_of"]
-
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 

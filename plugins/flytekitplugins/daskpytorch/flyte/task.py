@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
     from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 
-__all__ = ["DaskClusterTask", "DaskDDPTask", "SpawnDDPTask"]
 
 # Workers import torch for their ranks while the driver still waits for all of them.
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}

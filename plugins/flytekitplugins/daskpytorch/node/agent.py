@@ -40,8 +40,6 @@ from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
-__all__ = ["dial", "heartbeat_interval", "run"]
-
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
 MAX_HEARTBEATS = 5_000

@@ -19,9 +19,6 @@ from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import sigterm
 from flytekitplugins.daskpytorch.process.system import check_system
 
-__all__ = ["ForkServerClient", "ForkServerLostError", "connect", "hand_over", "import_ahead", "shutdown", "start_ahead"]
-
-
 END_TIMEOUT = 10.0
 """Seconds for a fork server to end after the order to; a suspended one is killed then."""
 

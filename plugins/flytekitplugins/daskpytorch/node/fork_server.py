@@ -39,8 +39,6 @@ from flytekitplugins.daskpytorch.node import generators, hugepages
 from flytekitplugins.daskpytorch.process import sigterm
 from flytekitplugins.daskpytorch.process.system import optional
 
-__all__ = ["END", "MAX_PACKET", "command", "is_of_this_user"]
-
 MAX_PACKET = 4096
 END = b"end"
 SPAWN = b"spawn"

@@ -10,8 +10,6 @@ import random
 import sys
 import weakref
 
-__all__ = ["seed_anew", "watch"]
-
 _seed = random.Random.seed
 _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
 """Generators of modules imported ahead that took their seed from the operating system, such as flytekit's."""

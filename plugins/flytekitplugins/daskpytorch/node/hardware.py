@@ -20,17 +20,6 @@ import psutil
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
-__all__ = [
-    "FoundGpus",
-    "describe_node",
-    "gpus_here",
-    "host_and_gpus",
-    "interface_of",
-    "local_versions",
-    "num_kills_for_memory",
-    "require_gpus",
-]
-
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Devices, one of which a machine or container with GPUs has."""

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["collapse_memory"]
-
 MADV_COLLAPSE = 25
 """From linux/mman.h, since Linux 6.1; works wherever huge pages are allowed to programs that ask for them."""
 PAGE_SIZE = 2 << 20

@@ -16,8 +16,6 @@ from collections.abc import Callable
 
 from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
 
-__all__ = ["Shared", "fetched_once"]
-
 PATIENCE = 600.0
 """Seconds for another agent to fetch it, after which this one does so itself."""
 INTERVAL = 0.05

@@ -9,8 +9,6 @@ from flytekitplugins.daskpytorch.node.hardware import require_gpus
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
 
-__all__ = ["OwnNode", "num_ranks_here"]
-
 
 class OwnNode:
     """Where all the ranks of a `SpawnDDP` task run: a launcher of one agent, as `dask.agents.DaskAgents` is of many."""

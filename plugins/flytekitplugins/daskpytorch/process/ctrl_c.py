@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["CtrlC", "deferred"]
-
 EXIT_CODE = 128 + signal.SIGINT
 SHOW_CURSOR = "\x1b[?25h"
 """To a terminal, which has hidden it for a live display."""

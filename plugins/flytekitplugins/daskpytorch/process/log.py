@@ -15,8 +15,6 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import Screen
 
-__all__ = ["is_for_machines", "logger", "object_in", "say", "set_up", "tell"]
-
 FORMAT_VARIABLE = "DASKPYTORCH_LOG"
 LEVEL_VARIABLE = "FLYTE_SDK_LOGGING_LEVEL"
 """Flyte's own: a number, as `logging` has them."""

@@ -9,8 +9,6 @@ import resource
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-__all__ = ["allow_connections", "allow_files"]
-
 MAX_FILES = 1 << 16
 """That are asked for at least; also gangs side by side in one driver need some."""
 OTHERS = 256

@@ -7,8 +7,6 @@ import tempfile
 from grp import getgrgid
 from pathlib import Path
 
-__all__ = ["WRITABLE", "make_private", "refuse_foreign"]
-
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 """Bits of a mode by which others can write."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH

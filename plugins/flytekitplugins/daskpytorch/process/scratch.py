@@ -11,8 +11,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["scratch_folder"]
-
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Seconds before a folder is removed again that was written into meanwhile."""
 CLEAR_UP = """

@@ -11,8 +11,6 @@ import signal
 import threading
 from collections.abc import Iterator
 
-__all__ = ["held_back", "leave_to_parent"]
-
 _is_registered = False
 _forking = threading.local()
 """What a thread that forks held back before."""

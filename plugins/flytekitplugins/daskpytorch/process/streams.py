@@ -11,8 +11,6 @@ import types
 from collections.abc import Mapping
 from typing import IO, Any
 
-__all__ = ["HIDDEN", "Screen", "one_line", "open_closed", "without_secrets"]
-
 SECRET = re.compile(
     r"(?i)^token$|(^|[_\W])(secret|password|passwd|passphrase|credentials?|authorization|connection_string|storage_options"
     r"|(api|access|secret|private)[-_]?key([-_]?id)?|(api|auth|access|session|bearer|hf)[-_]?token)$"

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 
-__all__ = ["check_system", "optional", "runs_gangs", "show_as"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ from typing import Protocol, TypeVar
 
 from flytekitplugins.daskpytorch.settings import Keep
 
-__all__ = ["E", "Entry", "best_first"]
-
 
 class Entry(Protocol):
     """A checkpoint of any kind."""

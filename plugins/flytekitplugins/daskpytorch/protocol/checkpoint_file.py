@@ -12,8 +12,6 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
-__all__ = ["CheckpointFile", "digest_of", "link_file", "take_file"]
-
 CHUNK = 1 << 20
 """Bytes to take at a time."""
 

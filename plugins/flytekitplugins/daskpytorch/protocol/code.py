@@ -27,20 +27,6 @@ from typing import Any, Self
 from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
-__all__ = [
-    "Call",
-    "Code",
-    "Sources",
-    "check_call",
-    "completed",
-    "ending_as_program",
-    "name_of",
-    "pack_call",
-    "pack_code",
-    "place_code",
-    "unpack_call",
-]
-
 MAX_RESOURCE_BYTES = 1 << 20
 """Files of a package that are not code travel up to this size, and those beside a script; data belongs in storage."""
 MAX_BESIDE_BYTES = 4 << 20

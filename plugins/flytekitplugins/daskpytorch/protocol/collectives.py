@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["MAX_COLLECTIVES", "Collective", "Recalled", "Shape"]
-
 MAX_COLLECTIVES = 32
 """So many of a rank's newest are told: ranks that differ stop at once, or a few collectives later."""
 

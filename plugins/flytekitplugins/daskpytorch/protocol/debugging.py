@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 
-__all__ = ["PORTS_VARIABLE", "Debugging", "Terminal"]
-
 PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
 """Which ranks wait for an editor's debugger before they begin, and at which port each: `1:5678`, or `0:5678,1:5679`."""
 RANK_AND_PORT = re.compile(r"\s*(\d{1,6}):(\d{1,5})\s*", re.ASCII)

@@ -11,8 +11,6 @@ from importlib import import_module
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["reduce"]
-
 REFUSED = {
     ("accelerate.accelerator", "Accelerator"),
     ("accelerate.data_loader", "DataLoaderDispatcher"),

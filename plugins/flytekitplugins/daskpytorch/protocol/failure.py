@@ -20,19 +20,6 @@ from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.gpu_errors import find_gpu_fault, is_memory_of_nccl
 
-__all__ = [
-    "CONSEQUENCES",
-    "CONSEQUENCE_TYPES",
-    "MAX_PICKLED",
-    "MAX_TEXT",
-    "Failure",
-    "RankExit",
-    "describe_exit",
-    "is_of_watchdog",
-    "raisable",
-]
-
-
 MAX_TEXT = 32 << 10
 """Characters of an exception's message, and of its traceback."""
 MAX_PICKLED = 1 << 20

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["READ_SIZE", "Connection", "Frames", "watch_peer"]
-
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
 """Bytes to take from one peer before another has its turn."""

@@ -5,8 +5,6 @@ The texts are those of CUDA 13's runtime, of NCCL 2.28 and of torch 2.6 to 2.15.
 
 import re
 
-__all__ = ["find_gpu_fault", "is_memory_of_nccl"]
-
 GPU_FAULT = re.compile(
     r"uncorrectable (ECC|NVLink) error|over nvlink or a hardware error|is/are busy or unavailable"
     r"|(CUDA error: |Error 802: |Cuda failure (802 )?')system not yet initialized"

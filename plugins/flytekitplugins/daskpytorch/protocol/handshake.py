@@ -12,8 +12,6 @@ import time
 
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
-__all__ = ["ANSWER_SIZE", "challenge", "introduce", "prove"]
-
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32

@@ -6,8 +6,6 @@ A driver of thousands of agents hears thousands of them a second. That one has c
 import struct
 from collections.abc import Iterator, Mapping
 
-__all__ = ["MARK", "is_heartbeat", "packed", "unpacked"]
-
 MARK = b"\0"
 """How it begins, and no pickle does."""
 RANK = struct.Struct("!IQ")

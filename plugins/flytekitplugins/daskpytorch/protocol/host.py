@@ -7,18 +7,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-__all__ = [
-    "Execution",
-    "RankHost",
-    "StoragePaths",
-    "current_execution",
-    "open_filesystem",
-    "preempt_all",
-    "provide",
-    "running",
-    "url_to_fs",
-]
-
 
 class Storage(Protocol):
     """Where a host keeps files, as flytekit's `FileAccessProvider` has it."""

@@ -4,8 +4,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["without_nannys"]
-
 MARK = "MALLOC_TRIM_THRESHOLD_"
 """Nobody but a nanny sets it, as a rule."""
 SETTINGS = {MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Observer", "Observers", "RankObserver", "Shape", "Training"]
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ import cloudpickle
 
 from flytekitplugins.daskpytorch.protocol import driver_objects
 
-__all__ = ["LARGE", "definitions", "dumps", "loads", "spare_parts"]
-
 LARGE = 1 << 20
 """Bytes of an array's or a tensor's memory from which on it need not be in the pickle."""
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["GpuKey", "Node", "Place", "choose_backend", "leave_out", "one_per_gpu", "place_ranks", "worker_order"]
-
 GpuKey = tuple[str, str]
 """Key of one GPU among those of all nodes, made by `Node.key_of`."""
 

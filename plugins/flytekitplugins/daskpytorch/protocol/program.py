@@ -14,8 +14,6 @@ from typing import Any
 from flytekitplugins.daskpytorch.protocol import pickling, torch_settings
 from flytekitplugins.daskpytorch.protocol.torch_settings import TorchSettings
 
-__all__ = ["Program", "enter", "forget_levels", "taken"]
-
 MAX_SPARE_PART = 256 << 10
 """Bytes of a class of `__main__` that nothing in the call names."""
 STREAMS = ("stdout", "stderr")

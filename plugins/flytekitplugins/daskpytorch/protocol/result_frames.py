@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["Piece", "Reader", "Writer", "cut"]
 
 PIECE_SIZE = 1 << 20
 """Bytes per piece: an agent is done with one in milliseconds, and then sees to its other ranks and its heartbeat."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-__all__ = ["FileWriter", "MappedReturn"]
-
 
 class FileWriter:
     """Stands in for `result_frames.Writer` where a rank reaches the driver's folder."""

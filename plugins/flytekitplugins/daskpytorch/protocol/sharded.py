@@ -11,21 +11,6 @@ from dataclasses import asdict, dataclass, field
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 
-__all__ = [
-    "LAYOUT",
-    "METADATA",
-    "ShardedCheckpoint",
-    "Sharding",
-    "StoredItem",
-    "StoredPart",
-    "WrittenShards",
-    "folder_name",
-    "is_object",
-    "layout_of",
-    "modules_for",
-    "save_of",
-]
-
 LAYOUT = "layout.json"
 """The object that says what is where in the others."""
 METADATA = ".metadata"

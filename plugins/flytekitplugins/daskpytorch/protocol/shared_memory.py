@@ -16,8 +16,6 @@ from typing import Self
 
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
-__all__ = ["Address", "SharedMemory"]
-
 PIECE_SIZE = 1 << 20
 """Bytes to take from a connection at a time."""
 

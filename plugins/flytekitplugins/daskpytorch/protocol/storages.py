@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["reduce"]
-
 
 def reduce(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """What a pickler is to write for a storage; None where that is for torch to say, as of a GPU's memory.

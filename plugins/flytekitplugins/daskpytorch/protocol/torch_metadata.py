@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["from_layout", "metadata_of", "state_of"]
-
 
 def state_of(metadata: Metadata) -> str:
     """The keys, with their paths in the nested state and, of tensors, shape, dtype and chunks."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["FIRST_OWN_SEED", "TorchSettings", "enter", "taken"]
-
 FIRST_OWN_SEED = 1 << 32
 """Seeds that torch draws for itself have 53 random bits: one in two million is smaller. Users' seeds are smaller."""
 

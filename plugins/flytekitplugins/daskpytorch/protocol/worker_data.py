@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "NOTICE_TIME", "Contact", "Key", "WorkerData", "logger"]
-
-
 logger = logging.getLogger(__name__)
 Key = str | tuple[Any, ...]
 """What Dask calls a partition by."""

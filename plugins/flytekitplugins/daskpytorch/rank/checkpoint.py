@@ -32,7 +32,6 @@ from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RankCheckpoint"]
 
 SHARDED = (
     ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism

@@ -12,8 +12,6 @@ from flytekitplugins.daskpytorch.context import current_rank
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KeptFiles", "gathered", "keep"]
-
 
 def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str, Any] | None = None) -> None:
     """Keep the files of rank 0's folder as the newest checkpoint.

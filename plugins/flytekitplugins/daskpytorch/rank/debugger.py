@@ -30,7 +30,6 @@ from flytekitplugins.daskpytorch.rank import imports
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 
-__all__ = ["Prompt", "explain", "wait_for_editor", "watch_pdb"]
 
 MAX_DRAIN = 1.0
 """Seconds for what the rank has printed to be shown before its prompt is."""

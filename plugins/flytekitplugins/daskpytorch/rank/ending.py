@@ -10,8 +10,6 @@ import sys
 import threading
 import traceback
 
-__all__ = ["end_as_program"]
-
 GRACE = 10.0
 """Seconds for threads, executors, child processes and exit functions to end, from the end of the rank's function on."""
 

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["export_safetensors"]
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_SIZE = 5_000_000_000

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["record"]
-
 PR_SET_PTRACER = 0x59616D61
 """Of `prctl`: where only ancestors may look into a process (Yama's ptrace_scope 1), so may this child."""
 MAX_COMPLAINT = 500

@@ -23,7 +23,6 @@ NCCL_BACKENDS = ("nccl-legacy", "nccl2", "nccl-lazy")
 """Names in records of what groups call nccl: torch 2.15's `nccl` is `nccl2`, unless TORCH_DIST_USE_NCCL2 is 0."""
 HOOK = 0x6461736B
 """Number of this module's abort hook among a backend's hooks, of which torch's own have small numbers."""
-__all__ = ["call_before_abort", "recall"]
 
 
 def recall() -> Recalled | None:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.context import LogRecord
 
-__all__ = ["of_exchange", "of_loss", "of_nccl", "of_seed", "watch_optimizers", "watching_samplers"]
-
 
 SAMPLER = (
     "trains again on a shuffling DistributedSampler with epoch {}, and so in the same order: call its set_epoch(epoch) "

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["HostCopies"]
 
 PAGE = 4096
 ALIGNMENT = 64

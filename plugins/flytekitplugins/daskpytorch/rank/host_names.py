@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-__all__ = ["ask_for_none"]
-
 RETRY = 1
 """The index of `retry`, how often a name is asked for at most, among the integers that glibc's `__res_state` begins
 with."""

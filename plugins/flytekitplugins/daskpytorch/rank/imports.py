@@ -7,8 +7,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["call_after"]
-
 
 def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
     """Call this with a module once it has been imported; now, if it has been already."""

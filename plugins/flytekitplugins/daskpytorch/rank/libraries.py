@@ -14,8 +14,6 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.rank import imports
 
-__all__ = ["guide", "require"]
-
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
 """The oldest that the tests have passed with; a callback may ask for more."""
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))

@@ -14,8 +14,6 @@ from torch.utils.data._utils import signal_handling, worker
 
 from flytekitplugins.daskpytorch.process import sigterm
 
-__all__ = ["shield", "work"]
-
 PRELOADED = f"{__package__}.loaders_preload"
 
 _work = worker._worker_loop  # noqa: SLF001

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["main"]
-
 ACCOUNT_TIMEOUT = 2.0
 """Seconds at the end for the driver to say where the time went, where somebody here wants to record it."""
 

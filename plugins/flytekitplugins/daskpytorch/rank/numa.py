@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["stay_beside"]
-
 SYSTEM = Path("/sys")
 
 

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = [
-    "are_numbers_comparable",
-    "expect",
-    "install",
-    "join",
-    "leave",
-    "nccl_variables",
-    "num_collectives",
-    "num_exchanges",
-]
 
 OTHER_FILES = 512
 """Files that a rank may have open besides the connections of others to its store; half of what many systems allow."""

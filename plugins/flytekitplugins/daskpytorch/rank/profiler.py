@@ -12,8 +12,6 @@ from flytekitplugins.daskpytorch.settings import Profile
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-__all__ = ["StepProfiler"]
-
 
 class StepProfiler:
     """Counts the optimizers' steps, and has some of them recorded. What fails here costs a line, not the training."""

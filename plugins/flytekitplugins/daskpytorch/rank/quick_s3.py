@@ -13,8 +13,6 @@ from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["QuickS3"]
-
 BLOCK, NUM_BLOCKS = 8 << 20, 4
 """Bytes that are sent at a time, and how many times that of one object at once: both are memory."""
 KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_kwargs.region_name"} | {

@@ -13,8 +13,6 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, Spent
 from flytekitplugins.daskpytorch.rank.hints import of_loss
 
-__all__ = ["Records", "interval_of"]
-
 INTERVAL = 0.2
 """Seconds within which a record of rank 0 goes. A rank that is killed takes with it those that have not gone."""
 INTERVAL_OF_OTHERS = 1.0

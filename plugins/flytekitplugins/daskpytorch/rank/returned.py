@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.result_frames import Writer
     from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter
 
-__all__ = ["dump_returned", "unwrapped"]
 
 SPREAD = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["SaveSlots", "View"]
-
 
 @dataclass(frozen=True)
 class View:

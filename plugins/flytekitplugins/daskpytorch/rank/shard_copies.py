@@ -15,8 +15,6 @@ from typing import IO, Any
 from flytekitplugins.daskpytorch.process.private_folder import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
 
-__all__ = ["ShardCopies"]
-
 OWN_FOLDER = "daskpytorch-shards"
 """Below the folder that the user names; only what lies in there is read or removed."""
 

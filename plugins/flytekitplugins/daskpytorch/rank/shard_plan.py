@@ -20,8 +20,6 @@ from flytekitplugins.daskpytorch.protocol.torch_metadata import state_of
 from flytekitplugins.daskpytorch.rank.host_copies import HostCopies
 from flytekitplugins.daskpytorch.rank.tensor_kinds import check_savable
 
-__all__ = ["Piece", "SavePlans", "Staged", "as_dicts"]
-
 UNCHANGEABLE = (bool, int, float, str, type(None))
 """Values that need neither be copied nor looked at: `torch.load(weights_only=True)` reads them."""
 

@@ -32,8 +32,6 @@ from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_plan import as_dicts
 from flytekitplugins.daskpytorch.rank.tensor_kinds import check_fillable
 
-__all__ = ["DamagedError", "DiffersError", "ShardReader"]
-
 NUM_READERS = 8
 """Ranges that are read, and turned into tensors, at the same time."""
 MAX_RANGE = 4 << 20

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
     from flytekitplugins.daskpytorch.rank.shard_plan import Piece
 
-__all__ = ["ShardWriter"]
 
 NUM_WRITERS = 2
 """Parts that are written at the same time. With four, two ranks beside their S3 server took half as long again."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_plan import SavePlans, Staged
     from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
-__all__ = ["ShardedCheckpoints"]
 
 MAX_TOLD = 8
 """Keys that a line names."""

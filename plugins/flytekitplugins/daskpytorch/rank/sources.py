@@ -12,8 +12,6 @@ from typing import Any, Never
 
 from flytekitplugins.daskpytorch.protocol.code import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES, Sources
 
-__all__ = ["enter", "explain"]
-
 
 def enter(sources: Sources) -> None:
     """Have modules imported from there before all others.

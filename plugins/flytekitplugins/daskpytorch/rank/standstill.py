@@ -15,8 +15,6 @@ from flytekitplugins.daskpytorch.context import Progress
 from flytekitplugins.daskpytorch.protocol.reports import Stands
 from flytekitplugins.daskpytorch.rank import process_group
 
-__all__ = ["received_bytes", "watch"]
-
 INTERVAL = 1.0
 """Seconds between two looks at the counts, which take microseconds."""
 NUM_EQUAL = 2

@@ -9,8 +9,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.serialization import get_safe_globals
 
-__all__ = ["META", "TensorKindError", "check_fillable", "check_savable"]
-
 META = (
     "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
     "its initialisation or load_state_dict"

@@ -18,8 +18,6 @@ from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 
-__all__ = ["Gauge", "Ledger", "saving", "watched"]
-
 INTERVAL = 2.0
 """Seconds between two samples of a rank."""
 MAX_SAMPLES = 200

@@ -8,8 +8,6 @@ from flytekitplugins.daskpytorch.report.curve import thinned
 from flytekitplugins.daskpytorch.report.html import element, name_of, text_of, whole
 from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
 
-__all__ = ["line_chart"]
-
 MAX_VALUE = 1e200
 """What is beyond cannot be drawn."""
 NUM_COLOURS = 8

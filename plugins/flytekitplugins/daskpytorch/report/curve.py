@@ -2,8 +2,6 @@
 
 import operator
 
-__all__ = ["MAX_POINTS", "Curve", "Point", "thinned"]
-
 MAX_POINTS = 2_000
 """Of a curve; longer ones are thinned."""
 Point = tuple[int, float, float]

@@ -9,8 +9,6 @@ from importlib.resources import files
 from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.process.streams import one_line
 
-__all__ = ["MAX_NAME", "Link", "element", "name_of", "shared", "text_of", "whole"]
-
 MAX_NAME = 60
 """Characters of a metric's name that are shown."""
 MAX_TEXT = 20_000

@@ -10,26 +10,6 @@ from typing import Literal
 from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.report.html import element, name_of, shared, text_of, whole
 
-__all__ = [
-    "Picture",
-    "Tone",
-    "alert",
-    "card",
-    "cells_table",
-    "details",
-    "document",
-    "figures",
-    "folded",
-    "grid",
-    "page",
-    "pictures",
-    "section",
-    "shares",
-    "status",
-    "table",
-    "text",
-]
-
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
 """What a colour is to say: `report.status("failed", "pet names", tone="bad")`."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")

@@ -8,8 +8,6 @@ from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.report.html import element, text_of, whole
 from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
 
-__all__ = ["Event", "Span", "duration", "timeline"]
-
 MAX_EVENTS = 300
 """Of more, the first and the last are shown."""
 MAX_TEXT = 300

@@ -26,7 +26,6 @@ from flytekitplugins.daskpytorch.results.result_folder import MAX_FOLDERS, Resul
 if TYPE_CHECKING:
     from flytekit.types.directory import FlyteDirectory
 
-__all__ = ["DaskResultsHandler", "ResultPathError", "write_out"]
 
 POLL_INTERVAL = 0.05
 """Seconds between looks for new results."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-__all__ = ["MAX_FOLDERS", "ResultFolder", "ResultPathError"]
-
 MAX_FOLDERS = 100
 """How deep a path may be: what uploads and removes folders calls itself for each one below, 1,000 times at most."""
 DISK_ERRORS = (

@@ -20,8 +20,6 @@ from flytekitplugins.daskpytorch.process import log
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
-__all__ = ["SweepDisplay"]
-
 COUNT_INTERVAL = 5.0
 """Seconds between plain lines that say how many models have ended."""
 MAX_LABEL = 48

@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.settings import EarlyStopping
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["Halving", "is_last"]
 
 MAX_NAMES = 20
 """Of metrics, in the notice that the one asked for is not among them."""

@@ -17,8 +17,6 @@ from flytekitplugins.daskpytorch.process.streams import one_line, without_secret
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
-__all__ = ["Log", "Model", "ModelFuture", "error_of"]
-
 MAX_SHOWN = 100
 """Characters of an experiment in a future's representation."""
 

@@ -35,7 +35,6 @@ from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_noteboo
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ModelFutures", "train_all"]
 
 LOOK_INTERVAL = 0.5
 """Seconds between looks at the workers while models wait."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 
-__all__ = ["Pool"]
-
 
 @dataclass
 class Pool:

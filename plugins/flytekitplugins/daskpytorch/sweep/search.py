@@ -21,7 +21,6 @@ from flytekitplugins.daskpytorch.sweep.storage import Kept
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["Suggestions"]
 
 MODEL = "model"
 """The attribute of a trial that has its model's index."""

@@ -29,8 +29,6 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_exec
 from flytekitplugins.daskpytorch.settings import shown
 from flytekitplugins.daskpytorch.sweep.table import fields_of
 
-__all__ = ["Kept", "ModelStorage", "SweepStorage"]
-
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
 """Files that are read at the same time."""

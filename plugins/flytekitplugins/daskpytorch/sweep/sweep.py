@@ -24,8 +24,6 @@ from flytekitplugins.daskpytorch.sweep.model import Model
 from flytekitplugins.daskpytorch.sweep.search import Suggestions
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage, SweepStorage
 
-__all__ = ["Sweep"]
-
 
 @dataclass(eq=False, kw_only=True)
 class Sweep:

@@ -14,8 +14,6 @@ from flytekitplugins.daskpytorch.process.streams import one_line, without_secret
 from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.html import shared
 
-__all__ = ["as_html", "counted", "fields_of", "is_notebook", "rows_of", "show_live"]
-
 STATUSES = ("training", "failed", "finished", "stopped early", "cancelled", "waiting")
 """In the order in which they are of interest."""
 MAX_ROWS = 100

@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Literal, NoReturn
 from flytekitplugins.daskpytorch import settings
 from flytekitplugins.daskpytorch.settings import Gang, Problems, Wandb
 
-__all__ = ["Cluster", "GangOnDask", "GangOnOwnNode", "OnDask", "keep_apart"]
-
 START_METHODS = ("forkserver", "spawn")
 
 

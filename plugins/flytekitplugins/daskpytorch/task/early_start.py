@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import dropwhile
 from pathlib import Path
 
-__all__ = ["is_worthwhile"]
-
 NOT_HERE = {"--remote", "-r", "--help"}
 """Options with which nothing runs here."""
 NAME = b"plugins.daskpytorch"

@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
     from flytekitplugins.daskpytorch.task.results import OutputStorage, TaskResults
 
-__all__ = [
-    "CLUSTER_SETTINGS",
-    "GANG_SETTINGS",
-    "INFRASTRUCTURE_ERRORS",
-    "InRanks",
-    "OnDaskWorkers",
-    "OnOwnNode",
-    "ctrl_c",
-    "with_advice",
-]
 
 CLUSTER_SETTINGS = {
     # Dask tasks may start processes of their own, such as the workers of a DataLoader.

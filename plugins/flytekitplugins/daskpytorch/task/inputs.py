@@ -16,8 +16,6 @@ from mashumaro.exceptions import InvalidFieldValue, MissingField
 
 from flytekitplugins.daskpytorch.settings import shown
 
-__all__ = ["StrictInputs", "refuse_unknown"]
-
 
 class StrictInputs:
     """Base of a dataclass that is given as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.

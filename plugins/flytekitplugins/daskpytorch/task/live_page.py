@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
 
-__all__ = ["TITLE", "Publisher", "page_of"]
-
 TITLE = "Training"
 """The page's name among those of the task; it is the first."""
 INTERVAL = 3.0

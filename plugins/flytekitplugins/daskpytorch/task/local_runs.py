@@ -29,8 +29,6 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.private_folder import make_private, refuse_foreign
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
-__all__ = ["LocalRun", "begun", "identity_of_file", "local_run"]
-
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
 """Names another folder for all runs; empty: nothing is kept."""
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"

@@ -17,8 +17,6 @@ from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
-__all__ = ["OutputStorage", "TaskResults"]
-
 PROFILES = "profiles"
 """Where ranks put them, in the folder."""
 FAILED_LIMIT = 60.0

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 
-__all__ = ["SIGTERM", "exit_quickly", "heeding_sigterm"]
-
 SIGTERM = "the task was told to end (SIGTERM)"
 """Why gangs end then."""
 
