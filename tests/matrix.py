@@ -38,8 +38,8 @@ GANGS = (
 """One on the task's own node, one on a Dask cluster."""
 OF_LIBRARIES = (
     *("agents", "checkpoint", "cluster", "collectives", "config", "deck", "dependencies", "dispatch", "export"),
-    *("extras", "flyte", "halving", "imports", "in_process", "inputs", "media", "own_node", "partitions", "program"),
-    *("sampling", "search", "task", "task_results", "wandb"),
+    *("extras", "flyte", "imports", "in_process", "inputs", "media", "own_node", "partitions", "program"),
+    *("sampling", "task", "task_results", "trials", "wandb"),
 )
 """The tests of what leans on torch, Dask, flytekit and the extras; `--all` runs those of everything else, too."""
 NOT_OF_VERSIONS = ("tests/test_backend.py", "tests/test_dockerfile.py", "tests/test_distributions.py")

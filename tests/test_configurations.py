@@ -44,7 +44,7 @@ from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.orders import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
-from flytekitplugins.daskpytorch.sweep.halving import Halving
+from flytekitplugins.daskpytorch.sweep.trials import Trials
 from processes import nothing_left_behind
 from test_task import make, serialised
 
@@ -195,7 +195,7 @@ def test_early_stopping(values: dict[str, Any]) -> None:
     stop = built(EarlyStopping, {"metric": "loss", **values})
     if stop is not None:
         assert pickle.loads(pickle.dumps(stop)) == stop
-        Halving(stop, 3)
+        Trials(stop, 3)
 
 
 @thoroughly

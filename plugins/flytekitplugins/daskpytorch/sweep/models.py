@@ -24,13 +24,12 @@ from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from flytekitplugins.daskpytorch.sweep.halving import Halving
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.packing import Pool
-from flytekitplugins.daskpytorch.sweep.search import Suggestions
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 from flytekitplugins.daskpytorch.sweep.table import as_html, counted, is_notebook, rows_of, show_live
+from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,10 +51,9 @@ def train_all(
     storage: SweepStorage | None,
 ) -> ModelFutures:
     """See `dispatch.map`."""
-    suggestions = Suggestions(experiments) if isinstance(experiments, Search) else None
     known = None if isinstance(experiments, Search) else experiments
     num_models = experiments.num_models if isinstance(experiments, Search) else len(experiments)
-    halving = Halving(stop_early, num_models) if stop_early is not None else None
+    asked = experiments if isinstance(experiments, Search) else stop_early
     sweep = Sweep(
         cluster=DaskAgents(client),
         function=pytorch_function,
@@ -63,8 +61,7 @@ def train_all(
         settings=settings,
         wandb=wandb,
         storage=storage,
-        halving=halving,
-        suggestions=suggestions,
+        trials=Trials(asked, num_models) if asked is not None else None,
         board=SweepDisplay(num_models, is_quiet=is_notebook()),
     )
     for index, experiment in enumerate(known or ()):

@@ -19,10 +19,9 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, current_executi
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import Gang, Wandb, shown
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
-from flytekitplugins.daskpytorch.sweep.halving import Halving
 from flytekitplugins.daskpytorch.sweep.model import Model
-from flytekitplugins.daskpytorch.sweep.search import Suggestions
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage, SweepStorage
+from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,8 +34,8 @@ class Sweep:
     settings: Gang
     wandb: Wandb | None
     storage: SweepStorage | None
-    halving: Halving | None
-    suggestions: Suggestions | None
+    trials: Trials | None
+    """Of early stopping, or of a search."""
     board: SweepDisplay
     keys: Sequence[str] = ()
     """The models', by their indexes; see `take_keys`."""
@@ -59,14 +58,14 @@ class Sweep:
         """
         experiment = experiments[index] if experiments is not None else kept and kept.experiment
         model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
-        if self.suggestions is not None and kept is not None:
+        if self.trials is not None and self.trials.suggests and kept is not None:
             if kept.trial is None:
                 raise ValueError(
                     f"dispatch.map(storage=...): what is kept of experiment {index} was in a list, not suggested by a "
                     "study. Give this call a name of its own, or remove what is kept."
                 )
             if not self.is_over(model):
-                self.suggestions.attach(index, kept)
+                self.trials.attach(index, kept)
         return model
 
     def size(self, index: int, experiment: Any) -> int:
@@ -92,9 +91,9 @@ class Sweep:
         Raises:
             Exception: As `prepare`, or whatever the study or the user's function raises.
         """
-        if self.suggestions is None:
-            raise RuntimeError("there is nobody to ask")
-        experiment = self.suggestions.ask(model.index)
+        if self.trials is None:
+            raise TypeError("this sweep has no study to suggest experiments")
+        experiment = self.trials.ask(model.index)
         model.line = self.board.line(model.index, experiment)
         self.prepare(model, experiment)
         self.place(model)
@@ -148,11 +147,9 @@ class Sweep:
     def observers(self, model: Model) -> list[Observer]:
         """Those of its gang that belong to the sweep."""
         observers = [model.line, model.log]
-        if self.halving is not None:
+        if self.trials is not None:
             before = model.kept.records if model.kept is not None else ()
-            observers.append(self.halving.judge(model.index, model.line.noted, before))
-        if self.suggestions is not None:
-            observers.append(self.suggestions.reporter(model.index))
+            observers.append(self.trials.watch(model.index, model.line.noted, before))
         return observers
 
     def is_over(self, model: Model) -> bool:
@@ -161,23 +158,18 @@ class Sweep:
         A model that was stopped early then is trained to its end once nobody is to be stopped.
         """
         kept = model.kept
-        are_stopped = self.halving is not None or self.suggestions is not None
-        return kept is not None and kept.has_ended and (kept.stopped is None or are_stopped)
+        return kept is not None and kept.has_ended and (kept.stopped is None or self.trials is not None)
 
     def recall(self, model: Model) -> None:
         """Have the others compared with a model that is over."""
-        if model.kept is None:
-            return
-        if self.halving is not None:
-            self.halving.remember(model.index, model.kept.records, model.kept.stopped)
-        if self.suggestions is not None:
-            self.suggestions.recall(model.kept)
+        if model.kept is not None and self.trials is not None:
+            self.trials.recall(model.index, model.kept)
 
     def tell(self, model: Model, error: BaseException | None, result: Any = None) -> None:
         """Have a study hear how a model has ended."""
         try:
-            if self.suggestions is not None:
-                self.suggestions.tell(model.index, error, result, model.log.newest)
+            if self.trials is not None:
+                self.trials.tell(model.index, error, result, model.log.newest)
         except BaseException as failure:  # whatever the study's storage raises: the model has its result all the same
             model.line.noted(f"the study could not be told how it ended ({type(failure).__name__}: {failure})")
 
@@ -187,7 +179,9 @@ class Sweep:
 
     def _about(self, model: Model) -> dict[str, Any]:
         about = {"experiment": model.experiment, "records": list(model.log.records)}
-        return about if self.suggestions is None else {**about, "trial": self.suggestions.trial(model.index)}
+        if self.trials is None or not self.trials.suggests:
+            return about
+        return {**about, "trial": self.trials.trial(model.index)}
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:

@@ -1,0 +1,290 @@
+"""Trials of an Optuna study, one for each model: what a study suggests and hears, and who is stopped early.
+
+Runs in the driver. `Search` brings the user's study. `EarlyStopping` has a study in memory, whose pruner compares the
+models by asynchronous successive halving. Each gang's judge hears of its records on the thread of that gang's
+supervisor.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Search
+from flytekitplugins.daskpytorch.sweep.storage import Kept
+
+if TYPE_CHECKING:
+    import optuna
+
+
+MAX_NAMES = 20
+"""Metrics that the notice of a missing metric names."""
+MODEL = "model"
+"""Attribute of a trial: its model's index."""
+TAG = "daskpytorch"
+"""Attribute by which a trial that was just added is found."""
+
+
+class Trials:
+    """The study of one `dispatch.map`, and the trials of its models."""
+
+    def __init__(self, asked: EarlyStopping | Search, num_models: int) -> None:
+        self.asked = asked
+        self.num_models = num_models
+        self.study = asked.study if isinstance(asked, Search) else _new_study(asked)
+        self.metric = asked.metric if len(self.study.directions) == 1 else None
+        """Metric that models are stopped by. None if the study has several directions, which cannot prune."""
+        self._lock = threading.Lock()
+        """Guards the study and all that follows: a trial's report and the look at all the others are one step."""
+        self._trials: dict[int, optuna.Trial] = {}
+        """Trials of the models that have begun, by their indexes."""
+        self._has_said = self.suggests
+        """True if the notice of a missing metric is not needed, or was given."""
+
+    @property
+    def suggests(self) -> bool:
+        """True if the study makes the experiments."""
+        return isinstance(self.asked, Search)
+
+    def ask(self, index: int) -> Any:
+        """Return the experiment that the study suggests for a model; raises whatever the user's function raises."""
+        if not isinstance(self.asked, Search):
+            raise TypeError("early stopping suggests no experiments")
+        with self._lock:
+            trial = self._trials[index] = self.study.ask()
+            trial.set_user_attr(MODEL, index)
+        return self.asked.suggest(trial)
+
+    def attach(self, index: int, kept: Kept) -> None:
+        """Go on with the trial of a model that began in an attempt before, or with a new one like it."""
+        from optuna import Trial
+
+        with self._lock:
+            trial = self._find(kept.trial)
+            if trial is None or trial.state.is_finished():
+                trial = self._add(kept.trial)
+            self._trials[index] = Trial(self.study, trial._trial_id)  # noqa: SLF001 - there is no other way
+
+    def recall(self, index: int, kept: Kept) -> None:
+        """Have the study know of a model that ended in an attempt before."""
+        if not self.suggests:
+            self.watch(index, lambda _: None, kept.records).take_before(math.inf)
+            return
+        with self._lock:
+            trial = self._find(kept.trial)
+            if trial is None:
+                self.study.add_trial(kept.trial)
+            elif not trial.state.is_finished():
+                metrics = {name: value for record in kept.records for name, value in record.metrics.items()}
+                self._tell(trial.number, kept.stopped, kept.result, metrics)
+
+    def trial(self, index: int) -> optuna.trial.FrozenTrial:
+        """Return a model's trial as it is now."""
+        with self._lock:
+            return self.study.get_trials(deepcopy=False)[self._trials[index].number]
+
+    def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> _Judge:
+        """Return the observer of one model's gang; its `logged` raises `StoppedEarlyError` to stop the model.
+
+        Args:
+            index: The model's.
+            say: Shows a notice of the model.
+            before: Records of an attempt before. They count up to the step that the gang goes on from.
+        """
+        if not self.suggests:  # else it was asked for
+            with self._lock:
+                self._trials[index] = self.study.ask()
+        return _Judge(self, self._trials[index], index, say, before, self.trial(index).last_step)
+
+    def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
+        """Report a model's value; return True if the pruner wants the model to end."""
+        with self._lock:
+            trial.report(value, epoch)
+            return trial.should_prune()
+
+    def next_rung(self, epoch: int) -> int:
+        """Return the first epoch after this one whose value the study is told.
+
+        Optuna copies all reports of a trial at each report. Early stopping reports at rungs only, since each epoch
+        of a long training would take the square of its time. A user's study is told of every epoch.
+        """
+        if isinstance(self.asked, Search):
+            return epoch + 1
+        rung = self.asked.grace_period
+        while rung <= epoch:
+            rung *= self.asked.reduction_factor
+        return rung
+
+    def why(self, value: float) -> str:
+        """Return the reason for which a model with this value is stopped."""
+        if isinstance(self.asked, Search):
+            return f"and the study's {type(self.study.pruner).__name__} wants it to end"
+        if math.isnan(value):
+            return "which is not a number"
+        best = f"among the best 1/{self.asked.reduction_factor} ({self.asked.mode})"
+        return f"which is not {best} of what models had there"
+
+    def tell(self, index: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
+        """Tell the user's study how a model has ended, if the model has begun."""
+        with self._lock:
+            if self.suggests and index in self._trials:
+                self._tell(self._trials[index].number, error, result, metrics)
+
+    def note_metric(self) -> None:
+        """Note that a model has logged the metric."""
+        self._has_said = True
+
+    def may_say(self) -> bool:
+        """Return True once, and only while no model has logged the metric: the notice of its absence is due."""
+        with self._lock:
+            has_said, self._has_said = self._has_said, True
+        return not has_said
+
+    def _tell(self, number: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
+        from optuna.trial import TrialState
+
+        if error is not None:
+            state = TrialState.PRUNED if isinstance(error, StoppedEarlyError) else TrialState.FAIL
+            self.study.tell(number, state=state, skip_if_finished=True)
+        else:
+            value = result if self.asked.metric is None else metrics.get(self.asked.metric)
+            self.study.tell(number, value, skip_if_finished=True)  # which warns of what is no number
+
+    def _find(self, wanted: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial | None:
+        trials = self.study.get_trials(deepcopy=False)
+        found = trials[wanted.number] if wanted.number < len(trials) else None
+        return found if found is not None and found.params == wanted.params else None
+
+    def _add(self, like: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial:
+        from optuna.trial import TrialState, create_trial
+
+        tag = uuid.uuid4().hex
+        added = create_trial(
+            state=TrialState.RUNNING,
+            params=like.params,
+            distributions=like.distributions,
+            intermediate_values=like.intermediate_values,
+            user_attrs={**like.user_attrs, TAG: tag},
+        )
+        self.study.add_trial(added)
+        trials = self.study.get_trials(deepcopy=False)
+        return next(trial for trial in reversed(trials) if trial.user_attrs.get(TAG) == tag)
+
+
+@dataclass(eq=False)
+class _Judge(Observer):
+    _trials: Trials
+    _trial: optuna.Trial
+    _index: int
+    _say: Callable[[str], None]
+    _before: Sequence[LogRecord]
+    _last_epoch: int | None
+    """Newest epoch that the study has of the model."""
+    _names: set[str] = field(default_factory=set)
+    """Metrics that were logged before the one that is compared."""
+    _first_epoch: int | None = None
+    """First epoch of a record without the metric."""
+    _has_metric: bool = False
+    _is_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._rung = self._trials.next_rung(-1 if self._last_epoch is None else self._last_epoch)
+        """Epoch from which on the next value is reported: after a restart some epochs come again."""
+
+    def resumed(self, step: int) -> None:
+        self.take_before(step)
+
+    def take_before(self, step: float) -> None:
+        """Report what was logged before, up to this step. A model that fell behind then was stopped then."""
+        for record in self._before:
+            if record.step <= step:
+                self._falls_behind(record)
+
+    def logged(self, record: LogRecord) -> None:
+        if record.rank != 0 or self._is_stopped or not self._falls_behind(record) or _is_last(record):
+            return
+        self._is_stopped = True
+        trials, metric = self._trials, str(self._trials.metric)
+        epoch, value = record.epoch or 0, record.numbers[metric]
+        raise StoppedEarlyError(
+            f"experiment {self._index} of {trials.num_models} was stopped early, after epoch {epoch}: its {metric} was "
+            f"{value:g}, {trials.why(value)}",
+            epoch=epoch,
+            metric=metric,
+            value=value,
+        )
+
+    def ended(self, error: Exception | None) -> None:
+        if error is None and not self._has_metric:
+            self._complain()
+
+    def _falls_behind(self, record: LogRecord) -> bool:
+        """Report a record's value, if it is due; return True if the model is to be stopped."""
+        if self._trials.metric is None:
+            return False
+        epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
+        value = record.numbers.get(self._trials.metric)
+        if epoch is None or value is None:
+            self._miss(epoch, record)
+            return False
+        if not self._has_metric:
+            self._has_metric = True
+            self._trials.note_metric()
+        if epoch < self._rung:
+            return False
+        self._rung = self._trials.next_rung(epoch)
+        return self._trials.falls_behind(self._trial, epoch, value)
+
+    def _miss(self, epoch: int | None, record: LogRecord) -> None:
+        """Note a record that cannot be compared. Say so once an epoch in which models are compared has passed."""
+        if self._has_metric:
+            return
+        if len(self._names) < MAX_NAMES:
+            self._names.update(record.metrics)
+        if epoch is None:
+            return
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+        if epoch > max(self._first_epoch, self._trials.next_rung(0)):
+            self._complain()
+
+    def _complain(self) -> None:
+        if self._trials.may_say():
+            names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
+            wanted = f"both 'epoch' and {self._trials.metric!r} as numbers"
+            self._say(
+                f"early stopping: no record so far had {wanted}, so no model can be stopped; logged were: {names}"
+            )
+
+
+def _new_study(settings: EarlyStopping) -> optuna.Study:
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study that is made
+    try:
+        return optuna.create_study(
+            storage=optuna.storages.InMemoryStorage(),
+            sampler=optuna.samplers.RandomSampler(),  # which nobody asks
+            direction="minimize" if settings.mode == "min" else "maximize",
+            pruner=optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=settings.grace_period,
+                reduction_factor=settings.reduction_factor,
+                min_early_stopping_rate=0,
+                bootstrap_count=0,  # more would stop the first that come to a rung, however good
+            ),
+        )
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _is_last(record: LogRecord) -> bool:
+    """Return True if the training is done but for its end: stopping it would save nothing and cost its result."""
+    return record.num_steps is not None and record.step + 1 >= record.num_steps
