@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import atexit
 import contextlib
 import hashlib
 import json
@@ -18,7 +17,6 @@ import sys
 import textwrap
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import fork_client, fork_server, generators
+from flytekitplugins.daskpytorch.node import fork_client, inherited
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server as own_fork_server
 from processes import is_alive, nothing_left_behind, ranks_of, until
@@ -218,54 +216,14 @@ def test_all_that_every_rank_imports_is_at_hand(client: ForkServerClient) -> Non
 def test_a_generator_to_which_its_library_gives_a_seed_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.Random, "seed", random.Random.seed)
     monkeypatch.setattr(multiprocessing.current_process(), "authkey", multiprocessing.current_process().authkey)
-    generators.watch()
+    inherited.watch_generators()
     fresh, fixed, set_later = random.Random(), random.Random(7), random.Random()
     set_later.seed(7)
     before = [generator.getstate() for generator in (fresh, fixed, set_later)]
-    generators.seed_anew()
+    inherited.seed_anew()
     after = [generator.getstate() for generator in (fresh, fixed, set_later)]
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, True]
     assert random.Random.seed.__module__ == "random"
-
-
-def test_torchs_question_for_plugins_is_answered_from_memory(client: ForkServerClient) -> None:
-    source = """
-        from importlib.metadata import entry_points
-        import torch.distributed as d
-        before = entry_points.cache_info()
-        d.init_process_group("gloo", store=d.HashStore(), rank=0, world_size=1)
-        after = entry_points.cache_info()
-        print(after.hits > before.hits, after.misses - before.misses)
-    """
-    assert Rank.running(client, 0, source).line() == "True 0"
-
-
-def test_rank_need_not_go_through_what_the_imports_have_left(client: ForkServerClient) -> None:
-    """Each page of that would be copied, for nothing."""
-    source = """
-        import atexit, logging, weakref
-        loggers = dict(logging.root.manager.loggerDict)
-        for name in list(loggers):
-            if not getattr(loggers[name], "_cache", None):  # those that stand for others have none
-                del loggers[name]
-        handlers = list(logging._handlerList)
-        while handlers and not isinstance(handlers[-1](), (logging.StreamHandler, logging.NullHandler)):
-            handlers.pop()
-        print(len(logging.root.manager.loggerDict) > 50, loggers, handlers)
-        weakref.finalize._select_for_exit = print
-        atexit._run_exitfuncs()
-        print(len(weakref.finalize._registry) > 0, weakref.finalize._registered_with_atexit)
-    """
-    rank = Rank.running(client, 0, source)
-    assert [rank.line(), rank.line()] == ["True {} []", "True False"]
-
-
-def test_handlers_that_hold_records_back_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    holding = logging.handlers.MemoryHandler(10)
-    handlers = [logging.StreamHandler(), holding, logging.NullHandler()]
-    monkeypatch.setattr(logging, "_handlerList", [weakref.ref(handler) for handler in handlers])
-    fork_server._leave_out_handlers_without_buffers()
-    assert [found() for found in logging._handlerList] == [holding]
 
 
 def test_what_a_rank_itself_leaves_to_its_end_is_done_then(client: ForkServerClient) -> None:
@@ -504,23 +462,21 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
 
 
 IMPORTING = """
-    import sys, time, types
-    from pathlib import Path
-    from flytekitplugins.daskpytorch.node import fork_server
+    import sys
+    from flytekitplugins.daskpytorch.node import fork_server, inherited
 
-    folder = Path(sys.argv.pop())
-
-    def import_for_training():
-        for name in ("first", "second"):
-            (folder / f"{name} began").touch()
-            while not (folder / name).exists():
-                time.sleep(0.01)
-            sys.modules[name] = types.ModuleType(name)
-            yield 0.0
-
-    fork_server.TRAINS = "wave"
-    fork_server._import_for_training = import_for_training
+    inherited.TRAINS = "wave"
+    inherited.TRAINING_IMPORTS = ("first", "second")
     fork_server.main()
+"""
+
+
+SLOW_IMPORT = """
+import time
+from pathlib import Path
+Path(f"{__name__} began").touch()
+while not Path(__name__).exists():
+    time.sleep(0.01)
 """
 
 
@@ -528,7 +484,9 @@ IMPORTING = """
 def importing(folder: Path) -> Iterator[ForkServerClient]:
     """A client of such a server."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno()), str(folder)]
+    for name in ("first", "second"):
+        (folder / f"{name}.py").write_text(SLOW_IMPORT)
+    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno())]
     environment = {**os.environ, "DASKPYTORCH_LEISURE": "0.1"}
     with (
         control,
@@ -589,20 +547,6 @@ def test_a_server_that_was_started_ahead_imports_what_training_needs(tmp_path: P
         assert Rank.running(client, 0, source).line() == "True"
 
 
-def test_what_is_imported_for_training_has_nothing_to_do_at_the_end_of_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "with_an_exit_function.py").write_text("from atexit import register\nregister(print, 'at last')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(fork_server, "TRAINING_IMPORTS", ("with_an_exit_function",))
-    before = atexit._ncallbacks()
-    assert next(fork_server._import_for_training()) == 0.0
-    assert atexit._ncallbacks() == before
-    sys.modules["with_an_exit_function"].register(test_shutdown_ends_the_server_and_its_ranks)
-    assert atexit._ncallbacks() == before + 1
-    atexit.unregister(test_shutdown_ends_the_server_and_its_ranks)
-
-
 def test_between_two_pieces_loggers_know_nothing_of_each_others_levels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,7 +557,7 @@ def test_between_two_pieces_loggers_know_nothing_of_each_others_levels(
         "known = logger.isEnabledFor(logging.DEBUG), logger._cache.copy()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    next(fork_server._import_in_pieces(["with_a_logger", "json"]))
+    inherited.import_quietly("with_a_logger")
     module = sys.modules["with_a_logger"]
     assert module.known == (False, {logging.DEBUG: False})
     assert module.logger._cache == {}

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, dataloader
 
 from flytekitplugins.daskpytorch import preload
-from flytekitplugins.daskpytorch.node import fork_client, fork_server, hugepages
+from flytekitplugins.daskpytorch.node import fork_client, inherited
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import main, numa, usage
 
@@ -67,15 +67,6 @@ def test_rank_trains_where_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(psutil, "Process", fails)
 
 
-@pytest.mark.parametrize("error", [PermissionError("/proc/self/maps"), AttributeError("madvise")])
-def test_fork_server_goes_on_without_huge_pages(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> NoReturn:
-        raise error
-
-    monkeypatch.setattr(hugepages, "collapse_memory", refuse)
-    assert list(fork_server._collapse_memory()) == []
-
-
 @pytest.mark.parametrize(
     ("broken", "others"), [("entry_points", []), ("nothing", ["no_such_module_to_be_imported_ahead"])]
 )
@@ -83,11 +74,10 @@ def test_fork_server_goes_on_where_nothing_can_be_prepared(
     broken: str, others: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metadata, "entry_points", fails if broken == "entry_points" else metadata.entry_points)
-    monkeypatch.setattr(fork_server, "_settle", lambda: None)
+    monkeypatch.setattr(inherited, "_settle", lambda: None)
     monkeypatch.setattr("flytekitplugins.daskpytorch.rank.process_group.install", lambda: None)
-    monkeypatch.setattr("flytekitplugins.daskpytorch.rank.host_names.ask_for_none", lambda: None)
     with caplog.at_level(logging.WARNING):
-        fork_server._import_for_ranks(others)
+        inherited.import_for_ranks(others)
     assert caplog.text.count("which ends nothing") == 1
 
 

@@ -1,4 +1,4 @@
-"""Large arguments of real ranks: each node gets them once, whatever becomes of its ranks, and nothing is left."""
+"""Large arguments of real ranks: each worker gets them once, whatever becomes of its ranks, and nothing is left."""
 
 from __future__ import annotations
 
@@ -79,32 +79,3 @@ def test_arguments_that_do_not_come_fail_the_gang_and_say_why(monkeypatch: pytes
     error = run(max_restarts=0).exception()
     assert isinstance(error, OSError)
     assert "large arguments of the call did not come: OSError: [Errno 28] No space left on device" in str(error)
-
-
-class TwoWorkers(OwnNode):
-    """Two agents on one machine."""
-
-    num_wanted = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.workers = ["one", "other"]
-
-
-def inode_of_argument(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The sum, and the memory's own number, whoever has it open by whatever name."""
-    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:daskpy" in line]
-    [inode] = {int(inode) for _, _, _, _, inode, *_ in mapped}
-    return int(array.sum()), inode
-
-
-def test_two_workers_of_a_machine_that_is_not_the_drivers_have_one_copy_which_came_once(
-    transfers: list[Address], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Address, "is_here", False)
-    request = request_for(inode_of_argument, (np.ones(3 * LARGE, dtype=np.uint8),), {}, Gang(ranks_per_worker=1))
-    results = GangFutures(Supervisor(request, TwoWorkers()), 2).result()
-    assert [total for total, _ in results] == [3 * LARGE] * 2
-    assert len({inode for _, inode in results}) == 1
-    assert len(transfers) == 1
-    assert memories() == []

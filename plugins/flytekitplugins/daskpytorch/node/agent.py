@@ -25,7 +25,6 @@ from typing import assert_never
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
-from flytekitplugins.daskpytorch.node.neighbours import Shared, fetched_once
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
@@ -172,8 +171,8 @@ class _Agent:
         """What the ranks of the next attempt will need besides, if there is one: asked for in time, and once."""
         self._archive = b""
         """The sources' copies, for when the user's own files cannot be used any more."""
-        self._large: Shared | None = None
-        """What is large in the call, for all attempts, where the driver's own cannot be opened from here."""
+        self._large: SharedMemory | None = None
+        """This agent's copy of the call's large arguments, for all attempts; None on the driver's machine."""
         self._large_lock = threading.Lock()
         self._used: dict[str, float] = {}
         """When checkpoints were last asked for: to note it in the files would change those that the driver has, too."""
@@ -443,18 +442,15 @@ class _Agent:
         self._note_outcome(there)
 
     def _find_large(self, original: Address) -> Address:
-        """Where it is in this machine's memory, to which it comes once."""
+        """Return where the large arguments are in this machine's memory; fetch them once for all ranks here."""
         with self._large_lock:  # the attempt before may have asked for it, and still be waiting
             if original.is_here:
                 return original
             if self._large is None:
-                self._large = fetched_once(original, lambda: self._fetch_large(original))
-            return self._large.memory.address
-
-    def _fetch_large(self, original: Address) -> SharedMemory:
-        with contextlib.closing(self._dial_patiently()) as connection:
-            connection.send(messages.DownloadLarge())
-            return SharedMemory.received(connection, original)
+                with contextlib.closing(self._dial_patiently()) as connection:
+                    connection.send(messages.DownloadLarge())
+                    self._large = SharedMemory.received(connection, original)
+            return self._large.address
 
     # ---- checkpoints
 

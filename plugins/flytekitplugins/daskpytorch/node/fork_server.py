@@ -12,14 +12,10 @@ daemonic), imports the parent's `__main__` into every child, and leaves ranks al
 All sockets are Unix SOCK_SEQPACKET, so a message is one packet; and only that of the hand-over has a name.
 """
 
-import atexit
 import contextlib
 import ctypes
 import functools
-import gc
-import itertools
 import json
-import logging
 import os
 import selectors
 import signal
@@ -28,16 +24,14 @@ import struct
 import sys
 import time
 import traceback
-import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from flytekitplugins.daskpytorch.node import generators, hugepages
+from flytekitplugins.daskpytorch.node import inherited
 from flytekitplugins.daskpytorch.process import sigterm
-from flytekitplugins.daskpytorch.process.system import optional
 
 MAX_PACKET = 4096
 END = b"end"
@@ -45,25 +39,13 @@ SPAWN = b"spawn"
 # Other plugins' .pth files make the namespace package `flytekitplugins` at the interpreter's start, out of the folders
 # known by then; without the pop, an editable installation of this one may not be among them.
 BOOTSTRAP = (
-    # Without garbage collections the imports take a sixth less time; what is called turns them on again.
-    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv.pop()); "
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
     # flytekitplugins-dask fixes where this namespace is looked for before sys.path is set.
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
-TRAINS = "torch._dynamo"
-"""What every optimizer imports, and no rank that does not train. After the first one its server does so, too: where
-nobody trains that would take two seconds of processor time in vain, and some of the next gangs would wait for it."""
-TRAINING_IMPORTS = (
-    "sympy",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-)
-"""What an optimizer imports is the last; the others are what that takes most of its time for, in pieces that can be
-imported alone."""
 QUIET = 1.0
-"""Seconds after a rank was forked until the next piece: ranks seldom come alone, and their own start comes first."""
+"""Seconds after a rank was forked until the server imports the next module: ranks seldom come alone, and their own
+start comes first."""
 HAND_OVER_PATIENCE = 60.0
 """Seconds from the owner's death to that of a fork server that no other owner has come for."""
 PR_SET_PDEATHSIG = 1
@@ -137,15 +119,15 @@ class _Server:
             self._selector.register(hand_over.listener, selectors.EVENT_READ, welcome)
             self._selector.register(hand_over.parent, selectors.EVENT_READ, self._end)
         self._has_imports = False
-        """It can fork ranks; what only training needs comes later, piece by piece, and between two it serves."""
+        """True once the server can fork ranks."""
         self._has_forked = False
+        self._to_import: deque[str] = deque()
+        """Modules for later ranks, imported one at a time: between two the server forks. All at once take seconds, for
+        which the next gang would wait, since a fork in the middle of an import finds modules half imported for ever."""
         self._import_at: float | None = None
-        """When the next piece is due."""
-        self._pieces = self._use_leisure()
+        """Time of the next import, on the monotonic clock; None while there is nothing to import."""
         self._trains, self._says_that_it_trains = os.pipe()
         self._selector.register(self._trains, selectors.EVENT_READ, self._prepare_for_training)
-        self._is_prepared = False
-        """A rank has trained."""
 
     def serve(self) -> None:
         """Until the owner says so, or dies and nobody takes over."""
@@ -157,7 +139,7 @@ class _Server:
                 else:
                     key.data()
             if not requests and self._import_at is not None and time.monotonic() >= self._import_at:
-                self._import_at = next(self._pieces, None)
+                self._import_next()
             if self._end_at is not None and time.monotonic() >= self._end_at:
                 self._end()
         for client in list(self._clients):
@@ -214,8 +196,10 @@ class _Server:
         self._selector.register(client.sock, selectors.EVENT_READ, client)
         if not client.spawns and not self._has_imports:
             leisure = _leisure()
-            _import_for_ranks(self._imported_ahead)
-            self._has_imports, self._import_at = True, time.monotonic() + leisure
+            inherited.import_for_ranks(self._imported_ahead)
+            self._has_imports = True
+            # A server that nobody asks for ranks meanwhile was started ahead, for gangs that train.
+            self._import_later(inherited.TRAINING_IMPORTS, leisure)
 
     def _serve_client(self, client: _Client) -> None:
         try:
@@ -227,16 +211,11 @@ class _Server:
             return
         request = json.loads(packet)
         if request["op"] == "spawn":
-            self._has_forked = True
-            client.ranks[request["key"]] = self._fork(*descriptors, spawns=client.spawns)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if self._import_at is not None:
-                self._import_at = max(self._import_at, time.monotonic() + QUIET)
+            self._spawn(client, request["key"], descriptors)
         elif request["op"] == "answer":
             self._tell(client, {})
         elif request["op"] == "import":
-            self._add(_import_in_pieces(request["modules"]))
+            self._import_later(request["modules"])
         elif (pid := client.ranks.get(request["key"])) is None:
             return  # it has ended
         elif request["op"] == "signal":
@@ -244,21 +223,30 @@ class _Server:
         else:
             _kill_session(pid, request["signal"])
 
-    # ---- its leisure
+    def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
+        if not self._has_forked:
+            self._has_forked = True
+            self._to_import.clear()  # until a rank trains
+        client.ranks[key] = self._fork(*descriptors, spawns=client.spawns)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if self._import_at is not None:
+            self._import_at = max(self._import_at, time.monotonic() + QUIET)
 
-    def _use_leisure(self) -> Iterator[float]:
-        """A server that nobody has asked for ranks yet was started ahead, for gangs that train."""
-        yield from _collapse_memory() if self._has_forked else _import_for_training()
+    # ---- imports while nobody asks for ranks
+
+    def _import_later(self, modules: Sequence[str], delay: float = QUIET) -> None:
+        self._to_import.extend(modules)
+        self._import_at = self._import_at or time.monotonic() + delay
+
+    def _import_next(self) -> None:
+        if self._to_import:
+            inherited.import_quietly(self._to_import.popleft())
+        self._import_at = time.monotonic() if self._to_import else None
 
     def _prepare_for_training(self) -> None:
         os.read(self._trains, 1024)
-        if not self._is_prepared:
-            self._is_prepared = True
-            self._add(_import_for_training())
-
-    def _add(self, pieces: Iterator[float]) -> None:
-        self._pieces = itertools.chain(self._pieces, pieces)
-        self._import_at = self._import_at or time.monotonic() + QUIET
+        self._import_later(inherited.TRAINING_IMPORTS)
 
     def _watch_for_training(self) -> None:
         """In a rank: have its server hear of it."""
@@ -268,8 +256,8 @@ class _Server:
             with contextlib.suppress(OSError):  # the user's code may have closed all files
                 os.write(self._says_that_it_trains, b".")
 
-        if TRAINS not in sys.modules:
-            imports.call_after(TRAINS, note)
+        if inherited.TRAINS not in sys.modules:
+            imports.call_after(inherited.TRAINS, note)
 
     # ---- ranks
 
@@ -321,7 +309,7 @@ class _Server:
             if spawns:
                 os.set_inheritable(channel, True)
                 os.execv(sys.executable, command("main_of_spawned_rank", [channel], sys.path))  # noqa: S606
-            generators.seed_anew()
+            inherited.seed_anew()
             self._watch_for_training()
         except BaseException:
             traceback.print_exc()
@@ -370,115 +358,12 @@ def _be_rank(channel: int) -> NoReturn:
 
 
 def _leisure() -> float:
-    """Seconds until a server imports what only training needs, or gets cheaper to fork where it has forked ranks.
-
-    Not at once, so that it does not slow the first gang's start.
-    """
+    """Return the seconds until a server that was asked for no rank imports what only training needs."""
     text = os.environ.get("DASKPYTORCH_LEISURE", "3")
     try:
         return float(text)
     except ValueError:
         raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
-
-
-def _import_for_ranks(others: Sequence[str]) -> None:
-    """Import what every rank needs, and these modules."""
-    gc.disable()
-    import torch.distributed  # noqa: F401
-
-    from flytekitplugins.daskpytorch.protocol import storages  # noqa: F401
-    from flytekitplugins.daskpytorch.rank import host_names, loaders, main, process_group  # noqa: F401
-
-    process_group.install()
-    host_names.ask_for_none()
-    for name in others:
-        with optional(f"Importing {name} ahead"):  # the rank that needs it says so, where it matters
-            import_module(name)
-    with optional("Reading the metadata of torch's plugins ahead"):
-        _remember_plugins()
-    _settle()
-    gc.enable()
-
-
-def _remember_plugins() -> None:
-    """Keep what is installed for torch in memory.
-
-    With each process group torch asks twice for plugins, and reads the metadata of all that is installed. Kept in
-    memory, that takes a fifth off a warm gang's start.
-    """
-    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
-    metadata.entry_points(group="torch.distributed.backends")
-
-
-def _import_for_training() -> Iterator[float]:
-    """Import what the first optimizer would: without, a gang whose rank was killed takes 20 times as long to train on.
-
-    Yields when to go on, at once, after each piece: a whole one takes seconds on a busy machine, for which the next
-    gang would wait, since a fork in its middle finds modules half imported for ever.
-
-    Not wandb: it makes a folder for media when it is imported, which the first rank to end would remove for all others.
-    """
-    yield from _import_in_pieces(TRAINING_IMPORTS)
-    yield from _collapse_memory()
-
-
-def _collapse_memory() -> Iterator[float]:
-    with optional("Moving memory into huge pages"):
-        for _ in hugepages.collapse_memory():
-            yield 0.0
-
-
-def _import_in_pieces(modules: Sequence[str]) -> Iterator[float]:
-    from flytekitplugins.daskpytorch.protocol import program
-
-    for name in modules:
-        gc.disable()  # a third less time; no rank is forked meanwhile
-        with contextlib.suppress(Exception), _no_exit_functions():  # the rank that needs it says so, where it matters
-            import_module(name)
-        gc.enable()
-        program.forget_levels()
-        yield 0.0
-    gc.collect()
-    _settle()
-
-
-@contextlib.contextmanager
-def _no_exit_functions() -> Iterator[None]:
-    """Have nothing registered that undoes what ends anyway: triton's takes 3 ms at the end of each rank."""
-    register = atexit.register
-
-    def passed_over(function: Any, *args: Any, **kwargs: Any) -> Any:
-        is_over = atexit.register is register  # and a module has kept this one by its name
-        return register(function, *args, **kwargs) if is_over else function
-
-    atexit.register = passed_over  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        atexit.register = register
-
-
-def _settle() -> None:
-    """Make what was imported cheap to inherit: each page of it that a rank touches, the rank has to copy."""
-    from flytekitplugins.daskpytorch.protocol import program
-
-    gc.freeze()  # else a rank's first full collection takes 0.3 s, and copies 90 MiB of the shared pages
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001
-        # torch's own undo what ends anyway; with them a warm gang takes 1.7 times as long to its end.
-        finalizer.atexit = False
-    # Nor does a rank go through all of them at its end, before it has one of its own, which registers this again.
-    atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined] # noqa: SLF001
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined] # noqa: SLF001
-    _leave_out_handlers_without_buffers()
-    program.forget_levels()
-    with contextlib.suppress(KeyError, AttributeError):  # it is not there yet, or another torch's
-        sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()  # as each process group does
-
-
-def _leave_out_handlers_without_buffers() -> None:
-    """Have `logging` close no handler at a rank's end that has written each record when it came, or none at all."""
-    handlers, without = logging._handlerList, (logging.StreamHandler, logging.NullHandler)  # type: ignore[attr-defined] # noqa: SLF001
-    handlers[:] = [found for found in handlers if not isinstance(found(), without)]
 
 
 def _kill_session(pid: int, signum: int) -> None:
@@ -495,8 +380,7 @@ def main() -> None:
 
     Other arguments name modules to import ahead.
     """
-    gc.enable()
-    generators.watch()
+    inherited.watch_generators()
     control, *hand_over = (int(argument) for argument in sys.argv[1:] if argument.isdecimal())
     for descriptor in (control, *hand_over):
         os.set_inheritable(descriptor, False)
@@ -513,6 +397,5 @@ def main() -> None:
 
 def main_of_spawned_rank() -> None:
     """Be a rank whose channel's descriptor is the argument."""
-    gc.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _be_rank(int(sys.argv[1]))

@@ -65,26 +65,17 @@ class Address:
 class SharedMemory:
     """The keeper's end. With this object it is gone, but for those who have mapped it."""
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        """Make an empty one, or keep one that is open.
+    def __init__(self) -> None:
+        """Make an empty one.
 
         Raises:
             OSError: This process may open no more files.
         """
-        if descriptor is None:
-            descriptor = os.memfd_create(f"daskpytorch-{uuid.uuid4().hex}")
-        self._file = os.fdopen(descriptor, "wb")
+        self._file = os.fdopen(os.memfd_create(f"daskpytorch-{uuid.uuid4().hex}"), "wb")
         self._segments: list[tuple[int, int]] = []
         self._end = 0
         self.close = weakref.finalize(self, self._file.close)
         """Let go of it before this object goes."""
-
-    @classmethod
-    def kept(cls, descriptor: int, original: Address) -> Self:
-        """One that another process has filled with what is in the original."""
-        memory = cls(descriptor)
-        memory._segments = list(original.segments)
-        return memory
 
     @classmethod
     def received(cls, connection: Connection, original: Address) -> Self:
