@@ -156,12 +156,15 @@ def accelerate_with(monkeypatch: pytest.MonkeyPatch, version: str = "1.15") -> A
         def __init__(self, cpu: bool = False, **_: Any) -> None:
             self.num_processes, self.distributed_type = (4, "MULTI_CPU") if cpu else (1, "NO")
 
-    module_with(monkeypatch, "accelerate.state", version, PartialState=PartialState)
+    flag = pytest.importorskip("accelerate.utils").parse_flag_from_env
+    module_with(monkeypatch, "accelerate.state", version, PartialState=PartialState, parse_flag_from_env=flag)
     libraries.guide()
     return PartialState
 
 
-def test_accelerate_counts_ranks_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", ["true", "1", "yes"])
+def test_accelerate_counts_ranks_on_cpus(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
     assert accelerate_with(monkeypatch)().num_processes == 4
 
 

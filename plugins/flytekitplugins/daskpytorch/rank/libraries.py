@@ -140,8 +140,8 @@ def _check_accelerators(module: ModuleType) -> None:
 
     @functools.wraps(begin)
     def begin_checked(state: Any, cpu: bool = False, **kwargs: Any) -> None:
-        # By itself only `Accelerator` and `AcceleratorState` look at the variable.
-        begin(state, cpu or os.environ.get("ACCELERATE_USE_CPU") == "true", **kwargs)
+        # `Accelerator` and `AcceleratorState` read the variable, and `PartialState` alone does not (Accelerate 1.15).
+        begin(state, cpu or module.parse_flag_from_env("ACCELERATE_USE_CPU"), **kwargs)
         require("accelerate", MINIMUM_VERSIONS["accelerate"])
         if state.num_processes != _world_size():
             raise ValueError(
