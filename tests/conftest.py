@@ -88,15 +88,12 @@ def cold_fork_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_fork_server() -> Iterator[None]:
-    """For all gangs of this process; a task ends its own otherwise. Nothing is left behind at last."""
+    """For all gangs of a file in this process: none that another file has left. Nothing is left behind at last."""
     from processes import nothing_left_behind
 
+    fork_client.shutdown()
     with nothing_left_behind():
-        fork_client.shutdown()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fork_client, "shutdown", lambda: None)
-            yield
-        fork_client.shutdown()
+        yield
 
 
 @pytest.fixture(scope="session")

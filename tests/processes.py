@@ -23,6 +23,7 @@ import pytest
 
 import preload
 from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.fork_server import QUIET
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from preload import TESTS_IMPORT
@@ -244,11 +245,12 @@ def until(condition: Callable[[], object], what: str | Callable[[], str], timeou
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[str]:
-    """Fails if a process started inside still runs afterwards."""
+    """Fails if a process started inside still runs afterwards; ends this process's fork server, as its end does."""
     mark, outer = uuid.uuid4().hex, os.environ.get(MARK)
     os.environ[MARK] = mark
     try:
         yield mark
+        fork_client.shutdown()
         with contextlib.suppress(AssertionError):
             until(lambda: not marked(mark), "processes to end")
         assert not (left := marked(mark)), f"still running: {left}"

@@ -426,16 +426,19 @@ OWNER = """
         client.spawn(key, theirs.fileno(), 1)
         globals()[f"channel_{key}"] = mine
     client.kill(1, 19)  # SIGSTOP
-    print(json.dumps({"server": fork_client._owned.process.pid}), flush=True)
+    if not (child := os.fork()):
+        time.sleep(600)
+    print(json.dumps({"server": fork_client._owned.process.pid, "child": child}), flush=True)
     time.sleep(600)
 """
 
 
-def test_killing_the_owner_leaves_no_rank_and_no_server() -> None:
+def test_killing_the_owner_leaves_no_rank_and_no_server_though_a_fork_of_the_owner_lives_on() -> None:
     owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER)], stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None
-        server = psutil.Process(json.loads(owner.stdout.readline())["server"])
+        said = json.loads(owner.stdout.readline())
+        server, child = psutil.Process(said["server"]), psutil.Process(said["child"])
         until(lambda: is_stopped(server.children()), "the second rank to stop")
         ranks = server.children()
         assert len(ranks) == 2
@@ -443,7 +446,11 @@ def test_killing_the_owner_leaves_no_rank_and_no_server() -> None:
         owner.kill()
         owner.wait()
         owner.stdout.close()
-    await_end(server.pid, *(rank.pid for rank in ranks))
+    try:
+        await_end(server.pid, *(rank.pid for rank in ranks))
+        assert child.is_running()
+    finally:
+        child.kill()
 
 
 def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(client: ForkServerClient) -> None:

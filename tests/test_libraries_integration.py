@@ -123,14 +123,11 @@ LAUNCHES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_ahead() -> Iterator[None]:
-    """One fork server for all gangs of this process; a task ends its own otherwise."""
-    with nothing_left_behind():
-        fork_client.shutdown()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fork_client, "_imported_ahead", ["library_imports"])
-            patch.setattr(fork_client, "shutdown", lambda: None)
-            yield
-        fork_client.shutdown()
+    """One fork server for all gangs of this process."""
+    fork_client.shutdown()
+    with nothing_left_behind(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_client, "_imported_ahead", ["library_imports"])
+        yield
 
 
 @pytest.fixture(scope="module", params=LAUNCHES, ids=[f"{launcher} x {ranks}" for launcher, ranks in LAUNCHES])

@@ -18,7 +18,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 
 from flytekitplugins.daskpytorch.node.hardware import gpus_here
-from processes import is_alive, nothing_left_behind, until
+from processes import fork_server, is_alive, nothing_left_behind, until
 from test_task_integration import (
     NON_RECOVERABLE,
     RECOVERABLE,
@@ -104,6 +104,23 @@ def test_metadata_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     [encoded] = literal.metadata.values()
     partitions = artifact_id_pb2.ArtifactID.FromString(base64.b64decode(encoded)).partitions.value
     assert {key: value.static_value for key, value in partitions.items()} == {"kind": "test"}
+
+
+def test_a_second_task_of_a_process_has_the_same_fork_server_and_the_process_as_it_is_then(tmp_path: Path) -> None:
+    servers = set()
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "only_now.py").touch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setenv("ONLY_NOW", name)
+            patch.syspath_prepend(folder)
+            found = here(patch, "surroundings").literals["o0"].collection.literals
+        server, *seen = [literal.scalar.primitive.string_value for literal in found]
+        assert seen == [name, str(folder), str(folder / "only_now.py")]
+        servers.add(int(server))
+    assert servers == {fork_server().pid}
 
 
 def test_one_rank_on_a_node_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

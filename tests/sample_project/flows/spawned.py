@@ -91,6 +91,14 @@ def fresh(number: float, text: str) -> Found:
     return look_around(number, text, Path(current_context().working_directory, "file.txt"))
 
 
+@task(task_config=SpawnDDP(nproc=1))
+def surroundings() -> list[str]:
+    """The fork server, and the variable, folder and module that the task's process has at this moment."""
+    import only_now  # type: ignore[import-not-found]
+
+    return [str(os.getppid()), os.environ["ONLY_NOW"], str(Path.cwd()), only_now.__file__]
+
+
 @task(task_config=SpawnDDP())
 def default_size() -> int:
     """One rank where there is no GPU."""

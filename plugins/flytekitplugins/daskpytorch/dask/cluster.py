@@ -18,7 +18,6 @@ from distributed.security import Security
 from distributed.utils import format_dashboard_link
 
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
@@ -69,7 +68,6 @@ def opened(*, num_workers: int, min_workers: int | None = None, start_timeout: f
     deadline = time.monotonic() + start_timeout
     with contextlib.ExitStack() as stack:
         if is_local():
-            stack.callback(fork_client.shutdown)  # after the cluster, whose agents use it
             client = stack.enter_context(_local_client(num_workers))
         else:
             client = stack.enter_context(_connected(os.environ[SCHEDULER_VARIABLE], deadline))

@@ -23,7 +23,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import assert_never
 
-from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
@@ -302,6 +302,7 @@ class _Agent:
                 scratch=str(self._scratch),
                 driver_folder=self._driver_folder(),
                 directory=str(Path.cwd()),
+                path=fork_server.path_here(),
                 environment=orders.environment(os.environ, place, order.job, self._interface, self._scratch),
                 data=self._data,
             )

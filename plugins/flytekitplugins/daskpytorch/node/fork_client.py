@@ -1,4 +1,7 @@
-"""This process's fork server: starts it, finds it, asks it for ranks. Runs beside a Dask worker, or in the task."""
+"""This process's fork server: starts it, finds it, asks it for ranks. Runs beside a Dask worker, or in the task.
+
+The server stays for as long as this process lives: each gang after the first starts in a tenth of a second.
+"""
 
 import atexit
 import contextlib
@@ -8,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,8 +120,6 @@ class ForkServerClient:
 
 @dataclass
 class _Owned:
-    pid: int
-    """This process's own; in a fork of it the server is not the fork's."""
     process: subprocess.Popen[bytes] | None
     """None: the process before this one has started it."""
     control: socket.socket
@@ -191,7 +191,7 @@ def shutdown() -> None:
     global _owned
     with _lock:
         ended, _owned = _owned, None
-        if ended is not None and ended.pid == os.getpid():
+        if ended is not None:
             with ended.control, contextlib.suppress(OSError):  # it may have ended
                 ended.control.settimeout(END_TIMEOUT)
                 ended.control.send(fork_server.END)
@@ -207,12 +207,23 @@ def _shutdown_at_exit() -> None:
         shutdown()
 
 
+def _let_go() -> None:
+    """Leave the server to the parent in a fork of this process: the server must not wait for the fork's end."""
+    global _owned, _lock
+    if _owned is not None:
+        _owned.control.close()
+    _owned, _lock = None, threading.Lock()  # another thread of the parent may have held the lock
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 def _running() -> _Owned:
     """This process's fork server, which is started if it does not run. To be called with the lock held."""
     global _owned
-    if _owned is None or _owned.pid != os.getpid() or _owned.has_ended():
+    if _owned is None or _owned.has_ended():
         control = _inherit()
-        _owned = _Owned(os.getpid(), None, control) if control else _start()
+        _owned = _Owned(None, control) if control else _start()
     return _owned
 
 
@@ -233,10 +244,8 @@ def _start() -> _Owned:
     spawn._check_not_importing_main()  # type: ignore[attr-defined] # noqa: SLF001 - a script without a guard would train in training
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _open_hand_over() as hand_over:
-        # Modules are found where this process finds them; the user's own come with each gang, before all these.
-        path = [str(entry) for entry in sys.path if entry]
         descriptors = [theirs.fileno(), *hand_over]
-        command = fork_server.command("main", [*descriptors, *_imported_ahead], path)
+        command = fork_server.command("main", [*descriptors, *_imported_ahead], fork_server.path_here())
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
@@ -244,7 +253,7 @@ def _start() -> _Owned:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env
             )
-    return _Owned(os.getpid(), process, mine)
+    return _Owned(process, mine)
 
 
 @contextlib.contextmanager

@@ -61,6 +61,11 @@ def is_of_this_user(sock: socket.socket) -> bool:
     return bool(uid == os.getuid())
 
 
+def path_here() -> list[str]:
+    """Return this process's `sys.path`, without the entry that stands for the folder of the moment."""
+    return [str(entry) for entry in sys.path if entry]
+
+
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
     """The command of a fresh interpreter that calls one of the main functions of `fork_server`."""
     return [sys.executable, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]

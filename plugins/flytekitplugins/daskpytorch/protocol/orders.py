@@ -93,6 +93,8 @@ class RankOrder:
     driver_folder: str | None = None
     """The driver's, which what is returned goes through; None where it is not on this machine."""
     directory: str
+    path: Sequence[str]
+    """The agent's `sys.path` of the moment."""
     environment: dict[str, str] = field(repr=False)
     """The whole of the rank's environment; it may hold secrets."""
     data: WorkerData | None = None

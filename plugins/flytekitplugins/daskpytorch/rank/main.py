@@ -500,6 +500,7 @@ def _settle_in(order: RankOrder) -> None:
     process_group.install()
     libraries.guide()
     os.chdir(order.directory)
+    sys.path[:] = order.path
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
     faulthandler.enable()  # a rank that crashes in C code says where, in its log

@@ -113,7 +113,7 @@ class InRanks:
 
     # ---- What one of the two below adds ------------------------------------------------------------------------------
 
-    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+    def _get_ready(self) -> None:
         raise NotImplementedError
 
     def _launcher(self) -> AbstractContextManager[AgentLauncher]:
@@ -176,38 +176,37 @@ class InRanks:
             rank_host: What the ranks have of the host, given the folder of what they submit.
         """
         refuse_unknown(inputs)
-        with contextlib.ExitStack() as stack:
-            self._get_ready(stack)
-            # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
-            from flytekitplugins.daskpytorch.display import machine
-            from flytekitplugins.daskpytorch.display.deck import Recorder
-            from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-            from flytekitplugins.daskpytorch.task.results import TaskResults
+        self._get_ready()
+        # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
+        from flytekitplugins.daskpytorch.display import machine
+        from flytekitplugins.daskpytorch.display.deck import Recorder
+        from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+        from flytekitplugins.daskpytorch.task.results import TaskResults
 
-            display, recorder = machine.progress(self.name), Recorder(self.name, inputs)
-            results = TaskResults(self.task_config.gang.grace_period, self._output_storage())
-            request = self._request(inputs, rank_host(results.folder))
-            how, pressed = "failed", ctrl_c.get(CtrlC())
-            try:
-                with (
-                    self._deck(recorder, display, request.observers, results),
-                    results.received() as received,
-                    self._launcher() as launcher,
-                ):
-                    supervisor = Supervisor(request, launcher, [display, recorder], received)
-                    with pressed.ends(supervisor.cancel, supervisor.interrupt):
-                        outputs = supervisor.run()
-                    output = received.load_returned(0, outputs[0])
-                delivered, how = self._deliver(inputs, output), "done"
-            except BaseException as error:
-                how = "interrupted" if pressed.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
-                self._write_page_of_failed(inputs)
-                raise
-            finally:
-                run = local_runs.local_run.get()
-                advice = run.advice() if run is not None and how != "done" else None
-                display.conclude(how, self._places(request.observers, results), advice)
-            return delivered
+        display, recorder = machine.progress(self.name), Recorder(self.name, inputs)
+        results = TaskResults(self.task_config.gang.grace_period, self._output_storage())
+        request = self._request(inputs, rank_host(results.folder))
+        how, pressed = "failed", ctrl_c.get(CtrlC())
+        try:
+            with (
+                self._deck(recorder, display, request.observers, results),
+                results.received() as received,
+                self._launcher() as launcher,
+            ):
+                supervisor = Supervisor(request, launcher, [display, recorder], received)
+                with pressed.ends(supervisor.cancel, supervisor.interrupt):
+                    outputs = supervisor.run()
+                output = received.load_returned(0, outputs[0])
+            delivered, how = self._deliver(inputs, output), "done"
+        except BaseException as error:
+            how = "interrupted" if pressed.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
+            self._write_page_of_failed(inputs)
+            raise
+        finally:
+            run = local_runs.local_run.get()
+            advice = run.advice() if run is not None and how != "done" else None
+            display.conclude(how, self._places(request.observers, results), advice)
+        return delivered
 
     @contextlib.contextmanager
     def _deck(
@@ -280,11 +279,10 @@ class InRanks:
 class OnDaskWorkers(InRanks):
     """On the workers of a Dask cluster; `task_config` is a `GangOnDask`."""
 
-    def _get_ready(self, stack: contextlib.ExitStack) -> None:
+    def _get_ready(self) -> None:
         if is_local():
             if self.task_config.gang.backend == "nccl":
                 _require_gpu()
-            stack.callback(fork_client.shutdown)
             fork_client.connect().close()  # its imports take seconds, and run beside ours
 
     @contextlib.contextmanager
@@ -313,8 +311,7 @@ class OnDaskWorkers(InRanks):
 class OnOwnNode(InRanks):
     """On the task's own node; `task_config` is a `GangOnOwnNode`."""
 
-    def _get_ready(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(fork_client.shutdown)
+    def _get_ready(self) -> None:
         fork_client.connect(self.task_config.start_method).close()  # its imports take seconds, and run beside ours
 
     @contextlib.contextmanager
