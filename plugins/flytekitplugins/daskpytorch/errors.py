@@ -1,4 +1,4 @@
-"""What a gang's failure looks like to its caller. Light: ranks and users import it."""
+"""The errors that a gang raises. Ranks and users import this module, so it imports no heavy library."""
 
 import functools
 
@@ -17,10 +17,10 @@ __all__ = [
 
 @documented
 class GangError(RuntimeError):
-    """A gang failed: who, where and why.
+    """A gang failed. The fields name the rank, its place and the cause.
 
-    Where the failing rank raised an exception that can be rebuilt, the driver raises that exception, and this one is
-    its `__cause__`.
+    If the failed rank raised an exception that can be rebuilt, the driver raises that exception, with the `GangError`
+    as its `__cause__`.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import current_rank, dispatch
@@ -49,30 +49,30 @@ class GangError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.rank = rank
-        """The rank that failed first in earnest; None where no rank did."""
+        """The rank that is blamed. None if no rank failed."""
         self.worker = worker
-        """The address of its Dask worker, or the name of its node."""
+        """Address of the rank's Dask worker, or name of its node."""
         self.host = host
-        """The name of its host."""
+        """Name of the rank's host."""
         self.cause = cause
-        """How it ended, in a line."""
+        """How the rank ended, in a line."""
         self.step = step
-        """The newest step that it had named, to `log` or to a checkpoint."""
+        """The newest step that the rank passed to `log` or to a checkpoint."""
         self.time = time
-        """When it failed, in seconds since the epoch."""
+        """Time of the failure, in seconds since the epoch."""
         self.rank_traceback = rank_traceback
-        """The traceback of the exception it raised, or an empty string."""
+        """Traceback of the rank's exception. Empty if the rank raised none."""
         self.log_tail = log_tail
-        """The last lines that it wrote; its whole log stands in the task's own log, marked with its rank."""
+        """The last lines that the rank wrote. The task's log has all of them, marked with the rank."""
         self.is_repeated = is_repeated
-        """The same error had come at the same step before, so that another attempt of the task would end so, too."""
+        """True if the same error came at the same step before. Another attempt of the task would fail again."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))
 
 
 class NoDebuggerError(RuntimeError):
-    """A debugger was called for in a rank, and nobody can talk to it there.
+    """A rank called `breakpoint()`, and has no terminal for the debugger.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import dispatch
@@ -85,7 +85,7 @@ class NoDebuggerError(RuntimeError):
 
 
 class WorkerLostError(GangError):
-    """A worker, the scheduler, a rank's process or its GPU was lost: the infrastructure failed, not the user's code.
+    """A worker, the scheduler, a rank's process or its GPU was lost. The infrastructure failed, not the user's code.
 
     Has the fields of `GangError`.
 
@@ -104,9 +104,9 @@ class WorkerLostError(GangError):
 
 
 class PreemptedError(WorkerLostError):
-    """The task, or one of its workers, was told to end; the next attempt goes on from the newest checkpoint.
+    """The task or one of its workers received SIGTERM. The next attempt goes on from the newest checkpoint.
 
-    Has the fields of `GangError`. Flyte tries such a task again by itself; elsewhere a loop does:
+    Has the fields of `GangError`. Flyte retries the task. Without Flyte, write a loop:
 
     Examples:
         >>> import tempfile
@@ -123,7 +123,9 @@ class PreemptedError(WorkerLostError):
 
 
 class GangHungError(GangError):
-    """Ranks wait for ever, or stood still for longer than `hang_timeout` allows. The message says what each was doing.
+    """Ranks wait for each other for ever, or gave no sign of life for longer than `hang_timeout` allows.
+
+    The message has the stack of each rank.
 
     Has the fields of `GangError`.
 
@@ -142,7 +144,7 @@ class GangHungError(GangError):
 
 
 class GangStartError(GangError):
-    """The gang could not be formed: workers or ranks did not come in time.
+    """Workers or ranks did not come within `start_timeout`, or no scheduler answered.
 
     Has the fields of `GangError`.
 
@@ -158,9 +160,9 @@ class GangStartError(GangError):
 
 @documented
 class StoppedEarlyError(Exception):
-    """A model of `dispatch.map` was not trained to its end, because others were better: nothing has failed.
+    """A model of `dispatch.map` was stopped because other models were better. The model has not failed.
 
-    An observer may raise it from `logged`, and so end its gang:
+    An observer that raises this error from `logged` ends its gang:
 
     Examples:
         >>> import itertools, time
@@ -183,11 +185,11 @@ class StoppedEarlyError(Exception):
     def __init__(self, message: str, *, epoch: int, metric: str, value: float) -> None:
         super().__init__(message)
         self.epoch = epoch
-        """The last epoch that counted."""
+        """The last epoch whose metric was compared, counted from 1."""
         self.metric = metric
-        """The name of what was compared."""
+        """Name of the metric that was compared."""
         self.value = value
-        """Its value after that epoch."""
+        """Value of the metric after that epoch."""
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = functools.partial(type(self), epoch=self.epoch, metric=self.metric, value=self.value)

@@ -1,4 +1,4 @@
-"""Histograms and pictures that a rank logs, as any tracker takes them. Made in ranks, drawn in the driver or there."""
+"""Histograms and pictures for `log`. Ranks make them, and trackers in the driver or in rank 0 record them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flytekitplugins.daskpytorch.extras import require_extra
 __all__ = ["Histogram", "Picture"]
 
 NUM_BINS = 64
-"""As Weights & Biases has them."""
+"""Number of bins of a histogram. Weights & Biases uses 64 by default."""
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How values are spread, for `current_rank().log({"weights": Histogram.of(model.weight)})`.
+    """A histogram of values, for `current_rank().log({"weights": Histogram.of(model.weight)})`.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Histogram
@@ -28,13 +28,13 @@ class Histogram:
     """
 
     counts: tuple[float, ...]
-    """Of each bin."""
+    """Number of values in each bin."""
     edges: tuple[float, ...]
-    """Of the bins, one more than there are."""
+    """Edges of the bins, from low to high, one more than `counts`."""
 
     @classmethod
     def of(cls, values: Any) -> Histogram:
-        """Of a tensor, an array or a list of numbers, of any shape, in 64 bins; what is not finite does not count."""
+        """Return the histogram of a tensor, array or list of any shape, in 64 bins. Ignores NaN and infinity."""
         import torch
 
         flat = torch.as_tensor(values).detach().to_dense().float().flatten().cpu()
@@ -56,28 +56,29 @@ class Picture:
     """
 
     png: bytes = field(repr=False)
-    """As a file of this kind has it."""
+    """The picture as the bytes of a PNG file."""
     width: int
-    """In pixels."""
+    """Width in pixels."""
     height: int
-    """In pixels."""
+    """Height in pixels."""
     caption: str = ""
-    """Said below it where a tracker does."""
+    """Text below the picture, in trackers that show captions."""
 
     @classmethod
     def of(cls, picture: Any, caption: str = "") -> Picture:
-        """One of Pillow's, a figure of matplotlib's, or pixels.
+        """Return a picture of a Pillow image, a matplotlib figure, or pixels.
 
-        It is drawn and compressed before the call returns: some milliseconds for a small one.
+        The call draws and compresses the picture, which takes some milliseconds for a small one.
 
         Args:
-            picture: Pixels are a tensor or an array of the shape height x width, with three or four channels in front
-                or behind if it is not grey: bytes, or floating-point numbers from 0 to 1.
-            caption: What to say below it.
+            picture: A Pillow image, a matplotlib figure, or a tensor or array of pixels. Grey pixels have the shape
+                height x width. Colours have 3 or 4 channels, as the first or the last dimension. Values are bytes, or
+                floating-point numbers from 0 to 1.
+            caption: Text below the picture.
 
         Raises:
-            ImportError: The extra `pictures` is not installed; those of the trackers bring it.
-            ValueError: The pixels are of another shape.
+            ImportError: The extra `pictures` is not installed. The trackers' extras include `pictures`.
+            ValueError: The pixels have another shape.
         """
         require_extra("pictures", "Picture.of(...)")
         file = io.BytesIO()

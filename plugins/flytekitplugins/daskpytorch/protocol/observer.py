@@ -1,4 +1,4 @@
-"""Those who watch a gang without taking part: displays, trackers, your own. Runs in the driver and in rank 0."""
+"""The interface of observers: displays, trackers and the user's own. Runs in the driver and in rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A gang as it was formed: what `Observer.placed` is told.
+    """The ranks of a gang and their places, as `Observer.placed` receives them.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Gang, Observer, Shape, dispatch
@@ -39,13 +39,13 @@ class Shape:
     """
 
     name: str
-    """The task's, or the function's."""
+    """Name of the task, or of the function."""
     backend: str
-    """The process group's, `gloo` or `nccl`."""
+    """Backend of the process group, `gloo` or `nccl`."""
     nodes: list[Node]
-    """The Dask workers, or the task's own node; each with the name of its host."""
+    """The Dask workers, or the task's own node, each with the name of its host."""
     places: list[list[Place]]
-    """For each node its ranks."""
+    """The ranks of each node, in the order of `nodes`."""
 
     @property
     def world_size(self) -> int:
@@ -56,7 +56,7 @@ class Shape:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a gang is there for, and by which name a tracker finds it again: what `Observer.begins` is told.
+    """The name, id and inputs of a training, as `Observer.begins` receives them. Trackers find a run again by the id.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Gang, Observer, Training, dispatch
@@ -70,28 +70,29 @@ class Training:
     """
 
     name: str
-    """The task's, or the function's."""
+    """Name of the task, or of the function."""
     id: str
-    """Names it among all trainings, alike in each attempt of its Flyte task; in no execution of Flyte it is random. Of
-    the characters A-Z, a-z, 0-9, '_', '.' and '-'."""
+    """Unique name of the training, the same in each attempt of its Flyte task. Random outside of Flyte's executions.
+    Consists of the characters A-Z, a-z, 0-9, '_', '.' and '-'."""
     group: str | None = None
-    """What all models of one `dispatch.map` share, written as `id` is."""
+    """Name that all models of one `dispatch.map` share, with the characters of `id`. None outside of `dispatch.map`."""
     index: int | None = None
-    """Which of these models it is."""
+    """Index of the model in its `dispatch.map`, from 0. None outside of `dispatch.map`."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """The task's inputs, the function's arguments or the model's experiment: numbers, texts and truth values; nothing
-    that is named like a secret."""
+    """The task's inputs, the function's arguments or the model's experiment: numbers, strings and booleans. Values with
+    the name of a secret are left out."""
     link: str | None = None
-    """The execution in Flyte's console."""
+    """Address of the execution in Flyte's console."""
 
 
 class RankObserver:
-    """Hears of what happens in rank 0, there. Every method may be left as it is; none should take its time.
+    """An observer inside rank 0. Override any of the methods. The rank waits for each of them.
 
-    An error of its own costs a line in the log, and it is not called any more; the training goes on.
+    A method that raises an exception costs a log line. The observer is then not called any more, and the training goes
+    on.
 
     Examples:
-        What the driver never sees, such as a tensor, is there:
+        A rank observer receives values that the driver never sees, such as tensors:
 
         >>> import tempfile, torch
         >>> from flytekitplugins.daskpytorch import (
@@ -116,37 +117,38 @@ class RankObserver:
     """
 
     def begins(self) -> None:
-        """The rank's function is about to be called, and waits for this."""
+        """Called before the rank's function, which waits for the return."""
 
     def logged(self, record: LogRecord) -> None:
-        """The rank called `log`; the metrics are as it gave them, histograms and pictures among them."""
+        """Called after the rank called `log`. The record has the metrics as given, histograms and pictures included."""
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """The rank called `watch`."""
+        """Called after the rank called `watch`."""
 
     def noted(self, text: str) -> None:
-        """Something happened that a user should read."""
+        """Called with a line that a user should read."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Where the gang's time has gone, as its driver has it; once, after all ranks' functions have returned."""
+        """Called once with the driver's account of the gang's time, after all ranks' functions have returned."""
 
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
-        """The rank ends: with 0 after its function has returned, else with 1. May be called twice; the first counts.
+        """Called at the end of the rank. A second call has no effect.
 
-        There are 75 seconds for it after a training that went well; after one that did not half the gang's grace
-        period, 10 of 20 seconds, and a twentieth of it, one second, where the gang starts again.
+        The time limit is 75 seconds after a successful training. After a failure the limit is half the gang's grace
+        period, by default 10 seconds. Before a restart the limit is a twentieth of the grace period, by default one
+        second.
 
         Args:
-            exit_code: As of a process.
-            stopped_early: Why a training that did not fail was ended.
+            exit_code: 0 after the rank's function has returned, else 1.
+            stopped_early: The reason why a training was stopped without a failure.
         """
 
 
 class Observer:
-    """Hears of what happens in a gang, in the driver, on the gang's own thread. Every method may be left as it is.
+    """An observer in the driver, called on the gang's own thread. Override any of the methods.
 
-    An error of its own costs a line in the log, and it is not called any more; the training goes on. Only that `logged`
-    raises a `StoppedEarlyError`, once, ends the gang.
+    A method that raises an exception costs a log line. The observer is then not called any more, and the training goes
+    on. There is one exception: a `StoppedEarlyError` from `logged` ends the gang.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Gang, LogRecord, Observer, current_rank, dispatch
@@ -166,58 +168,58 @@ class Observer:
     """
 
     def begins(self, training: Training) -> None:
-        """The gang is asked for; called before all else, and once, however often the gang starts again."""
+        """Called once, before all other methods. Restarts do not repeat the call."""
 
     def places(self) -> Mapping[str, str]:
-        """Where to find what it records: what it is, and its place. Asked while a task runs, and at its end."""
+        """Return the addresses of what the observer records, by name. Called while a task runs, and at its end."""
         return {}
 
     def placed(self, shape: Shape) -> None:
-        """The agents are there and the ranks are being started; called again when the gang starts again."""
+        """Called when all agents have connected and the ranks start; called again at each restart."""
 
     def for_rank(self) -> Callable[[], RankObserver] | None:
-        """What makes its part in rank 0; called after `placed`, and travels pickled. None: it has none there."""
+        """Return a picklable factory of the observer's part in rank 0, or None. Called after `placed`."""
         return None
 
     def resumed(self, step: int) -> None:
-        """The gang starts from the checkpoint of this step, of an attempt before; called before `placed`."""
+        """Called before `placed` if the gang starts from an earlier attempt's checkpoint, with the step."""
 
     def formed(self, seconds: float) -> None:
-        """All ranks have met, this long after the gang was asked for."""
+        """Called when all ranks have met, with the seconds since the gang was asked for."""
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """A rank wrote lines to its output."""
+        """Called with the lines that a rank wrote to its output."""
 
     def logged(self, record: LogRecord) -> None:
-        """A rank called `log`."""
+        """Called after a rank called `log`."""
 
     def kept(self, step: int) -> None:
-        """A checkpoint of this step is safe: with the driver, or, where each rank has written its part, in storage."""
+        """Called when the checkpoint of this step is safe: on the driver's disk, or in storage if it is sharded."""
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """These checkpoints are kept now, all in all; called after `resumed` and `kept`."""
+        """Called after `resumed` and `kept`, with all checkpoints that the gang keeps now."""
 
     def used(self, usage: RankUsage) -> None:
-        """What a rank has used, and done so far; of each rank at most every two seconds."""
+        """Called with what a rank has used and done so far, at most every two seconds for each rank."""
 
     def accounted(self, goodput: Goodput) -> None:
-        """Where the gang's time has gone so far; at most every two seconds, and a last time just before `ended`."""
+        """Called with the account of the gang's time, at most every two seconds, and a last time before `ended`."""
 
     def debugging(self, rank: int | None) -> None:
-        """A rank's debugger talks to the user in the terminal; None: it has left it, perhaps for a moment."""
+        """Called with a rank whose debugger takes the terminal, or None when the debugger gives the terminal back."""
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """The gang starts again, after this, from the checkpoint of that step; None: from the beginning."""
+        """Called at a restart, with the reason and the checkpoint's step. None: the gang starts from the beginning."""
 
     def noted(self, text: str) -> None:
-        """Something happened that a user should read."""
+        """Called with a line that a user should read."""
 
     def ended(self, error: Exception | None) -> None:
-        """All ranks are gone."""
+        """Called when all ranks are gone, with the error of a failed gang."""
 
 
 class Observers:
-    """Those of one gang, or of its rank 0, none of whom may harm it: one that fails is left out from then on."""
+    """The observers of one gang, or of its rank 0. An observer that fails is left out from then on."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers: list[Any] = list(observers)
@@ -226,7 +228,7 @@ class Observers:
         return bool(self._observers)
 
     def tell(self, method: str, *args: object) -> StoppedEarlyError | None:
-        """Call a method of all; the first wish of one of them to end the gang."""
+        """Call a method of all observers, and return the first `StoppedEarlyError` that one raised, or None."""
         wish: StoppedEarlyError | None = None
         for observer in self._observers:
             with self._left_out_if_failing(observer, f"{type(observer).__name__}.{method}"):
@@ -237,7 +239,7 @@ class Observers:
         return wish
 
     def for_rank(self) -> list[bytes]:
-        """What makes their parts in rank 0, pickled."""
+        """Return the pickled factories of the observers' parts in rank 0."""
         parts = []
         for observer in self._observers:
             with self._left_out_if_failing(observer, f"{type(observer).__name__}.for_rank"):
@@ -246,7 +248,7 @@ class Observers:
         return parts
 
     def open(self, parts: Iterable[bytes]) -> None:
-        """Have these take part, in rank 0."""
+        """Add the observers that these pickled factories make, in rank 0."""
         for part in parts:
             with self._left_out_if_failing(part, "what an observer has in rank 0"):
                 self._observers.append(unpack_call(part).function())

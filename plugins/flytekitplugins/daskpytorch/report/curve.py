@@ -1,18 +1,18 @@
-"""A line in a bounded number of points, however many there were."""
+"""Curves with a bounded number of points, made from any number of points."""
 
 import operator
 
 MAX_POINTS = 2_000
-"""Of a curve; longer ones are thinned."""
+"""Most points of a curve. Longer curves are thinned."""
 Point = tuple[int, float, float]
-"""Step, x and y."""
+"""A point: step, x and y."""
 
 
 class Curve:
-    """A metric over the training, in a bounded number of points, however many there were.
+    """A metric over the training, with a bounded number of points.
 
-    By min-max decimation, as audio editors draw waves: of so many successive points the lowest and the highest are
-    kept, so that no spike is lost; when there are too many such buckets, each two become one.
+    The curve is thinned by min-max decimation, as in audio editors. Of each bucket of successive points, the curve
+    keeps the lowest and the highest, so no spike is lost. When there are too many buckets, each two are merged.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -27,12 +27,12 @@ class Curve:
         self._max_buckets = (max_points or MAX_POINTS) // 2
         self._buckets: list[list[Point]] = []
         self._size = 1
-        """Points that go into a bucket."""
+        """Number of points per bucket."""
         self._room = 0
-        """How many more go into the last one."""
+        """Number of points that still fit into the last bucket."""
 
     def add(self, point: Point) -> None:
-        """Take in the next point."""
+        """Add the next point."""
         if self._room == 0:
             if len(self._buckets) >= self._max_buckets:
                 self._halve()
@@ -44,13 +44,13 @@ class Curve:
             self._buckets[-1] = _extremes([*bucket, point])
 
     def cut(self, step: int) -> None:
-        """Forget the points of later steps."""
+        """Remove the points of steps after this one."""
         self._buckets = [kept for bucket in self._buckets if (kept := [point for point in bucket if point[0] <= step])]
         self._room = 0
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The x and y of what was kept, in order."""
+        """The x and y of the kept points, in order."""
         return [(x, y) for bucket in self._buckets for _, x, y in bucket]
 
     def _halve(self) -> None:
@@ -62,7 +62,7 @@ class Curve:
 
 
 def thinned(points: list[tuple[float, float]], max_points: int | None = None) -> list[tuple[float, float]]:
-    """The points, or as many of them as a curve keeps."""
+    """Return the points, thinned to at most `max_points`."""
     if len(points) <= (max_points or MAX_POINTS):
         return points
     curve = Curve(max_points)
@@ -72,7 +72,7 @@ def thinned(points: list[tuple[float, float]], max_points: int | None = None) ->
 
 
 def _extremes(points: list[Point]) -> list[Point]:
-    """The lowest and the highest, in the order in which they came: of equal ones the first and the last."""
+    """Return the first lowest and the last highest point, in their order."""
     if len(points) < 3:
         return points
     lowest = min(points, key=_y_of)

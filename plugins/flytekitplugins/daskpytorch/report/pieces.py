@@ -1,4 +1,4 @@
-"""The pieces of a page but for its charts and its timeline: texts, key figures, tables, parts of a whole."""
+"""The pieces of a page: texts, key figures, tables, pictures, shares. Charts and the timeline have their own files."""
 
 import base64
 import math
@@ -11,11 +11,11 @@ from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.report.html import element, name_of, shared, text_of, whole
 
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
-"""What a colour is to say: `report.status("failed", "pet names", tone="bad")`."""
+"""The meaning of a colour, as in `report.status("failed", "pet names", tone="bad")`."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
-"""A cell that is aligned to the right; empty ones are, too, beside others."""
+"""Pattern of a cell that is aligned to the right. An empty cell matches, too."""
 MAX_SHARES = 8
-"""Colours that there are."""
+"""Number of colours of `shares`."""
 
 
 @documented
@@ -35,26 +35,26 @@ class Picture:
     file: bytes
     """A PNG or JPEG file."""
     width: int
-    """On the page, in pixels."""
+    """Width on the page, in pixels."""
     height: int
-    """On the page, in pixels."""
+    """Height on the page, in pixels."""
     caption: str
-    """Stands below it, and in its place for those who do not see it."""
+    """Text below the picture, and alternative text for readers who cannot see the picture."""
     tone: Tone | None = None
-    """The colour of its frame; None: none that catches the eye."""
+    """Colour of the frame. None: a plain frame."""
 
 
 def page(*pieces: str) -> str:
-    """All that a Deck shows: the pieces from top to bottom, with what they share in it once.
+    """Return the HTML of a Deck: the pieces from top to bottom, with their shared styles and scripts once.
 
-    Its look follows the reader's: light or dark, wide or narrow. It asks nothing of any server; several pages may be
-    Decks of one task.
+    The page follows the reader's settings: light or dark, wide or narrow. The page loads nothing from a server. One
+    task may have several pages.
 
     Args:
-        pieces: Of this module, or HTML of your own.
+        pieces: Pieces of this module, or your own HTML.
 
     Examples:
-        A Deck of a task's own:
+        A Deck for any task:
 
         >>> from flytekit import Deck
         >>> from flytekitplugins.daskpytorch import report
@@ -65,7 +65,7 @@ def page(*pieces: str) -> str:
 
 
 def document(title: str, *pieces: str) -> str:
-    """A page as a file of its own, to be opened in a browser.
+    """Return a page as a complete HTML file for a browser.
 
     Examples:
         >>> from pathlib import Path
@@ -78,7 +78,7 @@ def document(title: str, *pieces: str) -> str:
 
 
 def section(title: str, *pieces: str, note: str = "") -> str:
-    """Pieces under a heading, with an optional remark beside it.
+    """Return pieces under a heading, with an optional remark beside the heading.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -90,11 +90,11 @@ def section(title: str, *pieces: str, note: str = "") -> str:
 
 
 def grid(*pieces: str, least: int = 420) -> str:
-    """Pieces side by side, as many as there is room for.
+    """Return pieces side by side, as many in a row as fit.
 
     Args:
-        pieces: Of about the same height.
-        least: Pixels that each takes at least.
+        pieces: Pieces of about the same height.
+        least: Least width of each piece, in pixels.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -105,7 +105,7 @@ def grid(*pieces: str, least: int = 420) -> str:
 
 
 def card(title: str, *pieces: str) -> str:
-    """Pieces in a frame of their own, under a small heading, or under none where the title is empty.
+    """Return pieces in a frame, under a small heading. An empty title gives no heading.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -116,7 +116,7 @@ def card(title: str, *pieces: str) -> str:
 
 
 def details(summary: str, *pieces: str) -> str:
-    """Pieces that are shown when the reader asks for them.
+    """Return pieces that open when the reader clicks on the summary.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -126,7 +126,7 @@ def details(summary: str, *pieces: str) -> str:
 
 
 def text(words: object, *, quiet: bool = False) -> str:
-    """A paragraph; quiet: in small grey letters.
+    """Return a paragraph. With `quiet`, the letters are small and grey.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -136,14 +136,14 @@ def text(words: object, *, quiet: bool = False) -> str:
 
 
 def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done: float | None = None) -> str:
-    """What a page is about, and how it stands.
+    """Return the head of a page: its state, its title and its progress.
 
     Args:
-        state: In a word or two.
-        title: Of the page.
-        tone: The state's colour.
+        state: The state, in a word or two.
+        title: The title of the page.
+        tone: The colour of the state.
         note: A remark at the right.
-        done: The share that is done, 0 to 1, as a bar.
+        done: The share that is done, from 0 to 1, drawn as a bar.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -169,7 +169,7 @@ def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done:
 
 
 def alert(title: str, words: str = "", *, tone: Tone = "bad") -> str:
-    """What a reader must not miss, with a text that may be long: a traceback, say.
+    """Return a box that catches the reader's eye. Its text may be long, such as a traceback.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -182,10 +182,10 @@ def alert(title: str, words: str = "", *, tone: Tone = "bad") -> str:
 
 
 def figures(values: Mapping[str, object]) -> str:
-    """Key figures in a row: for each name a value, or a value and a remark below it.
+    """Return key figures in a row.
 
     Args:
-        values: Numbers are shown in four digits; one that is no finite number is red.
+        values: For each name a value, or a value and a remark. Numbers have four digits. NaN and infinity are red.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -195,12 +195,12 @@ def figures(values: Mapping[str, object]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; everything in it is escaped, columns of numbers are aligned, and addresses of the web are links.
+    """Return a table. Cells are escaped, numbers are aligned, and web addresses are links.
 
-    One with many rows scrolls below its header.
+    A table with many rows scrolls below its header.
 
     Raises:
-        ValueError: A row has not as many cells as the header.
+        ValueError: A row has more or fewer cells than the header.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -211,7 +211,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def pictures(files: Iterable[Picture]) -> str:
-    """Pictures side by side, each with what is written below it.
+    """Return pictures side by side, each with its caption.
 
     Examples:
         >>> import torch
@@ -227,11 +227,11 @@ def pictures(files: Iterable[Picture]) -> str:
 
 
 def shares(values: Mapping[str, float], *, unit: str = "") -> str:
-    """The parts of a whole, as a bar, with the number and the share of each beside its name.
+    """Return the parts of a whole as a bar, with name, number and share of each part.
 
     Args:
-        values: From 0 up, with their names; the smallest are summed up where there are more than eight.
-        unit: Follows the numbers.
+        values: The parts by name, each at least 0. Of more than eight, the smallest are added up as "others".
+        unit: The unit behind the numbers.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -255,7 +255,7 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
 
 
 def folded(summary: str, *pieces: str) -> str:
-    """`details` within a piece."""
+    """Return `details` for use inside another piece."""
     return element("details", element("summary", text_of(summary)) + _bare(*pieces), "dpt-more dpt-stack")
 
 
@@ -280,7 +280,7 @@ def _figure(name: str, value: object) -> str:
 
 
 def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
-    """`table` within a piece, of cells that are HTML already."""
+    """Return `table` for use inside another piece. The cells are HTML."""
     columns = list(zip(*cells, strict=True)) if cells else []
     numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
     kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)

@@ -1,4 +1,4 @@
-"""What happened, and when: spans of time on a line, events above it, and all of them in words."""
+"""A timeline: spans of time on a line, events above the line, and all events as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from flytekitplugins.daskpytorch.report.html import element, text_of, whole
 from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
 
 MAX_EVENTS = 300
-"""Of more, the first and the last are shown."""
+"""Most events that are shown. Of more, the first and the last half of this number are shown."""
 MAX_TEXT = 300
-"""Characters of an event's text that are shown."""
+"""Most characters of an event's text that are shown."""
 MAX_DETAIL = 1_000
-"""Characters of an event's detail that are shown."""
+"""Most characters of an event's detail that are shown, from its end."""
 MAX_SPANS = 400
 NUM_TICKS = 5
 NARROW = 4.0
-"""Per cent of the line below which a span has no room for its name."""
+"""Width in percent of the line. A narrower span is drawn without its name."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 
@@ -33,13 +33,13 @@ class Event:
     """
 
     time: float
-    """In seconds, on the same clock as the others."""
+    """Time in seconds, on the same clock as all events and spans."""
     text: str
-    """In a line."""
+    """The event, in a line."""
     detail: str = ""
-    """More about it, which may be several lines; of a long one the end is shown."""
+    """Details in one or more lines. Of long details, the end is shown."""
     tone: Tone = "idle"
-    """Its colour."""
+    """Colour of the event."""
 
 
 @documented
@@ -57,21 +57,21 @@ class Span:
     """
 
     start: float
-    """In seconds, on the same clock as the others."""
+    """Start in seconds, on the same clock as all events and spans."""
     end: float
-    """In seconds, on the same clock."""
+    """End in seconds, on the same clock."""
     text: str
-    """Its name, in a word or two."""
+    """Name of the span, in a word or two."""
     tone: Tone = "idle"
-    """Its colour."""
+    """Colour of the span."""
 
 
 def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
-    """A line of time with spans on it and events above, and the events as a table.
+    """Return a timeline with spans on a line, events above the line, and the events as a table.
 
     Args:
-        spans: One after the other.
-        events: In the order in which they happened.
+        spans: Spans in the order of time, without overlap.
+        events: Events in the order of time.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
@@ -95,7 +95,7 @@ def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, such as `0.25 s`, `3 min 20 s`, `2 h 5 min`, `3.2 days`.
+    """Return seconds as a text, such as `0.25 s`, `3 min 20 s`, `2 h 5 min`, `3.2 days`.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
