@@ -1,6 +1,6 @@
-"""Keeps what was read from S3 on a local disk, up to a size. Used by the processes of one machine at once.
+"""A cache of objects from S3 on a local disk, up to a size. All processes of one machine use it together.
 
-A file is an object's content, under a name made from its bucket, key and ETag, so that it is never out of date.
+The name of a file is a hash of the object's bucket, key and ETag, so that a file is never out of date.
 """
 
 import hashlib
@@ -18,26 +18,26 @@ logger = logging.getLogger(__name__)
 
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
-"""Names of our files, and of those that a process was writing when it ended."""
+"""Pattern of the names of the cache's files, and of unfinished files of a process that has ended."""
 LOW_WATER = 0.9
-"""Of the size: what is left when the files that were used longest ago are removed."""
+"""Share of the cache's size that remains after the files that were used longest ago are removed."""
 SHARE_BETWEEN_LOOKS = 0.03
-"""Of the size: what a process writes before it looks again at what all have written."""
+"""Share of the cache's size that a process writes before it adds up all files again."""
 DIGEST_SIZE = 16
-"""Bytes; of a checksum at the end of each file, since disks fill up and machines go down in the middle of a write."""
+"""Bytes of the checksum at the end of each file. A full disk or a crash may leave a file cut short."""
 
 
 class ImageCache:
-    """A folder of whole files. Its size goes above its bound by little, and by no more for every process that writes.
+    """A folder of whole files with a bounded size, which each writing process may exceed by a few percent.
 
-    No library does this without a database that all processes lock, or without loading pickles.
+    No library was found that does this without a database that all processes lock, or without loading pickles.
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        """Keep so many bytes in a folder of this machine; what lies in it besides is left alone.
+        """Keep up to this many bytes in a folder below `folder`. Other files in `folder` are left alone.
 
         Raises:
-            PermissionError: Another user owns the folder that is made in there, or can write to it.
+            PermissionError: Another user owns the cache's folder, or can write to it.
         """
         self._folder = Path(folder) / OWN_FOLDER
         self._num_bytes = num_bytes
@@ -45,18 +45,18 @@ class ImageCache:
         make_private(self._folder)
 
     def get(self, bucket: str, listed: Listed) -> bytes | None:
-        """The object, if it is there and whole."""
+        """Return the object's content, or None if the cache does not have it whole."""
         path = self._path(bucket, listed)
         try:
             content = path.read_bytes()
-            os.utime(path)  # the last use, which mounted file systems often do not keep
+            os.utime(path)  # the time of the last use, which mounted file systems often do not record
         except OSError:
             return None
         body = content[:-DIGEST_SIZE]
         return body if len(body) == listed.size and _digest(body) == content[-DIGEST_SIZE:] else None
 
     def put(self, bucket: str, listed: Listed, body: bytes) -> None:
-        """Keep an object. A disk that is full costs a line in the log, no more."""
+        """Write an object to the cache. A full disk costs one log line."""
         path = self._path(bucket, listed)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -74,7 +74,7 @@ class ImageCache:
         return self._folder / name[:2] / name
 
     def _make_room(self) -> None:
-        """Remove what was used longest ago, where there is too much; others may do the same at the same time."""
+        """Remove the files that were used longest ago, if there are too many. Other processes may do the same."""
         found: list[tuple[float, int, str]] = []
         for shelf in os.scandir(self._folder):
             if shelf.is_dir():

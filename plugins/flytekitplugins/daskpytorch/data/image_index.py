@@ -1,4 +1,4 @@
-"""Which pictures a folder in S3 has, and their classes: `prefix/class/image`. Made from its listing, once."""
+"""The index of a folder of pictures in S3, `prefix/class/image`: files and classes. Made from one listing."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from flytekitplugins.daskpytorch.data.bucket import Listed
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""Of what counts as a picture, in lower or upper case: torchvision's and .gif."""
+"""Extensions of pictures, in lower or upper case: torchvision's and .gif."""
 FORMAT = 1
 ANEW = "Delete it, and it is made anew"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageIndex:
-    """The pictures of a folder in the order of their keys, and its classes in theirs."""
+    """The pictures of a folder in the order of their keys, and its classes in alphabetical order."""
 
     bucket: str
     prefix: str
-    """Empty, or ends with a slash."""
+    """Prefix of all keys. Empty, or ends with a slash."""
     nested: bool
-    """Whether pictures may lie deeper than in their class's folder."""
+    """True if pictures may lie in folders below their class's folder."""
     files: Sequence[Listed]
     classes: list[str]
     targets: list[int]
-    """The place in `classes` of each file's class."""
+    """Index of each file's class in `classes`."""
 
     @classmethod
     def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
-        """Choose the pictures among all objects.
+        """Return the index of the pictures among all objects.
 
         Raises:
-            FileNotFoundError: There are none.
-            ValueError: Some lie deeper than in their class's folder, and `nested` is false.
+            FileNotFoundError: There are no pictures.
+            ValueError: Pictures lie below their class's folder, and `nested` is false.
         """
         folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
         files: list[Listed] = []
@@ -68,15 +68,15 @@ class ImageIndex:
         return cls(bucket=bucket, prefix=folder, nested=nested, files=files, classes=classes, targets=targets)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the index as JSON. The file is replaced at once."""
         write_whole(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
-        """Read what `save` has written.
+        """Read an index that `save` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The file is not such an index, or has another format.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -90,7 +90,7 @@ class ImageIndex:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all, in place of what was there."""
+    """Write a file under a temporary name, and rename it. Readers see the old or the new content."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
             file.write(content)

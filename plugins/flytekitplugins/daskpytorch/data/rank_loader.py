@@ -1,4 +1,4 @@
-"""A data loader that a gang of any size goes on with where the last one was. Runs in every rank; all agree unasked."""
+"""A data loader whose position is saved in checkpoints and holds for gangs of any size. Runs in every rank."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol
@@ -15,20 +15,20 @@ OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 
 
 class MapStyle(Sized, Protocol):
-    """A data set whose items have numbers."""
+    """A dataset whose items have indices."""
 
     def __getitem__(self, index: int) -> Any:
-        """The item with this number."""
+        """Return the item with this index."""
 
 
 @documented
 class RankLoader:
-    """Gives every rank its batches of any map-style data set, and knows how far the gang has come.
+    """Gives each rank its batches of a map-style dataset, and keeps the position of the gang.
 
-    All ranks together see each item exactly once per epoch, in an order that they draw alike from the seed and share as
-    `RankBatches` says. The position is counted in items that the gang was given, not in batches that loader workers
-    have fetched ahead. A gang that starts from `state_dict`, be it of another size, goes on with the next item: none
-    is lost, none comes twice. A loop over the loader is an epoch, or what is left of it.
+    All ranks together see each item exactly once per epoch. The order depends on the seed and the epoch alone, and the
+    ranks share it out as `RankBatches` does. The position counts the items that the gang received. Batches that loader
+    workers fetched ahead do not count. A gang that starts from `state_dict` goes on with the next item, also with
+    another number of ranks. A loop over the loader is one epoch, or the rest of one.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import current_rank, data
@@ -60,31 +60,32 @@ class RankLoader:
         """Load with the options of torch's `DataLoader`.
 
         Args:
-            dataset: What to see once per epoch; the same on every rank. `torch.utils.data.Subset` makes a part of one.
-            batch_size: As `RankBatches` has it, and so have the next five.
+            dataset: The dataset, the same on every rank. `torch.utils.data.Subset` makes a part of a dataset.
+            batch_size: The most items of one rank per step.
             shuffle: Draw another order in every epoch.
-            drop_last: Have batches of exactly this size; what is left over at an epoch's end is not seen in it.
-            seed: Of these orders, and of the loader workers' own random numbers, in which the ranks differ.
-            rank: Whose batches these are.
-            world_size: Of how many.
-            options: Such as `num_workers`, `collate_fn` and `pin_memory`; but not those that decide on the order.
+            drop_last: Make all batches of exactly this size. The rest of an epoch's items is then left out.
+            seed: Seed of the orders, and of the loader workers' random numbers, which differ from rank to rank.
+            rank: The rank that gets the batches. None: the current rank.
+            world_size: The number of ranks. None: the number of the current gang.
+            options: Options of `DataLoader`, such as `num_workers`, `collate_fn` and `pin_memory`. Options that decide
+                on the order are refused.
 
         Raises:
-            ValueError: There are fewer items than ranks, or than one step takes if what is left is dropped; a number
-                is out of range; an option decides on the order; or the items have no numbers.
+            ValueError: There are fewer items than ranks. With `drop_last`, there are fewer items than one step takes. A
+                number is out of range, an option decides on the order, or the dataset has no indices.
         """
         if problems := _problems(dataset, options):
             raise ValueError("; ".join(problems))
         self.batch_size = batch_size
         """The most items of one rank per step."""
         self.epoch = 0
-        """The epoch that the next batch is of; 0 … at first."""
+        """The epoch of the next batch, counted from 0."""
         self.num_seen = 0
-        """How many items of it all ranks together have been given."""
+        """Number of items of this epoch that all ranks together have received."""
         self.global_batch = torch.empty(0, dtype=torch.int64)
-        """The numbers of the items that all ranks together were given last."""
+        """Indices of the items in the last step of all ranks together, of shape (items,) and dtype int64."""
         self.share = self.global_batch
-        """This rank's part of these."""
+        """Indices of this rank's items in the last step."""
         self._batches = _Given(
             torch.arange(len(dataset)),
             batch_size,
@@ -102,21 +103,21 @@ class RankLoader:
 
     @property
     def num_items(self) -> int:
-        """Of the data set."""
+        """Number of items of the dataset."""
         return self._num_items
 
     @property
     def weight(self) -> float:
-        """By which to multiply the mean loss of the last batch, so that DDP averages over the items of all ranks alike.
+        """Factor for the mean loss of the last batch. With it, DDP averages over all items of all ranks alike.
 
-        1 where the ranks' batches are of one size. Only after a restart with more ranks than items are left in the
-        epoch, there are ranks without one. Since the others wait for their gradients, these are given an item of
-        another rank's, with weight 0.
+        The factor is 1 if the batches of all ranks have the same size. After a restart, the epoch may have fewer items
+        left than there are ranks. A rank without an item then gets an item of another rank, with weight 0, because the
+        other ranks wait for its gradients.
         """
         return len(self.share) * self._batches.world_size / max(1, len(self.global_batch))
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the epoch; then the next epoch is at its beginning.
+        """Yield the remaining batches of the epoch. The position is then the beginning of the next epoch.
 
         Raises:
             RuntimeError: Another loop over the loader has begun meanwhile, or another state was loaded.
@@ -136,22 +137,22 @@ class RankLoader:
         self.epoch, self.num_seen = self.epoch + 1, 0
 
     def __len__(self) -> int:
-        """How many batches are left of the epoch."""
+        """Return the number of remaining batches of the epoch."""
         return self._batches.num_steps(self.num_items - self.num_seen)
 
     def num_batches_left(self, epochs: int) -> int:
-        """How many batches there will be until so many epochs are over."""
+        """Return the number of batches until this many epochs are over."""
         return len(self) + (epochs - self.epoch - 1) * self._batches.num_steps(self.num_items)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the gang has come: plain numbers, the same on every rank; so rank 0's is enough to keep."""
+        """Return the position of the gang as plain numbers. All ranks have the same, so rank 0's is enough to keep."""
         return {"epoch": self.epoch, "num_seen": self.num_seen} | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the next item, with batches of this loader's own size.
+        """Go to the position of a state. The batches keep the size of this loader.
 
         Raises:
-            ValueError: The state is that of another order, or no `RankLoader`'s.
+            ValueError: The state belongs to another order of the items, or is not from a `RankLoader`.
         """
         own = self.state_dict()
         if not isinstance(state, Mapping) or not own.keys() <= state.keys():
@@ -175,7 +176,7 @@ class RankLoader:
 
 
 class _Given(RankBatches):
-    """What a rank is given: its share, or in place of an empty one an item of another rank's."""
+    """The batches of a rank. An empty batch is replaced by an item of another rank."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, share in zip(self.steps, super().__iter__(), strict=True):

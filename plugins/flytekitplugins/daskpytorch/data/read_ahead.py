@@ -1,7 +1,7 @@
-"""Tells a data set which batch its process is asked for next. Runs in the process that has the loader.
+"""Tells a dataset which batch its process has to read next. Runs in the process that has the loader.
 
-A `DataLoader` gives a data set one batch at a time. Which is next is known to the sampler alone: with loader workers,
-which take turns, it is the one that comes as many batches later as there are workers.
+A `DataLoader` asks a dataset for one batch at a time, and only the sampler knows the next one. Loader workers take
+turns, so the next batch of a worker comes as many batches later as there are workers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class Batches(Protocol):
     """A batch sampler, such as torch's `BatchSampler` and `RankBatches`."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The numbers of each batch."""
+        """Yield the indices of each batch."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of batches."""
 
 
 class ReadAhead(Sampler[list[int]]):
-    """The batches of another sampler, each with a hint which one is next, by which `S3ImageFolder` reads it ahead.
+    """The batches of another sampler, each with the indices of the next batch, which `S3ImageFolder` reads ahead.
 
-    For `DataLoader(batch_sampler=...)`; `RankLoader` does it by itself. To other data sets a batch is a list, as ever.
-    torch's `Subset` loses the hint: let the sampler choose among the whole data set's numbers instead. The sampler is
-    asked for as many batches more in advance as there are workers.
+    Use it as `DataLoader(batch_sampler=...)`. `RankLoader` needs no `ReadAhead`. For other datasets a batch is a plain
+    list. torch's `Subset` loses the indices of the next batch: let the sampler choose among the indices of the whole
+    dataset instead. `ReadAhead` asks its sampler for as many more batches in advance as there are workers.
 
     Examples:
         >>> from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -42,11 +42,11 @@ class ReadAhead(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Batches, num_workers: int = 0) -> None:
-        """Give the same batches.
+        """Yield the batches of a batch sampler.
 
         Args:
             batches: A batch sampler.
-            num_workers: The loader's; with another number pictures are read that nobody asks for.
+            num_workers: The loader's `num_workers`. With another number, pictures are read ahead in vain.
 
         Raises:
             ValueError: `num_workers` is below 0.
@@ -57,7 +57,7 @@ class ReadAhead(Sampler[list[int]]):
         self._distance = max(1, num_workers)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches, one after the other."""
+        """Yield the batches in their order."""
         waiting: deque[_Batch] = deque()
         for numbers in self._batches:
             waiting.append(_Batch(numbers))
@@ -72,20 +72,21 @@ class ReadAhead(Sampler[list[int]]):
 
 
 class _Batch(list[int]):
-    """A batch; pickled, it keeps its hint."""
+    """A batch with the indices of the next one, which a pickle keeps."""
 
     ahead: Sequence[int] = ()
 
 
 def ahead_of(batch: Iterable[int]) -> Sequence[int]:
-    """The numbers of the batch that comes next in this process, as far as it is known."""
+    """Return the indices of this process's next batch. Empty if they are not known."""
     return batch.ahead if isinstance(batch, _Batch) else ()
 
 
 def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any, Batches]:
-    """What to give a `DataLoader` in place of a data set and its batches, so that the next one is read ahead.
+    """Return the dataset and the batches for a `DataLoader` that reads the next batch ahead.
 
-    A part of a data set that can do so becomes the whole and its numbers there.
+    A `Subset` of a dataset that reads ahead becomes the whole dataset, with indices of the whole. Any other dataset is
+    returned unchanged.
     """
     whole, parts = dataset, []
     while type(whole) is Subset:
@@ -97,7 +98,7 @@ def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any
 
 
 class _Renumbered:
-    """Batches of a part's numbers as those of the whole, through all parts between."""
+    """The batches of a `Subset` as indices of the whole dataset, through any number of nested subsets."""
 
     def __init__(self, batches: Batches, parts: Sequence[Sequence[int]]) -> None:
         self._batches, self._parts = batches, parts

@@ -1,4 +1,4 @@
-"""Which pictures are held out, and which rank sees which of the others when. Runs in every rank; all agree unasked."""
+"""Splits a dataset into training and held-out items, and shares items out to ranks. Runs in every rank."""
 
 import hashlib
 from collections import defaultdict
@@ -15,18 +15,18 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.settings import shown
 
 SEEDS = range(-(2**63), 2**63)
-"""What torch takes, also with an epoch added."""
+"""Seeds that torch accepts, also with an epoch added."""
 COUNTS = range(1, 2**63)
 EPOCHS = range(2**63)
 SEED = "a whole number of at most 63 bits"
 
 
 class Labelled(Protocol):
-    """A data set that knows its labels, such as `S3ImageFolder` and torchvision's `ImageFolder`."""
+    """A dataset with labels, such as `S3ImageFolder` and torchvision's `ImageFolder`."""
 
     @property
     def targets(self) -> Sequence[int]:
-        """The label of each item."""
+        """Label of each item."""
 
 
 def split_by_class(
@@ -36,19 +36,20 @@ def split_by_class(
     *,
     contents: Sequence[str] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Hold out the same share of every class, the same items in every process that has the same list.
+    """Split a dataset into training and held-out items, with the same share of every class.
 
-    Equal pictures, be they in one class or in several, are on one side: none is trained on and tested on.
+    Every process with the same list makes the same split. Equal pictures are on one side, also if they are in several
+    classes, so that no picture is both trained on and tested on.
 
     Args:
-        dataset: Whose items are split, or their labels.
-        held_out: The share of each class to hold out, above 0 and below 1; rounded to whole items.
-        seed: Another one gives another split; a whole number.
-        contents: What tells equal items, one string per item, such as checksums; None: the data set's `etags`, or if
-            it has none, no two items are equal.
+        dataset: A dataset with labels, or the labels.
+        held_out: The share of each class to hold out, above 0 and below 1. Rounded to whole items.
+        seed: A whole number. Another seed gives another split.
+        contents: One string per item, such as a checksum. Items with the same string are equal. None: the dataset's
+            `etags`. Without those, no two items are equal.
 
     Returns:
-        The indices to train on and those held out, ascending; together all, each once.
+        The indices to train on and the held-out indices, both ascending. Each index is in one of the lists.
 
     Raises:
         ValueError: The share or the seed is out of range, the lengths differ, or one side would be empty.
@@ -101,10 +102,10 @@ def _is_whole(value: object, allowed: range) -> bool:
 
 
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
-    """Decide for the contents of one class; those that other classes have too stay where these put them."""
+    """Decide which contents of one class are held out. Contents that an earlier class shares keep its decision."""
     wanted = round(held_out * sum(map(len, equal_items.values())))
     wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
-    # By hashes rather than random numbers: what is added to a class later moves few others to the other side.
+    # Hashes in place of random numbers: items that are added to a class later move few others to the other side.
     for content in sorted(equal_items.keys() - is_held_out, key=lambda content: _hash(seed, content)):
         is_held_out[content] = len(equal_items[content]) <= wanted
         wanted -= len(equal_items[content]) * is_held_out[content]
@@ -115,12 +116,12 @@ def _hash(seed: int, content: str) -> bytes:
 
 
 class RankBatches(Sampler[list[int]]):
-    """Gives every rank its batches, so that all ranks together see each index exactly once per epoch.
+    """Gives each rank its batches. All ranks together see each index exactly once per epoch.
 
-    For `DataLoader(batch_sampler=...)`; `RankLoader` is both in one, and keeps the position. All ranks take the same
-    number of steps, and their batches differ by one item at most; nothing is repeated or left out, as it is by
-    `DistributedSampler`. What DDP averages over the ranks should therefore be weighted:
-    `loss * len(batch) * world_size / global_batch_sizes[step]`, with the loss a mean.
+    Use it as `DataLoader(batch_sampler=...)`. `RankLoader` joins both, and keeps the position. All ranks take the same
+    number of steps, and their batches differ by one item at most. Unlike `DistributedSampler`, `RankBatches` repeats or
+    drops no item. Weight the loss, since DDP averages over ranks: `loss * len(batch) * world_size /
+    global_batch_sizes[step]`, where `loss` is the mean of the rank's batch.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import data
@@ -142,22 +143,22 @@ class RankBatches(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Deal the indices out.
+        """Share the indices out.
 
         Args:
-            indices: What to see once per epoch, such as one side of `split_by_class`; the same on every rank.
-            batch_size: The most items of one rank per step; one more where the gang has more ranks than would be left
-                items for in some step.
-            shuffle: Draw another order in every epoch; else in the order given.
-            drop_last: Have batches of exactly this size, and end an epoch where fewer items are left than all ranks
-                need for one; these are not seen in it.
-            seed: Of these orders; a whole number.
-            rank: Whose batches these are; None: this process's.
-            world_size: Of how many; None: this process's gang, or the process group that others (torchrun) formed.
+            indices: The indices of one epoch, such as one side of `split_by_class`. The same on every rank.
+            batch_size: The most items of one rank per step. A step may have one item more if a rank would else have
+                none.
+            shuffle: Draw another order in every epoch. False: keep the given order.
+            drop_last: Make all batches of exactly this size. The rest of an epoch's items is then left out.
+            seed: Seed of the orders, a whole number.
+            rank: The rank that gets the batches. None: the current rank.
+            world_size: The number of ranks. None: the number of the current gang, or of the process group that another
+                launcher, such as torchrun, formed.
 
         Raises:
-            ValueError: There are fewer indices than ranks, or than one step takes if what is left is dropped; or a
-                number is out of range.
+            ValueError: There are fewer indices than ranks. With `drop_last`, there are fewer indices than one step
+                takes. A number is out of range.
         """
         self._indices = torch.as_tensor(indices, dtype=torch.int64)
         self.batch_size = batch_size
@@ -198,13 +199,12 @@ class RankBatches(Sampler[list[int]]):
         return problems
 
     def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
-        """Go to an epoch, or into the middle of it.
+        """Go to the beginning or the middle of an epoch.
 
         Args:
-            epoch: From 0 up; it decides on the order.
-            num_seen: How many items all ranks together have seen of it. The rest is the same whatever the number of
-                ranks was that saw them. Where fewer items are left than there are ranks now, some ranks are given an
-                empty batch.
+            epoch: The epoch, from 0 up, which decides on the order.
+            num_seen: The number of items of the epoch that all ranks together have seen. The rest does not depend on
+                the number of ranks that saw them. If fewer items than ranks are left, some ranks get an empty batch.
 
         Raises:
             ValueError: `epoch` is below 0, or `num_seen` is not from 0 to the number of items.
@@ -218,26 +218,26 @@ class RankBatches(Sampler[list[int]]):
         if self.drop_last:
             rest = rest[: num_steps * self.batch_size * self.world_size]
         self.steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
-        """What all ranks together are given at each step of what is left of the epoch."""
+        """Indices for all ranks together, for each remaining step of the epoch."""
 
     def num_steps(self, num_items: int) -> int:
-        """How many steps it takes to see so many items."""
+        """Return the number of steps for this many items."""
         full, left = divmod(num_items, self.batch_size * self.world_size)
         if self.drop_last:
             return full
         return min(full + bool(left), max(1, num_items // self.world_size))  # no rank goes without
 
     def share_of(self, step: Tensor) -> Tensor:
-        """This rank's part of what all ranks together are given."""
+        """Return this rank's part of a step's indices."""
         return step.tensor_split(self.world_size)[self.rank]
 
     @property
     def global_batch_sizes(self) -> list[int]:
-        """The items of all ranks together in each step of what is left of the epoch."""
+        """Number of items of all ranks together, for each remaining step of the epoch."""
         return [len(step) for step in self.steps]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share of each step."""
+        """Yield this rank's indices of each step."""
         for step in self.steps:
             yield self.share_of(step).tolist()
 
@@ -252,7 +252,7 @@ class RankBatches(Sampler[list[int]]):
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank, and of how many; without a gang those of its process group, as `DistributedSampler` does."""
+    """Return rank and world size of the gang, or without a gang those of the process group, as `DistributedSampler`."""
     own = current_rank()
     if own.world_size == 1 and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
