@@ -1,4 +1,4 @@
-"""Where a gang's time goes, and what its ranks use of their machines: records, read by drivers, ranks and users."""
+"""Records of a gang's time and of its ranks' use of their machines, for drivers, ranks and users."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,15 +8,15 @@ from flytekitplugins.daskpytorch.documented import documented
 __all__ = ["MIN_TOTAL", "Goodput", "RankUsage"]
 
 MIN_TOTAL = 60.0
-"""Seconds from which on a gang's goodput is shown to people: of a shorter gang most is its start."""
+"""Least seconds of a gang whose goodput is shown. A shorter gang spends most of its time on the start."""
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where a gang's time has gone: seconds of its wall time, all of which add up to `total`.
+    """Account of a gang's wall time, in seconds. All fields but `total` add up to `total`.
 
-    A task may return one, as `current_rank().goodput()` gives it: Flyte takes it as any dataclass.
+    `current_rank().goodput()` returns it. A task may return it, too, as Flyte accepts dataclasses.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Goodput
@@ -28,36 +28,36 @@ class Goodput:
     """
 
     total: float = 0.0
-    """From the moment that the gang was asked for."""
+    """Seconds since the gang was asked for."""
     starting: float = 0.0
-    """Until all ranks have met: workers, ranks, the rendezvous; and again whenever the gang has started anew."""
+    """Seconds until all ranks have met: workers, ranks and rendezvous. Counts again after each restart."""
     preparing: float = 0.0
-    """From then on until the first batch or step: imports in the ranks, and the user's code before it (data, model)."""
+    """Seconds from then until the first batch or step: imports in the ranks, data and model."""
     stepping: float = 0.0
-    """In steps whose work was kept, or is not yet lost."""
+    """Seconds in steps whose work was kept, or is not yet lost."""
     data: float = 0.0
-    """Waiting for a data loader."""
+    """Seconds waiting for a data loader."""
     evaluation: float = 0.0
-    """In `RankContext.evaluating`, and in the validation of Lightning and of Transformers."""
+    """Seconds in `RankContext.evaluating`, and in the validation of Lightning and Transformers."""
     saving: float = 0.0
-    """In `checkpoint.save` and `checkpoint.save_sharded`, which the training waits for."""
+    """Seconds in calls of `checkpoint.save` and `checkpoint.save_sharded`."""
     waiting: float = 0.0
-    """For workers to come back, for other ranks to finish, for what is left to do at the end."""
+    """Seconds waiting for workers to come back, for other ranks to finish, and for the work at the end."""
     lost: float = 0.0
-    """In work that was done in vain: no checkpoint held it when an attempt ended. When it is done again it is kept, and
-    counts as what it is: `stepping` is what a gang that was never disturbed would have needed."""
+    """Seconds of work that no checkpoint held when an attempt ended. The repeated work counts under its own field, so
+    `stepping` is the time of an undisturbed gang."""
 
     @property
     def share(self) -> float:
-        """The steps' part of the whole, from 0 to 1: what is called the goodput."""
+        """The goodput: `stepping` as a share of `total`, from 0 to 1."""
         return self.stepping / self.total if self.total else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Each of the seconds by its name, `total` first."""
+        """Return the seconds by the name of their field, `total` first."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """All in one line."""
+        """Return all fields in one line."""
         others = {name: value for name, value in self.as_dict().items() if name not in ("total", "stepping")}
         rest = ", ".join(f"{name} {value:.1f} s" for name, value in others.items() if value >= 0.05)
         whole = f"goodput {100 * self.share:.0f} %: {self.stepping:.1f} s of {self.total:.1f} s stepping"
@@ -67,7 +67,7 @@ class Goodput:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class RankUsage:
-    """What a rank uses of its machine, and what it has done so far: what `Observer.used` is told.
+    """A rank's use of its machine, and its work so far, as `Observer.used` receives them.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Observer, RankUsage
@@ -80,19 +80,20 @@ class RankUsage:
     """
 
     rank: int
-    """Whose this is; 0 … world_size - 1."""
+    """The rank, from 0 to world_size - 1."""
     time: float
     """Seconds since the epoch, on the rank's clock."""
     num_steps: int
-    """Optimizer steps of this attempt so far."""
+    """Number of optimizer steps in this attempt so far."""
     seconds: Mapping[str, float]
-    """Of this attempt so far, since the ranks have met: by the names in `Goodput` what the main thread has spent on
-    `preparing`, `stepping`, `data`, `evaluation`, `saving` and `waiting`."""
+    """Seconds of the main thread in this attempt since the ranks met, by the field's name in `Goodput`: `preparing`,
+    `stepping`, `data`, `evaluation`, `saving`, `waiting`."""
     cpu: float
-    """Processor cores that are busy with the rank's process, on average since the sample before."""
+    """Number of processor cores that the rank's process keeps busy, on average since the sample before."""
     memory: int
-    """Bytes of the rank's process that are in main memory."""
+    """Main memory of the rank's process, in bytes."""
     gpu_memory: int | None
-    """Bytes that are taken of the rank's own GPU, by whomever; None where it has not used one."""
+    """Memory in use on the rank's own GPU, by all processes, in bytes. None if the rank has not used a GPU."""
     gpu_utilization: float | None
-    """From 0 to 1, as the driver of the GPU counts; None where the rank has not used one, or nobody can tell."""
+    """Utilisation of the rank's GPU from 0 to 1, as its driver counts. None if the rank has not used a GPU, or NVML
+    gives no figure."""

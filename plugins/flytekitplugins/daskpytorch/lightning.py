@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.rank.libraries import require
 from flytekitplugins.daskpytorch.settings import COUNT, Problems, is_count
 
 MINIMUM_VERSION = "2.6"
-"""With 2.4 a killed training came to another result than the undisturbed one."""
+"""Oldest version of Lightning. With 2.4 a killed training had another result than an undisturbed one."""
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     require_extra("lightning", "flytekitplugins.daskpytorch.lightning")
@@ -47,16 +47,16 @@ FILE = "gang.ckpt"
 
 
 class GangCallback(Checkpoint):  # type: ignore[misc]
-    """Reports a Trainer's metrics to the gang, keeps its checkpoints there, and stops when the gang is to stop.
+    """Reports a Trainer's metrics to the gang, saves its checkpoints there, and stops when the gang stops.
 
-    What the module logs goes to `current_rank().log` every `log_every_n_steps` steps and after each validation, with
-    the loss and the epoch. Checkpoints are Lightning's own, and hold the random generators of all ranks besides. They
-    go to `current_rank().checkpoint` at the end of epochs and when the gang is to stop: with this callback the Trainer
-    writes none to a folder unless it has a `ModelCheckpoint`, too. Those of an epoch's end have what it has logged and
-    validated as metrics, by which `Gang(keep=Keep(best=..., metric=...))` keeps the best.
+    The module's metrics go to `current_rank().log` every `log_every_n_steps` steps and after each validation, with the
+    loss and the epoch. Checkpoints are Lightning's own, with the random generators of all ranks added. They go to
+    `current_rank().checkpoint` at the end of epochs and when the gang stops. The Trainer writes checkpoints to a folder
+    only if it has a `ModelCheckpoint`, too. The checkpoint of an epoch's end has the logged and validated values as
+    metrics, by which `Gang(keep=Keep(best=..., metric=...))` keeps the best.
 
-    Lightning goes on in the middle of an epoch with the first batches of its data, unless these come from torchdata's
-    `StatefulDataLoader`.
+    After a restart in the middle of an epoch, Lightning begins with the first batches of its data again, unless they
+    come from torchdata's `StatefulDataLoader`.
 
     Examples:
         >>> from flytekitplugins.daskpytorch.lightning import GangCallback
@@ -70,14 +70,14 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     """
 
     def __init__(self, *, every_n_epochs: int = 1, every_n_train_steps: int | None = None) -> None:
-        """Say how often to keep a checkpoint.
+        """Set how often a checkpoint is saved.
 
         Args:
-            every_n_epochs: At the end of each so many epochs.
-            every_n_train_steps: After each so many optimizer steps, too.
+            every_n_epochs: Number of epochs between two checkpoints.
+            every_n_train_steps: Number of optimizer steps between two more checkpoints. None: no checkpoints by steps.
 
         Raises:
-            ValueError: A number is none, or not above 0.
+            ValueError: A value is not a whole number above 0.
         """
         self.every_n_epochs = every_n_epochs
         self.every_n_train_steps = every_n_train_steps
@@ -97,13 +97,13 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
 
     @property
     def ckpt_path(self) -> str | None:
-        """For `trainer.fit`: the checkpoint that this attempt of the gang starts from; None on a fresh start."""
+        """Path of the checkpoint from which this attempt starts, for `trainer.fit`. None on a fresh start."""
         return None if self._kept.folder is None else str(self._kept.folder / FILE)
 
     # ---- What the Trainer calls
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the files that have been read."""
+        """Remove the files of the loaded checkpoint."""
         self._last_step = trainer.global_step
         num_steps = trainer.estimated_stepping_batches
         self._num_steps = int(num_steps) if math.isfinite(num_steps) and num_steps > 0 else None
@@ -112,11 +112,11 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report and keep what is due, and look whether to stop."""
+        """Report metrics and save a checkpoint if they are due, and stop if the gang stops."""
         if current_rank().should_stop():
             self._save(trainer)
             trainer.should_stop = True
-            # There is no time for a validation, nor for as much as the user has asked for at least.
+            # No time is left for a validation, or for the user's least numbers of epochs and steps.
             trainer.limit_val_batches = trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0
             return
         if trainer.global_step == self._last_step:  # gradients are accumulated
@@ -129,28 +129,28 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what follows as evaluation."""
+        """Count the following time as evaluation."""
         self._evaluating.enter_context(current_rank().evaluating())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report what the validation has logged."""
+        """Report the metrics of the validation."""
         self._evaluating.close()
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
             self._log(trainer, {})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep a checkpoint, if one is due."""
+        """Save a checkpoint if one is due."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and not trainer.should_stop:
             is_validated = not trainer.enable_validation or self._validated_step == trainer.global_step
             self._save(trainer, trainer.callback_metrics if is_validated else {})  # else they are of an earlier state
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into each checkpoint besides: the random generators of all ranks."""
+        """Return the random generators of all ranks, which each checkpoint has in addition to Lightning's state."""
         return {"generators": checkpoint_files.gathered(_generators())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with those of this rank; a rank that was not there has none."""
+        """Restore this rank's random generators. A rank that the saved gang did not have keeps its own."""
         generators = state_dict["generators"]
         if (rank := current_rank().rank) < len(generators):  # now: what iterates over the data draws a number, too
             _restore_generators(generators[rank])

@@ -27,16 +27,16 @@ require("transformers", "5.20")  # 5.19 needs a GPU or torch 2.7, older ones can
 
 
 class GangCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports a Trainer's metrics to the gang, keeps its checkpoints there, and stops when the gang is to stop.
+    """Reports a Trainer's metrics to the gang, saves its checkpoints there, and stops when the gang stops.
 
-    What the Trainer logs goes to `current_rank().log`, as often as its `logging_strategy` says. What it saves in its
-    `output_dir`, as often as its `save_strategy` says, goes to `current_rank().checkpoint`, too, with the random
-    generators of all ranks. When the gang is to stop, it saves once more and returns.
+    The Trainer's logs go to `current_rank().log`, as often as `logging_strategy` says. Its checkpoints in `output_dir`
+    go to `current_rank().checkpoint`, too, as often as `save_strategy` says, with the random generators of all ranks.
+    When the gang stops, the Trainer saves once more and returns.
 
-    Its evaluations count as such where the gang's time has gone, `trainer.evaluate()` and `trainer.predict()` from
-    their second batch on.
+    Evaluations count as `Goodput.evaluation`. `trainer.evaluate()` and `trainer.predict()` count from their second
+    batch on.
 
-    What it saves right after an evaluation has that one's numbers as metrics (`eval_loss`, say), by which
+    A checkpoint that follows an evaluation has the evaluation's numbers, such as `eval_loss`, as metrics, by which
     `Gang(keep=Keep(best=..., metric=...))` keeps the best.
 
     Examples:
@@ -63,14 +63,14 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def resume_from_checkpoint(self) -> str | None:
-        """For `trainer.train`: the checkpoint that this attempt of the gang starts from; None on a fresh start."""
+        """Path of the checkpoint from which this attempt starts, for `trainer.train`. None on a fresh start."""
         return None if self._kept.folder is None else str(self._kept.folder)
 
     # ---- What the Trainer calls
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Look whether to stop, and if so, save and do nothing else."""
-        self._kept.remove()  # all ranks have read it: they have exchanged gradients
+        """Stop if the gang stops, after a last checkpoint and without an evaluation."""
+        self._kept.remove()  # all ranks have read the files, since they have exchanged gradients
         if current_rank().should_stop():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
@@ -79,18 +79,18 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count what follows as evaluation, if it is one."""
+        """Count the following time as evaluation, if an evaluation follows."""
         self._note_evaluation(control)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count as evaluation what a program has asked for itself, from its second batch on: none says it begins."""
+        """Count a program's own evaluation from its second batch on. No callback tells its beginning."""
         if not self._is_evaluating:
             self._begin_evaluation()
 
     def on_predict(self, *args: Any, **kwargs: Any) -> None:
-        """End what counts as evaluation."""
+        """End the time that counts as evaluation."""
         self._end_evaluation()
 
     def on_evaluate(
@@ -101,13 +101,13 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         metrics: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        """Remember what came of it, and at which step."""
+        """Keep the evaluation's numbers and its step for the next checkpoint."""
         self._end_evaluation()
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = state.global_step, numbers
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep what was saved."""
+        """Save the Trainer's checkpoint as one of the gang."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         step, metrics = self._evaluated
         own = [f"rng_state_{args.process_index}.pth"]
@@ -121,11 +121,11 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        """Report what was logged."""
+        """Report the Trainer's logs."""
         current_rank().log(logs, step=state.global_step, num_steps=state.max_steps)
 
     def _note_evaluation(self, control: TrainerControl) -> None:
-        """The Trainer says when an evaluation has ended, but not that it begins: at once, if it is to evaluate."""
+        """Begin to count an evaluation that follows at once. The Trainer tells only its end."""
         self._end_evaluation()
         if control.should_evaluate:
             self._begin_evaluation()

@@ -1,4 +1,4 @@
-"""A model's weights as safetensors, as other tools read them. Runs in ranks, in all at once."""
+"""Writes a model's weights as safetensors for other tools. Runs in all ranks together."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_SIZE = 5_000_000_000
-"""Bytes of one file's tensors, as Hugging Face's own."""
+"""Most bytes of one file's tensors, as in Hugging Face's tools."""
 
 
 def export_safetensors(
     state: Mapping[str, torch.Tensor], uri: str | os.PathLike[str] | None = None, *, max_file_size: int = MAX_FILE_SIZE
 ) -> str:
-    """Write whole tensors of a state that may be sharded, for `safetensors`, Transformers and the like.
+    """Write the tensors of a state, sharded or not, as safetensors for Transformers and other tools.
 
-    To be called by all ranks, with the same names. Files are gathered and written one after the other, in turn by each
-    rank, straight to storage: no process holds more than one file's tensors and its own shards, and nothing passes the
-    driver. A task returns them by reference: `return FlyteDirectory(folder, remote_directory=False)`.
+    All ranks call it, with the same names. The ranks take turns: one gathers a file's tensors and writes them straight
+    to storage. A process holds at most one file's tensors and its own shards, and no tensor passes through the driver.
+    A task returns the folder by reference: `return FlyteDirectory(folder, remote_directory=False)`.
 
     Args:
         state: Names and tensors, such as `get_model_state_dict(model)` of `torch.distributed.checkpoint.state_dict` or
-            `model.state_dict()`; of a `DTensor` the whole is written, of any other tensor that of the rank whose turn
-            it is.
-        uri: The folder, a path or an fsspec URL, that all ranks reach. None: a new one among the outputs of the Flyte
+            `model.state_dict()`. A `DTensor` is written whole. Any other tensor is written by the rank whose turn it
+            is.
+        uri: The folder, a path or an fsspec URL that all ranks reach. None: a new folder among the outputs of the Flyte
             task.
-        max_file_size: Bytes of tensors in a file. One file is `model.safetensors`; several are numbered as Hugging
-            Face's, with `model.safetensors.index.json`, which is written last.
+        max_file_size: Most bytes of tensors in a file. A single file is `model.safetensors`. Several files are numbered
+            as in Hugging Face's tools, with `model.safetensors.index.json`, which is written last.
 
     Returns:
         The folder.
 
     Raises:
-        TypeError: Something in the state is no tensor.
-        ValueError: The ranks have not the same names, or no folder is named outside a Flyte task.
-        OSError: A file cannot be written; on every rank.
+        TypeError: A value of the state is not a tensor.
+        ValueError: The ranks have different names, or no folder is named outside a Flyte task.
+        OSError: A file cannot be written. Raised on every rank.
 
     Examples:
         >>> import torch
@@ -89,7 +89,7 @@ def _check(state: Mapping[str, object]) -> None:
 
 
 def _folder(uri: str | os.PathLike[str] | None) -> str:
-    """Rank 0's, so that all have the same."""
+    """Return rank 0's folder on all ranks."""
     made: list[str | None] = gathered(os.fspath(uri) if uri is not None else host.current_execution().new_folder())
     if made[0] is None:
         raise ValueError("export_safetensors: outside a Flyte task name the folder, uri=...")
@@ -97,7 +97,7 @@ def _folder(uri: str | os.PathLike[str] | None) -> str:
 
 
 def _split(state: Mapping[str, torch.Tensor], max_file_size: int) -> list[list[str]]:
-    """Names by file, in the order of the state."""
+    """Return the names of the tensors in each file, in the order of the state."""
     files: list[list[str]] = [[]]
     size = 0
     for name, tensor in state.items():
@@ -115,7 +115,7 @@ def _name(index: int, num_files: int) -> str:
 
 
 def _whole(tensor: torch.Tensor, *, is_wanted: bool) -> torch.Tensor | None:
-    """A copy on the CPU that shares no memory, which the format cannot say; of a `DTensor` all ranks must ask."""
+    """Return a copy on the CPU that shares no memory, as the format requires. For a `DTensor` all ranks call it."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
@@ -159,7 +159,7 @@ def _put(path: Path, folder: str, name: str) -> None:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Do something on some ranks, and raise on all if it went wrong on one."""
+    """Run the block on some ranks. An exception on one rank is raised on all."""
     reason: str | None = None
     try:
         yield

@@ -1,8 +1,7 @@
-"""Results of a training as files on the driver's side, while it runs: ranks submit them, the driver writes them.
+"""Files that ranks submit during a training, and that the driver writes.
 
-`submit_result` and `directory` run in a rank, `process_results` in the driver. Between them results travel over the
-gang's own connections, never through the Dask scheduler. The driver of a `DaskDDP` or `SpawnDDP` task writes them
-without being asked (see `task_results`).
+`submit_result` and `directory` run in a rank, and `process_results` runs in the driver. Results travel over the gang's
+connections, not through the Dask scheduler. The driver of a `DaskDDP` or `SpawnDDP` task writes results without a call.
 """
 
 from __future__ import annotations
@@ -32,16 +31,18 @@ POLL_INTERVAL = 0.05
 
 
 class DaskResultsHandler:
-    """Brings what ranks submit into a folder of the driver's, as files.
+    """Writes the files that ranks submit to a folder of the driver.
 
-    In a `DaskDDP` or `SpawnDDP` task that is a folder of the task's own, which rank 0 may return: see `directory`. All
-    else here is about gangs of `dispatch.run` and `dispatch.map`, whose results are written by `process_results`.
+    A `DaskDDP` or `SpawnDDP` task has a folder for them, which rank 0 may return: see `directory`. For gangs of
+    `dispatch.run` and `dispatch.map`, call `process_results`.
 
-    What a gang submits is kept until a handler processes that gang: nothing is lost that is submitted before
-    `process_results` is called, or in the last moment before a rank fails. The key tells several handlers of one gang
-    apart, and stays with a handler that travels to the ranks. Ranks import a function's module anew: a handler without
-    a key that is made at the module's top has another one there. Results with a key that no handler in the driver's
-    process has go to whichever handler processes their gang. Such handlers need fixed keys to be told apart.
+    Submitted files are kept until a handler processes their gang. A file is not lost if it was submitted before the
+    call of `process_results`, or just before its rank failed.
+
+    The key tells several handlers of one gang apart. A handler keeps its key when it travels to the ranks. Ranks import
+    the function's module again, so a handler without a key at the top of that module has another key in each rank.
+    Files whose key no handler in the driver's process has go to the handler that processes their gang. Give fixed keys
+    to several handlers at the top of a module.
 
     Examples:
         >>> from pathlib import Path
@@ -55,23 +56,23 @@ class DaskResultsHandler:
     """
 
     def __init__(self, pub_sub_key: str | None = None) -> None:
-        """Make one end of the way; the other is made, or arrives pickled, in the other process.
+        """Make a handler in the driver or in a rank.
 
         Args:
-            pub_sub_key: Tells several handlers of one gang apart; None makes one that no other handler has.
+            pub_sub_key: Key that tells several handlers of one gang apart. None: a new unique key.
         """
         self.pub_sub_key = uuid.uuid4().hex if pub_sub_key is None else pub_sub_key
         _keys.note(self)
 
     def submit_result(self, path: str, data: str | bytes) -> None:
-        """Have the driver write a file; called in a rank, of a task or of `dispatch.run` or `dispatch.map`.
+        """Send a file to the driver. Call it in a rank.
 
-        When it returns, the result has left this process and outlives it, though not a loss of the whole worker. A
-        later result of this rank for the same path replaces this one.
+        When the call returns, the file has left this process and survives the process's end, but not the loss of the
+        whole worker. A later file of this rank with the same path replaces this one.
 
         Args:
-            path: Relative to the driver's prefix, or to the task's folder.
-            data: The file's content; text is written as UTF-8.
+            path: Path relative to the driver's prefix, or to the task's folder.
+            data: Content of the file. Text is written as UTF-8.
 
         Raises:
             TypeError: The path is not a string, or the data neither string nor bytes.
@@ -101,10 +102,10 @@ class DaskResultsHandler:
         rank.submit(self.pub_sub_key, path, data.encode() if isinstance(data, str) else data)
 
     def directory(self) -> FlyteDirectory:
-        """The folder of all that the ranks of this task submit, by any handler, for rank 0 to return as an output.
+        """Return the folder of all files that the ranks of this task submit, for rank 0 to return as an output.
 
-        The next node finds everything in it, also what other ranks submitted after rank 0 had returned: it is complete
-        when the task has ended, and not before. Each attempt of a task has a folder of its own.
+        The folder has the files of all handlers and ranks, also those submitted after rank 0 returned. The folder is
+        complete when the task has ended. Each attempt of a task has a new folder.
 
         Raises:
             RuntimeError: This process is not a rank of a `DaskDDP` or `SpawnDDP` task.
@@ -123,23 +124,23 @@ class DaskResultsHandler:
     def process_results(
         self, prefix: str | os.PathLike[str], futures: Iterable[Future[Any]], raise_errors: bool = True
     ) -> None:
-        """Write all that the gangs of these futures submit, as it comes, until they have ended.
+        """Write the files that the gangs of these futures submit, until the gangs have ended.
 
-        Each file is written whole or not at all. May be called again, or late, or for some of a gang's futures; a
-        result is written once. Paths that are empty or absolute, that have a `..` or follow a symbolic link out of
-        the prefix are not written; each costs a line on standard error.
+        Each file is written whole or not at all, and once. The call may come late, be repeated, or take some of a
+        gang's futures. Paths that are empty or absolute, have a `..`, or follow a symbolic link out of the prefix are
+        refused. Each refusal costs a line on standard error.
 
         Args:
-            prefix: The folder to write below; made if need be.
-            futures: What `dispatch.run` returned, or futures of several gangs.
-            raise_errors: When all is written, raise the error of the first future that failed, or else that of the
-                first path that was refused.
+            prefix: The folder to write to. Made if it does not exist.
+            futures: The futures of `dispatch.run`, or futures of several gangs.
+            raise_errors: After all files are written, raise the error of the first failed future, or else of the first
+                refused path.
 
         Raises:
-            ResultPathError: A rank submitted a path that is not to be written; the rest was.
-            GangError: A gang failed; or whatever else its future raises.
-            OSError: The prefix cannot be written, at once. What is not written yet is kept for another call.
-            TypeError: Not a future of a gang.
+            ResultPathError: A rank submitted a refused path. All other files were written.
+            GangError: A gang failed. A future may raise other exceptions, too.
+            OSError: The prefix cannot be written. The call ends at once, and keeps the other files for another call.
+            TypeError: A future does not belong to a gang.
         """
         futures = list(futures)
         all_received = _all_received(futures)
@@ -149,7 +150,7 @@ class DaskResultsHandler:
         while pending:
             wait(pending, POLL_INTERVAL)
             pending = [future for future in pending if not future.done()]
-            # After the look at the futures: what a gang submitted is here before they are done.
+            # Written after the check of the futures: a gang's files arrive before its futures are done.
             for received in all_received:
                 refusals += write_out(received, folder, _keys.alive() - {self.pub_sub_key})
         if raise_errors:
@@ -157,10 +158,10 @@ class DaskResultsHandler:
 
 
 def write_out(received: ReceivedResults, folder: ResultFolder, others: Container[str] = ()) -> list[ResultPathError]:
-    """Write what waits, but for results with the keys of other handlers; the refusals, each of which costs a line.
+    """Write the received files, without those of the keys `others`. Return the refusals, after a line for each.
 
     Raises:
-        OSError: The folder cannot be written now; what is not written is kept.
+        OSError: The folder cannot be written. The remaining files are kept.
     """
     claimed = received.claim(lambda key: key not in others)
     refusals = []

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import IO
 
 MAX_FOLDERS = 100
-"""How deep a path may be: what uploads and removes folders calls itself for each one below, 1,000 times at most."""
+"""Most folders in a path. Functions that upload and remove folders recurse once per folder, at most 1,000 times."""
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
     *(errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT),
 )
-"""What may pass, and concerns every path; anything else is the path's own fault, where the folder can be written."""
+"""Errors of the disk that may pass and concern every path. Other errors are caused by one path alone."""
 
 
 class ResultPathError(ValueError):
-    """A rank submitted a result for a path that is not to be written.
+    """A rank submitted a file whose path is refused.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import dispatch, results
@@ -45,21 +45,20 @@ class ResultPathError(ValueError):
 
 
 class ResultFolder:
-    """The folder that a user named; made if need be."""
+    """A folder for results, made if it does not exist."""
 
     def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
         self.name = name or os.fspath(prefix)
-        """As errors call it."""
+        """Name of the folder in errors."""
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"
 
     def write(self, rank: int, path: str, pieces: Iterable[bytes]) -> None:
-        """Write one result, in place of what was there.
+        """Write one file, and replace an earlier file of the same path.
 
         Raises:
-            ResultPathError: The path is no relative one, or leads outside, or is too deep, or something else has its
-                place.
+            ResultPathError: The path is not relative, leads outside, is too deep, or names a folder.
             OSError: The file cannot be written now.
         """
         if (reason := _objection(path)) is not None:
