@@ -403,7 +403,7 @@ class _Trainer(Trainer):
 
         When a checkpoint has them, too: the whole epoch anew at each reading would be too much in a long one.
         """
-        if self.rank.submit is not None:
+        if self.rank.link.takes_results:
             for path, text in as_files(records).items():
                 self.results.submit_result(path, text)
 

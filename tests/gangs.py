@@ -12,7 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import RankContext, current_rank
+from flytekitplugins.daskpytorch.context import Link, LogRecord, RankContext, current_rank
+from flytekitplugins.daskpytorch.protocol.code import Sources
+from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
+from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
+from flytekitplugins.daskpytorch.protocol.program import Program
 from processes import nothing_left_behind
 
 
@@ -39,6 +43,35 @@ class FakeCheckpoint(context.Checkpoint):
         if current_rank().world_size > 1:
             dist.barrier()  # the gang waits until rank 0 has written
         return torch.load(self.path, map_location="cpu", weights_only=False) if self.path.exists() else None
+
+
+class Logged(Link):
+    """Keeps what is logged and watched."""
+
+    def __init__(self, records: list[LogRecord], watched: list[Any] | None = None) -> None:
+        self.records = records
+        self.watched = [] if watched is None else watched
+
+    def log(self, record: LogRecord) -> None:
+        self.records.append(record)
+
+    def watch(self, model: Any, log_freq: int) -> None:
+        self.watched.append(model)
+
+
+def order_for(**job: Any) -> RankOrder:
+    """What the only rank of a gang is told."""
+    node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
+    [[place]] = place_ranks([node], 1)
+    return RankOrder(
+        place=place,
+        job=Job(**{"gang": "g", "attempt": 0, "call": b"", "backend": "gloo", "timeout": 1.0, "hints": True} | job),
+        sources=Sources(folders=(), script=None),
+        program=Program(),
+        scratch="/nowhere",
+        directory="/",
+        environment={},
+    )
 
 
 def run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own docu
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
-from gangs import FakeCheckpoint, KilledError, run_ranks
+from gangs import FakeCheckpoint, KilledError, Logged, run_ranks
 from tasks.char_lstm import (
     BLANK,
     NUM_SYMBOLS,
@@ -66,7 +66,7 @@ STOP_AFTER = {"between_saves": 6, "at_a_save": 7, "last_step_of_an_epoch": 9}
 def records() -> Iterator[list[LogRecord]]:
     """What this process logs as rank 0 of 1."""
     found: list[LogRecord] = []
-    context.enter(RankContext(sink=found.append))
+    context.enter(RankContext(link=Logged(found)))
     yield found
     context.enter(RankContext())
 
@@ -80,7 +80,7 @@ def _train_once(
     if stop_after is not None:
         signal.release(stop_after)
     outside = current_rank()
-    context.enter(replace(outside, checkpoint=checkpoint, stop_signal=signal, sink=log.append))
+    context.enter(replace(outside, checkpoint=checkpoint, stop_signal=signal, link=Logged(log)))
     try:
         return train(TRAINING[:num_windows], HELD_OUT, hp), log
     except KilledError:
@@ -138,7 +138,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def _run_cases(directory: Path) -> dict[str, Any]:
     log: list[LogRecord] = []
-    context.enter(replace(current_rank(), sink=log.append))
+    context.enter(replace(current_rank(), link=Logged(log)))
     found: dict[str, Any] = {case: _train_case(*CASES[case], log) for case in CASES}
     found["evaluation"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT)
     found["one_window"] = evaluate(CharLSTM.from_state_dict(found["even"][0].state_dict), HELD_OUT[:1])

@@ -27,15 +27,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
 from flytekitplugins.daskpytorch.protocol.reports import Wanted
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.debugger import Prompt
-from flytekitplugins.daskpytorch.rank.main import _Link
-from flytekitplugins.daskpytorch.rank.records import INTERVAL
+from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.settings import Keep
+from gangs import order_for
 from processes import run_program
 
 
@@ -419,7 +417,6 @@ from pathlib import Path
 import torch
 
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.debugger import Prompt
 from flytekitplugins.daskpytorch.context import Progress
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -675,14 +672,13 @@ def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFil
         rank.checkpoint(start=saved, provided=provided).load()
 
 
-def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank(tmp_path: Path) -> None:
+def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        link = _Link(ours, 2, tmp_path, INTERVAL)
-        prompt = Prompt(0, Debugging(), link.send)
-        link._follow(current_rank(), Provided(1), prompt)
+        link = GangLink(ours, order_for(attempt=2))
+        link.take(Provided(1))
         assert not link.provided.done()
-        link._follow(current_rank(), NotProvided(2, "the driver hung up"), prompt)
+        link.take(NotProvided(2, "the driver hung up"))
         assert link.provided.result(0) == NotProvided(2, "the driver hung up")
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own docu
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext, StopSignal, current_rank
-from gangs import run_processes
+from gangs import Logged, run_processes
 from tasks import cnn
 from tasks.cnn import CNN, Hyperparameters, Recorded, TrainingResult, evaluate, train
 from tasks.digits import Digits, DigitSet, small_digits
@@ -75,11 +75,13 @@ class Trained:
         return [record for record in self.log if "held_out_loss" in record.metrics]
 
 
-def _train(digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING, **changes: Any) -> Trained:
+def _train(
+    digits: Digits, hp: Hyperparameters, recorded: Recorded = NOTHING, watched: list[Any] | None = None, **changes: Any
+) -> Trained:
     """Train in this process as it is, with a log; no result if it died."""
     trained = Trained(result=None, log=[])
     outside = current_rank()
-    context.enter(replace(outside, sink=trained.log.append, **changes))
+    context.enter(replace(outside, link=Logged(trained.log, watched), **changes))
     try:
         trained.result = train(digits, hp, recorded)
     except KilledError:
@@ -275,9 +277,7 @@ def test_no_table_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize("gradients", [True, False])
 def test_gradients_are_watched_where_asked_for(gradients: bool) -> None:
     watched: list[Any] = []
-    _train(
-        SMALL, Hyperparameters(epochs=1), Recorded(gradients=gradients), watcher=lambda model, _: watched.append(model)
-    )
+    _train(SMALL, Hyperparameters(epochs=1), Recorded(gradients=gradients), watched)
     assert [isinstance(model, CNN) for model in watched] == [True] * gradients
 
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import LogRecord, Progress, StopSignal
+from flytekitplugins.daskpytorch.context import Link, LogRecord, Progress, StopSignal
+from gangs import Logged
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def records() -> list[LogRecord]:
 def rank_2_of_4(records: list[LogRecord]) -> Iterator[RankContext]:
     """This process as rank 2 of a gang of four, for the time of a test."""
     before = current_rank()
-    entered = RankContext(rank=2, local_rank=1, world_size=4, local_world_size=2, sink=records.append)
+    entered = RankContext(rank=2, local_rank=1, world_size=4, local_world_size=2, link=Logged(records))
     context.enter(entered)
     yield entered
     context.enter(before)
@@ -188,7 +189,7 @@ def test_forked_process_gets_a_copy_that_reports_nowhere(rank_2_of_4: RankContex
             copy = current_rank()
             places = (copy.rank, copy.local_rank, copy.world_size, copy.local_world_size)
             copy.log({"loss": 1.0})
-            os.write(write, repr((places, copy.sink, copy is rank_2_of_4, len(records))).encode())
+            os.write(write, repr((places, type(copy.link) is Link, copy is rank_2_of_4, len(records))).encode())
             status = 0
         finally:
             os._exit(status)
@@ -196,7 +197,7 @@ def test_forked_process_gets_a_copy_that_reports_nowhere(rank_2_of_4: RankContex
     with os.fdopen(read) as answer:
         told = answer.read()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert told == repr(((2, 1, 4, 2), None, False, 0))
+    assert told == repr(((2, 1, 4, 2), True, False, 0))
     assert current_rank() is rank_2_of_4
 
 
@@ -208,7 +209,7 @@ def test_multiprocessing_worker_is_not_a_rank_that_reports(rank_2_of_4: RankCont
 
 
 def _rank_and_whether_it_reports() -> tuple[int, bool]:
-    return current_rank().rank, current_rank().sink is not None
+    return current_rank().rank, type(current_rank().link) is not Link
 
 
 # ---- Progress -------------------------------------------------------------------------------------------------------

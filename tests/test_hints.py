@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from multiprocessing import Pipe
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol.reports import Hint, unpack
 from flytekitplugins.daskpytorch.rank.hints import of_exchange, of_loss, of_nccl, of_seed, watching_samplers
-from flytekitplugins.daskpytorch.rank.main import _Link
-from flytekitplugins.daskpytorch.rank.records import INTERVAL
+from flytekitplugins.daskpytorch.rank.link import GangLink
+from gangs import order_for
 
 
 def record(**metrics: object) -> LogRecord:
@@ -109,10 +108,10 @@ def test_a_seed_of_the_script_is_told_where_the_rank_draws_with_another() -> Non
     assert of_seed(7, state) is None
 
 
-def test_each_kind_is_reported_once_however_often_it_is_seen(tmp_path: Path) -> None:
+def test_each_kind_is_reported_once_however_often_it_is_seen() -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        link = _Link(ours, 0, tmp_path, INTERVAL)
+        link = GangLink(ours, order_for())
         for step in range(20):  # a loss stays no number
             link.records.add(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={"loss": math.nan}))
             link.hint(of_exchange(0, 2, has_trained=True))

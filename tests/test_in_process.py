@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,16 @@ from flytekitplugins.daskpytorch import (
     Keep,
     LogRecord,
     Observer,
+    PreemptedError,
     SpawnDDP,
+    StoppedEarlyError,
     current_rank,
     dispatch,
     settings,
 )
+from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
@@ -132,7 +138,7 @@ def test_a_task_runs_as_the_only_rank_in_this_process(capfd: pytest.CaptureFixtu
     )
     assert dict(os.environ) == environment
     assert not dist.is_initialized()
-    assert current_rank().sink is None
+    assert not current_rank().link.takes_results
 
 
 def test_a_gang_may_ask_for_it() -> None:
@@ -239,7 +245,7 @@ def accounted(fails: bool) -> Goodput:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_task_returns_where_its_time_has_gone() -> None:
-    returned, [told] = accounted(fails=False), HEARD
+    returned, told = accounted(fails=False), HEARD[-1]
     for goodput in (returned, told):
         total, *parts = goodput.as_dict().values()
         assert math.fsum(parts) == total
@@ -253,7 +259,7 @@ def test_a_task_returns_where_its_time_has_gone() -> None:
 def test_what_a_task_has_done_since_its_checkpoint_is_lost_when_it_fails() -> None:
     with pytest.raises(ValueError, match="after the last step"):
         accounted(fails=True)
-    [goodput] = HEARD
+    goodput = HEARD[-1]
     assert goodput.evaluation == 0 < goodput.lost
     assert min(goodput.stepping, goodput.data, goodput.saving) > 0
 
@@ -341,10 +347,74 @@ def test_an_exit_code_is_the_end_of_the_rank_alone() -> None:
     client = mock.create_autospec(Client, instance=True)
     assert exits(code=0) is None
     assert dispatch.run(client, sys.exit).result() == [None]
-    with pytest.raises(GangError, match="rank 0 of 1 failed: exit code 3"):
+    with pytest.raises(GangError, match=r"rank 0 of 1 failed .*exit code 3"):
         exits(code=3)
     assert HEARD[-1] is GangError
     assert isinstance(dispatch.run(client, sys.exit, 3).exception(), GangError)
+
+
+class Impatient(Observer):
+    def logged(self, record: LogRecord) -> None:
+        raise StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+
+
+def logs_for_ever() -> None:
+    for step in itertools.count():
+        current_rank().log({"loss": 1.0}, step=step)
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_observer_stops_it_early() -> None:
+    client = mock.create_autospec(Client, instance=True)
+    error = dispatch.run(client, logs_for_ever, gang=Gang(observers=(Impatient, Ear))).exception()
+    assert isinstance(error, StoppedEarlyError)
+    assert HEARD[-1] is StoppedEarlyError
+    assert not dist.is_initialized()
+
+
+def saves_when_it_is_to_stop() -> int:
+    rank = current_rank()
+    start = rank.checkpoint.load()
+    if start is not None:
+        return int(start["step"])
+    [gang] = running
+    gang.preempt("SIGTERM")
+    step = next(step for step in itertools.count() if rank.should_stop())
+    rank.checkpoint.save({"step": step}, step)
+    return step
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_it_saves_and_stops_where_the_task_is_to_end(tmp_path: Path) -> None:
+    client, gang = mock.create_autospec(Client, instance=True), Gang(checkpoint_uri=str(tmp_path))
+    error = dispatch.run(client, saves_when_it_is_to_stop, gang=gang).exception()
+    assert isinstance(error, PreemptedError)
+    saved = dispatch.run(client, saves_when_it_is_to_stop, gang=gang).result()[0]
+    assert f"checkpoint of step {saved}" in str(error)
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ctrl_c_is_raised_where_the_function_is() -> None:
+    client = mock.create_autospec(Client, instance=True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        dispatch.run(client, interrupted, gang=Gang(observers=(Ear,)))
+    assert caught.traceback[-1].name == "interrupted"
+    assert HEARD[-1] is GangCancelledError
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_keeps_the_gang_from_starting_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKPYTORCH_DEBUGPY", "nonsense")
+    client = mock.create_autospec(Client, instance=True)
+    error = dispatch.run(client, train, steps=1, gang=Gang(debug=True)).exception()
+    assert isinstance(error, ValueError)
+    assert "DASKPYTORCH_DEBUGPY" in str(error)
 
 
 @pytest.mark.usefixtures("one_rank")

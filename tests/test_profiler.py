@@ -55,9 +55,8 @@ def num_steps_in(trace: bytes) -> int:
 @pytest.mark.parametrize("steps", [(1, 1), (2, 3), (3, 5)])
 def test_steps_asked_for_are_in_the_trace_and_no_others(tmp_path: Path, steps: tuple[int, int]) -> None:
     taken = Taken(tmp_path, steps=steps)
-    taken.profiler.watch()
-    train(7)
-    taken.profiler.finish()
+    with taken.profiler.watching():
+        train(7)
     first, last = steps
     [(path, trace)] = taken.results.items()
     assert path == f"profiles/rank-3-steps-{first}-{last}.pt.trace.json.gz"
@@ -70,9 +69,8 @@ def test_steps_asked_for_are_in_the_trace_and_no_others(tmp_path: Path, steps: t
 
 def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> None:
     taken = Taken(tmp_path, steps=(2, 99))
-    taken.profiler.watch()
-    train(4)
-    taken.profiler.finish()
+    with taken.profiler.watching():
+        train(4)
     [(path, trace)] = taken.results.items()
     assert path == "profiles/rank-3-steps-2-4.pt.trace.json.gz"
     assert num_steps_in(trace) == 3
@@ -80,17 +78,15 @@ def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> N
 
 def test_steps_that_are_never_reached_leave_nothing(tmp_path: Path) -> None:
     taken = Taken(tmp_path, steps=(20, 30))
-    taken.profiler.watch()
-    train(4)
-    taken.profiler.finish()
+    with taken.profiler.watching():
+        train(4)
     assert (taken.results, taken.notes) == ({}, [])
 
 
 def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
     taken = Taken(tmp_path / "missing", steps=(1, 2), folder=str(tmp_path))
-    taken.profiler.watch()
-    train(4)
-    taken.profiler.finish()
+    with taken.profiler.watching():
+        train(4)
     [note] = taken.notes
     assert note.startswith("could not be profiled (")
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,16 +18,17 @@ from flytekitplugins.daskpytorch.protocol import reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Report, Saved, Spent, unpack
 from flytekitplugins.daskpytorch.rank import records as records_module
-from flytekitplugins.daskpytorch.rank.main import _Link
-from flytekitplugins.daskpytorch.rank.records import INTERVAL, interval_of
+from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.rank.records import interval_of
+from gangs import order_for
 
 
 @pytest.fixture
-def agent() -> Iterator[tuple[_Link, Connection]]:
+def agent() -> Iterator[tuple[GangLink, Connection]]:
     """A rank's link, and its agent's end of it."""
     ranks, agents = Pipe()
     with ranks, agents:
-        yield _Link(ranks, 0, Path("/nowhere"), INTERVAL), agents
+        yield GangLink(ranks, order_for()), agents
 
 
 def record(step: int, **metrics: float) -> LogRecord:
@@ -43,7 +43,7 @@ def arrived(agents: Connection, patience: float = 0.0) -> list[list[Report]]:
     return messages
 
 
-def test_records_that_come_soon_go_together(agent: tuple[_Link, Connection]) -> None:
+def test_records_that_come_soon_go_together(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     for step in range(5):
         link.records.add(record(step))
@@ -53,7 +53,7 @@ def test_records_that_come_soon_go_together(agent: tuple[_Link, Connection]) -> 
     assert arrived(agents) == []
 
 
-def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[_Link, Connection]) -> None:
+def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     link.records.add(record(0))
     link.records.add(record(1))
@@ -65,7 +65,7 @@ def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[_Link
     assert len(said) > 4
 
 
-def test_records_go_though_nothing_follows_them(agent: tuple[_Link, Connection]) -> None:
+def test_records_go_though_nothing_follows_them(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     link.records.add(record(0))
     link.records.add(record(1))
@@ -74,7 +74,7 @@ def test_records_go_though_nothing_follows_them(agent: tuple[_Link, Connection])
 
 
 def test_records_that_follow_other_reports_have_their_time_again(
-    agent: tuple[_Link, Connection], monkeypatch: pytest.MonkeyPatch
+    agent: tuple[GangLink, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, agents = agent
     clock, heard, here, sleep_really = Clock(), [], threading.current_thread(), time.sleep
@@ -111,7 +111,7 @@ def test_records_that_follow_other_reports_have_their_time_again(
     ]
 
 
-def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent: tuple[_Link, Connection]) -> None:
+def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     spent, saved = Spent({"saving": 1.0}, step=1), Saved(CheckpointFile(attempt=0, step=1, size=1, digest="d"))
     link.records.add(record(0))
@@ -122,7 +122,7 @@ def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent:
 
 
 def test_a_rank_that_logs_faster_sends_by_itself(
-    agent: tuple[_Link, Connection], monkeypatch: pytest.MonkeyPatch
+    agent: tuple[GangLink, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records_module, "MAX_WAITING", 3)
     link, agents = agent
@@ -133,7 +133,7 @@ def test_a_rank_that_logs_faster_sends_by_itself(
     assert [len(message) for message in arrived(agents)] == [1, 3, 3]
 
 
-def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[_Link, Connection]) -> None:
+def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     for step in range(4):
         link.records.add(record(step, loss=math.nan if step else 0.5))
@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[_L
     assert not any(isinstance(report, Hint) for message in arrived(agents) for report in message)
 
 
-def test_the_last_records_come_before_the_end_of_their_rank(agent: tuple[_Link, Connection]) -> None:
+def test_the_last_records_come_before_the_end_of_their_rank(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     for step in range(3):
         link.records.add(record(step))

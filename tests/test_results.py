@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import context, results
-from flytekitplugins.daskpytorch.context import RankContext
+from flytekitplugins.daskpytorch.context import Link, RankContext
 from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import MAX_IN_MEMORY, ReceivedResults, ResultBuffer
 from flytekitplugins.daskpytorch.protocol.result_frames import PIECE_SIZE, cut
@@ -405,8 +405,9 @@ def test_handlers_travel_with_their_keys() -> None:
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bytes]]:
     """What this process submits as a rank."""
     sent: list[tuple[str, str, bytes]] = []
-    rank = RankContext(submit=lambda *result: sent.append(result))
-    monkeypatch.setattr(context, "_current", (os.getpid(), rank))
+    link = Link()
+    link.takes_results, link.submit = True, lambda *result: sent.append(result)
+    monkeypatch.setattr(context, "_current", (os.getpid(), RankContext(link=link)))
     return sent
 
 
@@ -447,7 +448,9 @@ def test_outside_a_gang_it_says_what_to_do() -> None:
 
 def test_the_folder_is_where_the_tasks_driver_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = object()  # what the task's host has for one, a FlyteDirectory
-    monkeypatch.setattr(context, "_current", (os.getpid(), RankContext(ask_for_folder=lambda: folder)))
+    link = Link()
+    link.results_folder = lambda: folder
+    monkeypatch.setattr(context, "_current", (os.getpid(), RankContext(link=link)))
     assert DaskResultsHandler().directory() is folder
 
 

@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, StopSignal, current_rank
-from gangs import FakeCheckpoint, KilledError, run_ranks
+from gangs import FakeCheckpoint, KilledError, Logged, run_ranks
 from tasks.backbones import Start, build
 from tasks.photos import BREEDS, write_photos
 from tasks.records import EVALUATION, TRAINING, Record
@@ -91,7 +91,7 @@ def train_once(
     if stop_after is not None:
         signal.release(stop_after)
     outside = current_rank()
-    inside = replace(outside, sink=trained.log.append, stop_signal=signal)
+    inside = replace(outside, link=Logged(trained.log), stop_signal=signal)
     context.enter(inside if checkpoint is None else replace(inside, checkpoint=checkpoint))
     try:
         trained.result = train(pictures, hp, start)

@@ -10,7 +10,7 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -313,10 +313,47 @@ class StopSignal:
             self._lock.notify_all()
 
 
+class Link:
+    """A rank's link to its driver. This class is the link of a process that no gang started: it has no driver."""
+
+    takes_results = False
+    """True if a driver takes what `submit` sends."""
+    worker_data: Any = None
+    """The rank's way to the data of its Dask worker (`WorkerData`); None without a Dask worker."""
+
+    def log(self, record: LogRecord) -> None:
+        """Report a log record."""
+        logger.info("step %d: %s", record.step, ", ".join(f"{n}={v}" for n, v in record.metrics.items()))
+
+    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
+        """Have the trackers in rank 0 record the gradients of a model."""
+
+    def submit(self, key: str, path: str, data: bytes) -> None:
+        """Send a result, where a driver takes it.
+
+        Args:
+            key: That of the handler.
+            path: Below the driver's prefix.
+            data: The file's content.
+        """
+
+    def results_folder(self) -> Any:
+        """Return the folder of the task's results; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
+        return None
+
+    def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
+        """Count the time in a `with` block as this part of the rank's work."""
+        return contextlib.nullcontext()
+
+    def goodput(self) -> Goodput:
+        """Return where the gang's time has gone so far."""
+        return Goodput()
+
+
 @documented
 @dataclass
 class RankContext:
-    """This process's place in the gang, and its ways to report. Outside a gang: rank 0 of 1.
+    """This process's place in the gang, and its link to the driver. Outside a gang: rank 0 of 1.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import current_rank
@@ -341,24 +378,10 @@ class RankContext:
     device_index: int = field(default=0, repr=False)
     checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
     """Saves and loads the training's state."""
-    # Where log records go; None outside a gang.
-    sink: Callable[[LogRecord], None] | None = field(default=None, repr=False)
     # What the hang detector looks at.
     progress: Progress = field(default_factory=Progress, repr=False)
-    # Behind `watch`; None where nobody here looks at gradients.
-    watcher: Callable[[torch.nn.Module, int], object] | None = field(default=None, repr=False)
-    # Behind `DaskResultsHandler.submit_result`: sends key, path and data; None where no driver takes results.
-    submit: Callable[[str, str, bytes], None] | None = field(default=None, repr=False)
-    # Behind `DaskResultsHandler.directory`; None outside the ranks of a `DaskDDP` or `SpawnDDP` task.
-    ask_for_folder: Callable[[], Any] | None = field(default=None, repr=False)
-    # Behind `DaskPartitions.share`; None where no Dask worker is beside the rank.
-    worker_data: Any = field(default=None, repr=False)
-    # Behind `evaluating`; nobody counts outside a gang.
-    spend: Callable[[str], contextlib.AbstractContextManager[None]] = field(
-        default=lambda _: contextlib.nullcontext(), repr=False
-    )
-    # Behind `goodput`.
-    account: Callable[[], Goodput] = field(default=Goodput, repr=False)
+    # Behind all that is reported or asked of the driver.
+    link: Link = field(default_factory=Link, repr=False)
     # Behind `should_stop`.
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     _num_logged: int = field(default=0, repr=False)
@@ -405,10 +428,7 @@ class RankContext:
             self.progress.move()
         else:
             self.progress.reach(record.step)
-        if self.sink is not None:
-            self.sink(record)
-        else:
-            logger.info("step %d: %s", record.step, ", ".join(f"{n}={v}" for n, v in record.metrics.items()))
+        self.link.log(record)
 
     def watch(self, model: torch.nn.Module, *, log_freq: int = 100) -> None:
         """Record histograms of a model's gradients in the Weights & Biases run, if there is one.
@@ -420,12 +440,11 @@ class RankContext:
             model: Any module, also one wrapped in DistributedDataParallel. Every rank may call this; rank 0's counts.
             log_freq: Optimizer steps from one look at the gradients to the next.
         """
-        if self.watcher is not None:
-            self.watcher(model, log_freq)
+        self.link.watch(model, log_freq)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Have what is done in a `with` block count as evaluation where the gang's time has gone."""
-        return self.spend("evaluation")
+        return self.link.spending("evaluation")
 
     def goodput(self) -> Goodput:
         """Where the gang's time has gone so far, as its driver has it; good as a task's output.
@@ -435,7 +454,7 @@ class RankContext:
         Raises:
             TimeoutError: The driver has not answered within the gang's `start_timeout`.
         """
-        return self.account()
+        return self.link.goodput()
 
     def should_stop(self) -> bool:
         """Whether the gang is to save a checkpoint and return, because the task or a worker is being taken away.

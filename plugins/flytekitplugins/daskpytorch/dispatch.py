@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch.driver.request import (
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.code import completed, ending_as_program, name_of
+from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import (
     A_KEY,
@@ -247,25 +247,24 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 def _run_here(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
 ) -> GangFutures:
-    from flytekitplugins.daskpytorch.driver.in_process import InProcess
-    from flytekitplugins.daskpytorch.rank.returned import unwrapped
+    from flytekitplugins.daskpytorch.driver.in_process import run_here
 
     received = ReceivedResults()
     again = call_of(function, args, kwargs, settings)
     [key] = take_keys(function, settings.key, call=again)
-    rank = InProcess(
-        name_of(function),
-        settings,
-        [machine.echo(), *(make() for make in settings.observers)],
-        received,
-        training=training.of_call(function, key, current_execution(), args, kwargs),
-        storage=storage_of(current_execution(), key, settings),
-    )
+    called = functools.partial(getattr(function, "_task_function", function), *args, **kwargs)
 
     def call() -> Any:
         try:
-            with rank.joined(), ending_as_program():
-                return unwrapped(completed(getattr(function, "_task_function", function)(*args, **kwargs)))
+            return run_here(
+                called,
+                name_of(function),
+                settings,
+                received,
+                observers=[machine.echo(), *(make() for make in settings.observers)],
+                training=training.of_call(function, key, current_execution(), args, kwargs),
+                storage=storage_of(current_execution(), key, settings),
+            )
         except BaseException:
             note_unfinished(again, key)
             raise

@@ -70,7 +70,7 @@ class DaskPartitions:
             ValueError: There are fewer partitions than ranks.
         """
         rank = current_rank()
-        way: WorkerData | None = rank.worker_data
+        way: WorkerData | None = rank.link.worker_data
         if way is None:
             raise RuntimeError(
                 "no Dask worker here: DaskPartitions.share() works in the ranks of dispatch.run and dispatch.map. "

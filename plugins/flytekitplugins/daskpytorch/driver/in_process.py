@@ -1,278 +1,295 @@
 """A gang of one rank that is the calling process, for debugging: no fork, no Dask. Runs in the driver, the rank.
 
-Breakpoints of an editor, profilers and `pytest --pdb` work in it as in any program.
+Breakpoints of an editor, profilers and `pytest --pdb` work in it as in any program. The gang's supervisor runs in a
+thread; its only agent is an object, which does here what a node's agent does with messages and files.
 """
 
 import contextlib
-import functools
+import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, Progress, RankContext, SavedCheckpoint
+from flytekitplugins.daskpytorch.context import LogRecord, RankContext
+from flytekitplugins.daskpytorch.driver.agents import Agents
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.claim import claimed
-from flytekitplugins.daskpytorch.driver.committer import Committer
-from flytekitplugins.daskpytorch.driver.events import Committed
-from flytekitplugins.daskpytorch.driver.goodput import Accountant
-from flytekitplugins.daskpytorch.driver.manifest import Manifest
-from flytekitplugins.daskpytorch.driver.preemption import Deadlines
+from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, RankSaid, Said, Uploaded
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.driver.request import start_of
-from flytekitplugins.daskpytorch.driver.retention import listed
-from flytekitplugins.daskpytorch.driver.upload import StorageUpload
-from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
-from flytekitplugins.daskpytorch.goodput import Goodput
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.hardware import describe_node
-from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.failure import describe_exit
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, Shape, Training
-from flytekitplugins.daskpytorch.protocol.placement import Place, place_ranks
-from flytekitplugins.daskpytorch.rank import process_group, usage
-from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
-from flytekitplugins.daskpytorch.rank.usage import Ledger
+from flytekitplugins.daskpytorch.protocol import messages, orders, reports
+from flytekitplugins.daskpytorch.protocol.code import Code, Sources, completed, ending_as_program
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
+from flytekitplugins.daskpytorch.protocol.orders import STOPPED, RankOrder
+from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.result_frames import Piece
+from flytekitplugins.daskpytorch.rank import process_group
+from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.rank.returned import unwrapped
+from flytekitplugins.daskpytorch.rank.session import Session, failure_of
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """Left as it is: this process may have used its GPUs before."""
 
 
-class _Shards:
-    """The driver's side of sharded checkpoints, and beside it the rank's."""
+def run_here(
+    function: Callable[[], Any],
+    name: str,
+    settings: Gang,
+    received: ReceivedResults,
+    results_folder: Callable[[], object] | None = None,
+    **more: Any,
+) -> Any:
+    """Call a function as the only rank of a gang, in this thread, and return what it returns.
 
-    def __init__(
-        self,
-        settings: Gang,
-        paths: StoragePaths | None,
-        manifest: Manifest | None,
-        folder: Path,
-        observers: Observers,
-        checkpoints: Checkpoints,
-        accountant: Accountant,
+    Args:
+        function: What to call.
+        name: The function's, or the task's.
+        settings: As the user has them. The gang does not start again, and the rank never counts as hung.
+        received: Takes what the function submits.
+        results_folder: Returns the folder of the task's results; None outside a task.
+        more: Further fields of the `Request`.
+
+    Raises:
+        BaseException: Whatever the function raises, with its own traceback; or what else ends a gang, see `Supervisor`.
+    """
+    alone = replace(settings, backend="gloo", max_restarts=0, min_workers=None, hang_timeout=None, hints=False)
+    code = Code(archive=b"", digest="")
+    request = Request(name=name, call=b"", code=code, ranks_per_worker=1, settings=alone, **more)
+    agent = _Agent(results_folder)
+    supervisor = _Supervisor(request, agent, received=received)
+    ended: Future[object] = Future()
+    threading.Thread(target=_see_through, args=(supervisor, agent, ended), name="daskpytorch-gang", daemon=True).start()
+    try:
+        returned = agent.call(function)
+    except SystemExit as error:
+        failure = ended.exception() or error
+        raise failure from error
+    except Exception:
+        ended.exception()
+        raise
+    except BaseException:  # Ctrl-C
+        supervisor.cancel()
+        ended.exception()
+        raise
+    ended.result()
+    return returned
+
+
+def _see_through(supervisor: Supervisor, agent: "_Agent", ended: Future[object]) -> None:
+    try:
+        ended.set_result(supervisor.run())
+    except BaseException as error:
+        if not agent.started.done():  # somebody waits for that
+            agent.started.set_exception(error)
+        ended.set_exception(error)
+
+
+class _Supervisor(Supervisor):
+    """Hears its only agent without a listener, and so on every system."""
+
+    needs_linux = False
+
+    def _listen(self, checkpoints: Checkpoints, folder: Path, stack: contextlib.ExitStack) -> Agents:
+        agent: Any = self._launcher
+        agent.join(self._events.put, checkpoints, folder, self.received)
+        how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
+        self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {how}")
+        stack.callback(agent.close)
+        return Agents(launcher=agent, num_ranks=1, address=("", 0), on_failure=_never, token=b"", folder=folder)
+
+
+def _never(*_: object) -> Never:
+    raise AssertionError("an agent in this process starts")
+
+
+class _Link(GangLink):
+    """The rank's link; in place of being killed, a rank that is to end has an exception at its next log record."""
+
+    is_over = False
+
+    def log(self, record: LogRecord) -> None:
+        """Report a log record.
+
+        Raises:
+            SystemExit: The gang has ended.
+        """
+        if self.is_over:
+            raise SystemExit(STOPPED)
+        super().log(record)
+
+
+class _Agent(Connection):
+    """The only agent of the gang: also its launcher, the driver's connection with it, and the rank's channel to it."""
+
+    num_wanted = 1
+    host = ""
+    heard_at = property(lambda _: math.inf, lambda *_: None)  # it never falls silent
+
+    def __init__(self, results_folder: Callable[[], object] | None) -> None:
+        self.workers: Sequence[str] = [socket.gethostname()]
+        self._results_folder = results_folder
+        self.started: Future[tuple[RankOrder, _Link, Session]] = Future()
+        """What the rank is told, once it is; or why it will not be started."""
+        self._is_closed = False
+
+    def join(
+        self, put: Callable[[Event], None], checkpoints: Checkpoints, folder: Path, received: ReceivedResults
     ) -> None:
-        filesystem = current_execution().filesystem
-        self.committer = Committer.of(settings, paths, manifest, folder, filesystem, self._note_committed)
-        self.committer.begin()
-        self.rank = ShardedCheckpoints(self.committer.sharding(), attempt=0, rank=0, report=self._hear)
-        self._observers = observers
+        """Take part in a gang, whose supervisor hears events by `put`."""
+        self._put = put
         self._checkpoints = checkpoints
-        self._accountant = accountant
-
-    def give_up(self) -> None:
-        """Write nothing more where another gang's checkpoints lie."""
-        self._checkpoints.close()
-        self.committer.close()
-
-    def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """What a user is told of all that are kept, of both kinds."""
-        return listed(self._checkpoints.saved(), self.committer.saved())
-
-    def _hear(self, said: reports.ShardsWritten | reports.ShardsNotWritten) -> None:
-        if isinstance(said, reports.ShardsWritten):
-            self.committer.commit([said.shards])
-        else:
-            self._settle(said.number, f"the sharded checkpoint of step {said.step} was not kept: {said.reason}")
-
-    def _note_committed(self, commit: Committed) -> None:
-        if commit.error is None:
-            self._accountant.keep(commit.step)
-            self._observers.tell("kept", commit.step)
-            self._observers.tell("keeps", self.saved())
-            self._settle(commit.number)
-        else:
-            self._settle(commit.number, f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r})")
-
-    def _settle(self, number: int, failure: str | None = None) -> None:
-        if failure is not None:
-            self._observers.tell("noted", failure)
-        self.committer.sweep(0, number)
-        self.rank.settle(number)
-
-
-class InProcess:
-    """One training, whose rank 0 of 1 is whoever enters it."""
-
-    def __init__(
-        self,
-        name: str,
-        settings: Gang,
-        observers: Sequence[Observer],
-        received: ReceivedResults,
-        *,
-        training: Training | None = None,
-        storage: StoragePaths | None = None,
-        ask_for_folder: Callable[[], Any] | None = None,
-    ) -> None:
-        self._name = name
-        self._training = training
-        self._settings = settings
-        self._observers = Observers(observers)
-        self._rank_observers = Observers()
+        self._folder = folder
         self._received = received
-        self._storage = storage
-        self._ask_for_folder = ask_for_folder
-        self._accountant = Accountant(time.monotonic())
-        self._ledger = Ledger()
 
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
-        """Make this process the rank: environment, process group, `current_rank()`; and undo it at the end."""
-        error: Exception | None = None
-        try:
-            with contextlib.ExitStack() as stack:
-                if self._training is not None:
-                    self._observers.tell("begins", self._training)
-                claim = stack.enter_context(claimed(self._storage, self._name))
-                folder = stack.enter_context(scratch_folder("daskpytorch-debug-"))
-                checkpoints, shards = self._checkpoints(folder, stack)
-                claim.on_loss = shards.give_up
-                [[place]] = self._placed()
-                job = self._job()
-                stack.enter_context(_changed(orders.environment(os.environ, place, job, None, folder)))
-                process_group.install()
-                stack.callback(process_group.leave)
-                process_group.expect(place, job, lambda: None)
-                process_group.join()
-                stack.enter_context(_entered(rank := self._context(folder, checkpoints, shards)))
-                self._observers.tell("formed", 0.0)
-                self._accountant.enter("training")
-                self._ledger.begin()
+    # ---- the launcher
+
+    def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        """Say hello."""
+        self._say(messages.Hello(describe_node(self.workers[0], None), ("", 0)))
+
+    def present(self) -> Sequence[str]:
+        """Return this node."""
+        return self.workers
+
+    def is_connected(self) -> bool:
+        """Return True: the caller knows the only node."""
+        return True
+
+    def hindrance(self) -> str:
+        """Return no hindrance."""
+        return ""
+
+    def close(self) -> None:
+        """Take no more reports, and have the rank wait for nothing."""
+        self._is_closed = True
+        self._end_rank()
+
+    # ---- the driver's connection
+
+    def send(self, message: object) -> None:
+        """Do what the driver says; called in its thread."""
+        match message:
+            case messages.Start():
+                self.started.set_result(self._start(message))
+            case messages.Tell(order):
+                self._session.follow(order)
+            case messages.Fetch(file):
+                error = None
                 try:
-                    with _exits_as_errors(), usage.watched(self._ledger):
-                        yield
-                    self._accountant.hear(reports.Spent(self._ledger.close(), is_last=True))
-                    rank.checkpoint.flush()
-                    shards.committer.flush(self._settings.start_timeout)
-                except Exception:
-                    self._accountant.hear(reports.Spent(self._ledger.seconds(), is_last=True))
-                    rank.checkpoint.flush()
-                    limit = Deadlines(self._settings.grace_period).storage
-                    checkpoints.flush(limit)
-                    shards.committer.flush(limit)
-                    raise
-        except Exception as caught:
-            error = caught
+                    self._checkpoints.serve(self, messages.Upload(file, is_there=True))
+                except Exception as refused:
+                    error = refused
+                self._put(Uploaded(file, error))
+            case messages.Bring(chosen):
+                self._session.follow(chosen)
+            case messages.Stop():
+                self._end_rank()
+            case messages.Close():
+                self._put(Gone(self))
+            case messages.Dump():
+                pass
+
+    def hang_up(self) -> None:
+        """Leave the rank alone: it is the caller."""
+
+    def _say(self, message: messages.FromAgent) -> None:
+        self._put(Said(self, message))
+
+    def _start(self, start: messages.Start) -> tuple[RankOrder, _Link, Session]:
+        [place], job = start.places, start.job
+        order = RankOrder(
+            place=place,
+            job=job,
+            sources=Sources(folders=(), script=None),
+            program=Program(),
+            scratch=str(self._folder),
+            directory=str(Path.cwd()),
+            environment=orders.environment(os.environ, place, job, None, self._folder),
+        )
+        link = _Link(self, order)
+        link.folder = self._results_folder
+        link.provided.set_result(orders.Provided(job.attempt))
+        return order, link, Session(order, link)
+
+    @property
+    def _session(self) -> Session:
+        return self.started.result()[2]
+
+    def _end_rank(self) -> None:
+        if self.started.done():
+            _, link, _ = self.started.result()
+            link.is_over = True
+            link.ended.set()
+
+    # ---- the rank's channel
+
+    def send_bytes(self, data: bytes, /) -> None:
+        """Take reports of the rank.
+
+        Raises:
+            OSError: The gang has ended, or this is a process that the rank has forked.
+        """
+        if self._is_closed:
+            raise OSError("the gang has ended")
+        keep = self._received.keep
+        kept = [keep(0, report) if isinstance(report, Piece) else report for report in reports.unpack(data)]
+        self._put(RankSaid(self, 0, kept))
+
+    # ---- the rank
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call the function as the rank, once that is started."""
+        order, link, session = self.started.result()
+        exitcode = 1
+        try:
+            with _as_rank(order, session.rank):
+                link.observers.open(order.job.observers)
+                returned = None
+                with session.at_work(), ending_as_program():
+                    returned = unwrapped(completed(function()))
+                if session.rank.stop_signal.has_fired:
+                    link.send(reports.StoppedEarly())
+                link.send(reports.Returned())
+                session.see_out()
+            exitcode = 0
+        except KeyboardInterrupt:
+            self._put(Cancelled())
+            raise
+        except BaseException as error:
+            link.send(failure_of(error, link, is_final=False))
             raise
         finally:
-            self._accountant.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
-            self._rank_observers.tell("accounted", self._accountant.goodput())
-            self._rank_observers.tell("close", int(error is not None), None)
-            self._observers.tell("accounted", self._accountant.goodput())
-            self._observers.tell("ended", error)
-
-    def _checkpoints(self, folder: Path, stack: contextlib.ExitStack) -> tuple[Checkpoints, _Shards]:
-        keep = self._settings.keep
-        storage = StorageUpload(self._storage, keep) if self._storage else None
-        checkpoints = Checkpoints(folder, storage, keep)
-        stack.callback(checkpoints.close)
-        start = checkpoints.restore()
-        manifest = storage.manifest if storage is not None else None
-        told = (self._observers, checkpoints, self._accountant)
-        shards = _Shards(self._settings, self._storage, manifest, folder, *told)
-        stack.callback(shards.committer.close)
-        if steps := [found.step for found in (start, shards.committer.newest()) if found is not None]:
-            self._observers.tell("resumed", max(steps))
-            self._observers.tell("keeps", shards.saved())
-        if (text := start_of(self._storage, self._settings, steps)) is not None:
-            self._observers.tell("noted", f"{self._name.rpartition('.')[2]}: {text}")
-        return checkpoints, shards
-
-    def _placed(self) -> list[list[Place]]:
-        name = self._name.rpartition(".")[2]
-        how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
-        self._observers.tell("noted", f"{name}: {how}")
-        node = describe_node(socket.gethostname(), None)
-        places = place_ranks([node], 1)
-        self._observers.tell("placed", Shape(name=self._name, backend="gloo", nodes=[node], places=places))
-        self._rank_observers.open(self._observers.for_rank())
-        self._rank_observers.tell("begins")
-        return places
-
-    def _job(self) -> orders.Job:
-        return orders.Job(gang="debug", attempt=0, call=b"", backend="gloo", timeout=self._settings.start_timeout)
-
-    def _context(self, folder: Path, checkpoints: Checkpoints, shards: _Shards) -> RankContext:
-        provided: Future[orders.Provided | orders.NotProvided] = Future()
-        provided.set_result(orders.Provided(0))
-        progress = Progress()
-
-        def keep(file: CheckpointFile) -> None:
-            checkpoints.keep(file)
-            self._accountant.keep(file.step)
-            self._observers.tell("kept", file.step)
-            self._observers.tell("keeps", shards.saved())
-
-        def ask(wanted: reports.Wanted) -> Future[orders.Chosen]:
-            chosen: Future[orders.Chosen] = Future()
-            if wanted.is_sharded:
-                shards.committer.flush(self._settings.start_timeout)
-                found = shards.committer.find(wanted.step)
-                chosen.set_result(orders.Chosen(0, wanted.number, None, sharded=found))
-            else:
-                chosen.set_result(orders.Chosen(0, wanted.number, checkpoints.find(wanted.step)))
-            return chosen
-
-        checkpoint = RankCheckpoint(
-            folder=folder,
-            attempt=0,
-            start=checkpoints.newest(),
-            is_main=True,
-            progress=progress,
-            announce=keep,
-            provided=provided,
-            sharded=shards.rank,
-            timeout=self._settings.start_timeout,
-            ask=ask,
-            kept=shards.saved,
-            storage=self._storage.own if self._storage else None,
-            best_by=self._settings.keep.metric,
-            saving=functools.partial(usage.saving, self._ledger, self._accountant.hear),
-        )
-        return RankContext(
-            checkpoint=checkpoint,
-            progress=progress,
-            sink=self._log,
-            watcher=lambda *how: self._rank_observers.tell("watch", *how),
-            submit=self._submit,
-            ask_for_folder=self._ask_for_folder,
-            spend=self._ledger.spending,
-            account=self._account,
-        )
-
-    def _account(self) -> Goodput:
-        self._accountant.hear(reports.Spent(self._ledger.seconds()))
-        return self._accountant.goodput()
-
-    def _log(self, record: LogRecord) -> None:
-        self._ledger.mark()
-        if self._accountant.is_due():
-            self._observers.tell("accounted", self._account())
-        self._rank_observers.tell("logged", record)
-        if (wish := self._observers.tell("logged", record.sent())) is not None:
-            raise wish
-
-    def _submit(self, key: str, path: str, data: bytes) -> None:
-        for piece in result_frames.cut(key, path, data):
-            self._received.add(self._received.keep(0, piece))
+            link.observers.tell("close", exitcode or int(session.rank.stop_signal.has_fired))
+            stopped = link.is_over and exitcode != 0
+            self._say(messages.Exited(0, exitcode, stopped=stopped, out_of_memory=False, log_tail="", time=time.time()))
+        return returned
 
 
 @contextlib.contextmanager
-def _exits_as_errors() -> Iterator[None]:
-    """Make an exit code that is not 0 the error of the gang, which this process outlives."""
-    try:
-        yield
-    except SystemExit as error:
-        how = describe_exit(error)
-        raise GangError(f"rank 0 of 1 failed: {how}", rank=0, cause=how) from error
+def _as_rank(order: RankOrder, rank: RankContext) -> Iterator[None]:
+    """Make this process the rank: environment, process group, `current_rank()`; and undo it at the end."""
+    outer = context.current_rank()
+    with _changed(order.environment):
+        process_group.install()
+        process_group.expect(order.place, order.job, lambda: None)
+        try:
+            process_group.join()
+            context.enter(rank)
+            yield
+        finally:
+            context.enter(outer)
+            process_group.leave()
 
 
 @contextlib.contextmanager
@@ -287,13 +304,3 @@ def _changed(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = before[name]
             else:
                 os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def _entered(rank: RankContext) -> Iterator[None]:
-    outer = context.current_rank()
-    context.enter(rank)
-    try:
-        yield
-    finally:
-        context.enter(outer)

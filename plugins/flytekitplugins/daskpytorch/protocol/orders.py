@@ -240,7 +240,9 @@ class Quit:
 
 
 OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
-Order = OrderToAll | Provided | NotProvided | Large | Chosen | DrawFlameGraph | Quit
+OrderToRank = OrderToAll | Provided | NotProvided | Large | Chosen | DrawFlameGraph
+"""What a rank does, and goes on."""
+Order = OrderToRank | Quit
 
 
 def environment(

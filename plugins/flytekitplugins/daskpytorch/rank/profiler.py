@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import Profile
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Counts the optimizers' steps, and has some of them recorded. What fails here costs a line, not the training."""
+    """Has some of the optimizers' steps recorded. What fails here costs a line, not the training."""
 
     def __init__(
         self,
@@ -24,7 +25,7 @@ class StepProfiler:
         submit: Callable[[str, bytes], None],
         note: Callable[[str], None],
     ) -> None:
-        """Wait for the first of the steps.
+        """Prepare the record of a rank.
 
         Args:
             asked: Which steps.
@@ -38,53 +39,44 @@ class StepProfiler:
         self._scratch = scratch
         self._submit = submit
         self._note = note
-        self._num_steps = 0
         self._profile: profile | None = None
-        self._is_over = False
+        """None once the steps are recorded, or could not be."""
 
-    def watch(self) -> None:
-        """Count from here."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count the steps in the block, and keep the trace of those asked for, as far as the block gets."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(self._count)
-        self._go_on()
-
-    def finish(self) -> None:
-        """The function has returned: keep what there is."""
-        if self._profile is not None:
-            self._guarded(self._end)
-
-    def _count(self, *_: Any) -> None:
-        if not self._is_over:
-            self._num_steps += 1
-            self._go_on()
-
-    def _go_on(self) -> None:
-        first, last = self._asked.steps
-        if self._profile is None:
-            # One step before: it goes to what the profiler does for the first time.
-            if self._num_steps == max(0, first - 2):
-                self._guarded(self._begin)
-        elif self._num_steps == last:
-            self._guarded(self._end)
-        else:
-            self._guarded(self._profile.step)
+        self._guarded(self._begin)
+        hook = register_optimizer_step_post_hook(lambda *_: self._guarded(self._step))
+        try:
+            yield
+        finally:
+            hook.remove()
+        self._guarded(self._end)
 
     def _begin(self) -> None:
         from torch.profiler import profile, schedule
 
         first, last = self._asked.steps
-        phases = schedule(wait=0, warmup=first - 1 - self._num_steps, active=last - first + 1, repeat=1)
+        warmup = min(1, first - 1)  # goes to what the profiler does for the first time
+        phases = schedule(skip_first=first - 1 - warmup, wait=0, warmup=warmup, active=last - first + 1, repeat=1)
         self._profile = profile(schedule=phases, with_stack=self._asked.with_stack, on_trace_ready=self._keep)
         self._profile.start()
 
+    def _step(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+            if self._profile.step_num == self._asked.steps[1]:  # and the trace is kept
+                self._end()
+
     def _end(self) -> None:
-        profile, self._profile, self._is_over = self._profile, None, True
+        profile, self._profile = self._profile, None
         if profile is not None:
-            profile.stop()  # has the trace kept
+            profile.stop()  # has the trace kept, if that of some steps has begun
 
     def _keep(self, profile: profile) -> None:
-        first, last = self._asked.steps[0], self._num_steps
+        first, last = self._asked.steps[0], profile.step_num
         name = f"rank-{self._rank}-steps-{first}-{last}.pt.trace.json.gz"  # TensorBoard's plugin asks for that ending
         path = self._scratch / name
         profile.export_chrome_trace(str(path))
@@ -106,5 +98,5 @@ class StepProfiler:
         try:
             act()
         except Exception as error:  # of the profiler, of the disk, of storage
-            self._profile, self._is_over = None, True
+            self._profile = None
             self._note(f"could not be profiled ({type(error).__name__}: {error})")

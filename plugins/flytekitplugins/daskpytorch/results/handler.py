@@ -92,14 +92,14 @@ class DaskResultsHandler:
                 f"{path.count('/')}; put more into the names."
             )
         rank = current_rank()
-        if rank.submit is None:
+        if not rank.link.takes_results:
             raise RuntimeError(
                 f"submit_result({path!r}, ...) was called outside a rank, where no driver takes results. Call it in "
                 "the function that dispatch.run or dispatch.map calls, or in that of a DaskDDP or SpawnDDP task, and "
                 "there in the rank's own process (not in one that it starts, such as a DataLoader worker)."
             )
         rank.progress.move()
-        rank.submit(self.pub_sub_key, path, data.encode() if isinstance(data, str) else data)
+        rank.link.submit(self.pub_sub_key, path, data.encode() if isinstance(data, str) else data)
 
     def directory(self) -> FlyteDirectory:
         """Return the folder of all files that the ranks of this task submit, for rank 0 to return as an output.
@@ -110,15 +110,14 @@ class DaskResultsHandler:
         Raises:
             RuntimeError: This process is not a rank of a `DaskDDP` or `SpawnDDP` task.
         """
-        ask_for_folder = current_rank().ask_for_folder
-        if ask_for_folder is None:
+        folder: FlyteDirectory | None = current_rank().link.results_folder()
+        if folder is None:
             raise RuntimeError(
                 "directory() was called outside a rank of a DaskDDP or SpawnDDP task, where no folder belongs to the "
                 "task. Call it in the task's function, in the rank's own process (not in one that it starts, such as "
                 "a DataLoader worker). With dispatch.run and dispatch.map, process_results(prefix, futures) writes "
                 "the files below a folder of yours; a DaskCluster task may return that as FlyteDirectory(prefix)."
             )
-        folder: FlyteDirectory = ask_for_folder()
         return folder
 
     def process_results(

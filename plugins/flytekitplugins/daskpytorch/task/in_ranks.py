@@ -138,9 +138,7 @@ class InRanks:
         refuse_unknown(inputs)
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
-        from flytekitplugins.daskpytorch.driver.in_process import InProcess
-        from flytekitplugins.daskpytorch.protocol import code
-        from flytekitplugins.daskpytorch.rank.returned import unwrapped
+        from flytekitplugins.daskpytorch.driver.in_process import run_here
         from flytekitplugins.daskpytorch.task.results import TaskResults
 
         gang, recorder = self.task_config.gang, Recorder(self.name, inputs)
@@ -149,18 +147,16 @@ class InRanks:
         how, observers = "failed", self._observers(inputs)
         try:
             with self._deck(recorder, display, observers, results), results.received() as received:
-                rank = InProcess(
+                returned = run_here(
+                    functools.partial(self._task_function, **inputs),
                     self.name,
                     gang,
-                    [display, recorder, *observers],
                     received,
+                    lambda: self._as_output(results.folder),
+                    observers=[display, recorder, *observers],
                     training=self._training(inputs),
                     storage=storage_of(current_execution(), "gang", gang),
-                    ask_for_folder=lambda: self._as_output(results.wanted_folder(received)),
                 )
-                returned = None
-                with rank.joined(), code.ending_as_program():
-                    returned = unwrapped(code.completed(self._task_function(**inputs)))
             how = "done"
         finally:
             if how != "done":

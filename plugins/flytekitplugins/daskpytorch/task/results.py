@@ -71,11 +71,6 @@ class TaskResults:
             if not self.has_files and writer.received.folder_is_wanted:
                 self._make_empty_folder()
 
-    def wanted_folder(self, received: ReceivedResults) -> str:
-        """The folder, which is then made in any case; for a rank in this process."""
-        received.folder_is_wanted = True
-        return self.folder
-
     def profiles(self) -> dict[str, str]:
         """The traces and flame graphs in the folder: what they are called, and where they are."""
         if not self._is_remote:

@@ -1,0 +1,191 @@
+"""One rank in one attempt of its gang: who it is, what it reports of its work, how it follows orders. Runs in a rank.
+
+`main` has one in a process of its own; `driver.in_process` in the process that asked for the gang, for debugging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+from flytekitplugins.daskpytorch.context import RankContext
+from flytekitplugins.daskpytorch.protocol import orders, reports
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder
+from flytekitplugins.daskpytorch.rank import (
+    flame_graph,
+    flight_recorder,
+    hints,
+    process_group,
+    stacks,
+    standstill,
+    usage,
+)
+from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.link import GangLink
+from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.rank.usage import Gauge
+
+if TYPE_CHECKING:
+    from flytekitplugins.daskpytorch.rank.debugger import Prompt
+
+
+ACCOUNT_TIMEOUT = 2.0
+"""Seconds at the end for the driver to say where the time went, where observers here want to record it."""
+
+
+class Session:
+    """One rank's context, and what surrounds the call of its function."""
+
+    def __init__(self, order: RankOrder, link: GangLink) -> None:
+        job, place = order.job, order.place
+        self._order = order
+        self._link = link
+        self.prompt: Prompt | None = None
+        """This rank's place at the driver's terminal; None if the rank has a terminal of its own."""
+        self.sharded: ShardedCheckpoints | None = None
+        if job.sharding is not None:
+            self.sharded = ShardedCheckpoints(
+                job.sharding, attempt=job.attempt, rank=place.rank, report=link.send, moved=link.progress.move
+            )
+        self.checkpoint = RankCheckpoint(
+            folder=Path(order.scratch),
+            attempt=job.attempt,
+            start=job.checkpoint,
+            is_main=place.rank == 0,
+            progress=link.progress,
+            announce=lambda file: link.send(reports.Saved(file)),
+            provided=link.provided,
+            sharded=self.sharded,
+            timeout=job.timeout,
+            ask=link.ask,
+            kept=lambda: link.kept,
+            storage=job.storage,
+            best_by=job.best_by,
+            saving=link.saving,
+        )
+        self.rank = RankContext(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
+            device_index=place.device_index or 0,
+            checkpoint=self.checkpoint,
+            progress=link.progress,
+            link=link,
+        )
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Report that the function is about to be called, watch it in the block, and report what it has done."""
+        link, order = self._link, self._order
+        link.observers.tell("begins")  # so that they find the call as it is about to be made
+        link.send(reports.Ready())
+        link.ledger.begin()
+        if self.sharded is not None:
+            self.sharded.reach_ahead()
+        gauge = Gauge(order.place.rank, link.ledger, order.place.device_index or 0)
+        with self._profiling():
+            with (
+                self._hinting(),
+                usage.watched(link.ledger),
+                gauge.reporting(order.place.world_size, lambda used: link.send(reports.Used(used))),
+            ):
+                yield
+            link.send(reports.Spent(link.ledger.close(), is_last=True))
+        self.checkpoint.flush()
+
+    @contextlib.contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """Report what looks forgotten in the block, once it has ended well; nothing where the gang wants no hints."""
+        if not self._order.job.hints:
+            yield
+            return
+        import torch
+
+        link = self._link
+        state, has_trained = torch.get_rng_state(), hints.watch_optimizers()
+        nccl_variables = process_group.nccl_variables()
+        with hints.watching_samplers(link.hint):
+            yield
+        num_exchanges = process_group.num_exchanges()
+        link.hint(hints.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained()))
+        link.hint(hints.of_seed(self._order.program.torch.seed, state))
+        link.hint(hints.of_nccl(nccl_variables, process_group.nccl_variables()))
+
+    @contextlib.contextmanager
+    def _profiling(self) -> Iterator[None]:
+        """Record the steps of the block that `Gang(profile=...)` names, if this rank is among its ranks."""
+        asked, place = self._order.job.profile, self._order.place
+        if asked is None or place.rank not in asked.ranks:
+            yield
+            return
+        submit = functools.partial(self._link.submit, "")
+        with StepProfiler(asked, place.rank, Path(self._order.scratch), submit, self._link.note).watching():
+            yield
+
+    def see_out(self) -> None:
+        """Wait until all ranks have finished: they may be talking to this one. Then tell observers of the time."""
+        link = self._link
+        link.ended.wait()
+        if self.sharded is not None and not self.rank.stop_signal.has_fired:  # nobody goes on later
+            self.sharded.drop_copies()
+        if link.observers:
+            with contextlib.suppress(TimeoutError):
+                link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
+
+    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901, PLR0912 - a case for each order
+        """Do what an order says; called by the thread that receives it, since the main one may be in a collective."""
+        link, rank = self._link, self.rank
+        match order:
+            case orders.Leave():
+                link.ended.set()
+            case orders.Hold():
+                link.send(reports.Held(rank.stop_signal.hold()))
+            case orders.Release(last_call):
+                rank.stop_signal.release(last_call)
+            case orders.Settled(number):
+                if self.sharded is not None:
+                    self.sharded.settle(number)
+            case orders.Locate(look):
+                self._locate(look)
+            case orders.ShowStacks():
+                stacks.show()
+            case orders.Prompt() | orders.Interrupt():
+                if self.prompt is not None:
+                    self.prompt.obey(order)
+            case orders.DrawFlameGraph(seconds):
+                submit = functools.partial(link.submit, "")
+                flame_graph.record(rank.rank, seconds, Path(self._order.scratch), submit, link.note)
+            case orders.Kept(checkpoints):
+                link.kept = checkpoints
+            case orders.Provided() | orders.NotProvided() | orders.Large() | orders.Chosen() | orders.Accounted():
+                link.take(order)
+            case _:
+                assert_never(order)
+
+    def _locate(self, look: int) -> None:
+        num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
+        self._link.send(
+            reports.Located(
+                stacks=stacks.of_all_threads(),
+                num_collectives=num_collectives,
+                num_moves=num_moves,
+                look=look,
+                num_bytes=standstill.received_bytes() if look else None,
+            )
+        )
+        self._link.send_collectives()
+
+
+def failure_of(error: BaseException, link: GangLink, *, is_final: bool) -> Failure:
+    """Return the report of an exception that ended the rank; `is_final`: another attempt would end so, too."""
+    position = link.progress.step, link.progress.num_moves_since
+    failure = Failure.of(error, time.time(), position, is_final=is_final)
+    return replace(failure, recalled=flight_recorder.recall()) if failure.is_consequence else failure
