@@ -252,7 +252,6 @@ def test_a_task_returns_where_its_time_has_gone() -> None:
         assert min(goodput.starting, goodput.stepping, goodput.data, goodput.evaluation, goodput.saving) > 0
         assert goodput.lost == 0
     assert returned.total < told.total
-    assert returned.data == told.data
 
 
 @pytest.mark.usefixtures("one_rank")
