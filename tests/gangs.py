@@ -70,6 +70,7 @@ def order_for(**job: Any) -> RankOrder:
         program=Program(),
         scratch="/nowhere",
         directory="/",
+        path=(),
         environment={},
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import string
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,20 +16,22 @@ from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from flytekitplugins.daskpytorch.protocol.result_frames import SMALL_SIZE, Piece
-from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter, MappedReturn
+from flytekitplugins.daskpytorch.protocol.segments import MappedReturn, Segments, send_by_file
 
 
 def sent(folder: Path, value: Any) -> tuple[bytes | None, list[Piece]]:
     """What the driver gets of a value."""
     pieces: list[Piece] = []
-    writer = FileWriter(folder, pieces.append)
-    pickle.Pickler(writer, protocol=5, buffer_callback=writer.takes).dump(value)
-    return writer.close(), pieces
+
+    def dump(file: IO[bytes], takes: Callable[[pickle.PickleBuffer], bool]) -> None:
+        pickle.Pickler(file, protocol=5, buffer_callback=takes).dump(value)
+
+    return send_by_file(dump, folder, pieces.append), pieces
 
 
 def mapped(piece: Piece) -> MappedReturn:
     assert piece.file is not None
-    return MappedReturn.of(*piece.file)
+    return MappedReturn(*piece.file)
 
 
 PARTS = st.one_of(
@@ -66,9 +70,8 @@ def test_an_array_is_the_files_memory_at_the_start_of_a_page_and_may_be_written_
     assert (ones[:2].tolist(), zeros[:2].tolist()) == ([7, 1], [7, 0])
 
 
-def test_what_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path, print)
-    writer.write(b"x" * LARGE)
-    assert len(list(tmp_path.iterdir())) == 1
-    writer.abandon()
+def test_what_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Segments, "add", mock.Mock(side_effect=OSError("no space left on device")))
+    with pytest.raises(OSError, match="no space left"):
+        sent(tmp_path, b"x" * LARGE)
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.pickling import LARGE
-from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
+from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
 
 
 def add_up(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> tuple[int, int, list[int]]:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,6 +216,7 @@ class _Agent(Connection):
             program=Program(),
             scratch=str(self._folder),
             directory=str(Path.cwd()),
+            path=sys.path,
             environment=orders.environment(os.environ, place, job, None, self._folder),
         )
         link = _Link(self, order)

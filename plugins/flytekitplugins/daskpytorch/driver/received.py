@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
-from flytekitplugins.daskpytorch.protocol.returned_file import MappedReturn
+from flytekitplugins.daskpytorch.protocol.segments import MappedReturn
 
 MAX_IN_MEMORY = 1 << 20
 """Bytes; also why a thousand small gangs do not hold a thousand files open."""
@@ -69,7 +69,7 @@ class ReceivedResults:
     def keep(self, rank: int, piece: Piece) -> Part:
         """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
         if piece.file is not None:
-            return Part(rank, replace(piece, file=None), Kept(0, mapped=MappedReturn.of(*piece.file)))
+            return Part(rank, replace(piece, file=None), Kept(0, mapped=MappedReturn(*piece.file)))
         return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:

@@ -35,8 +35,8 @@ from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.sharded import modules_for
-from flytekitplugins.daskpytorch.protocol.shared_memory import Address, SharedMemory
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 
 HEARTBEAT_INTERVAL = 1.0

@@ -12,7 +12,7 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     rank   ──▶ rank 0         where each of them listens, in torch's `TCPStore`                TCP, one connection each
 
 Where an agent reaches the driver's own folder, those bytes stay where they are: the file has a second name there
-(`checkpoint_file`); and what is large in a return value is a file that the rank makes there (`returned_file`).
+(`checkpoint_file`); and what is large in a return value is a file that the rank makes there (`segments`).
 
 Everything is a frozen dataclass, pickled, and whoever receives it matches all there are; but for signs of life, which
 need no pickle: an agent gathers those of its ranks, and says them in its `heartbeat`. On TCP it goes in frames

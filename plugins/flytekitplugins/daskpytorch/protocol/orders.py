@@ -16,8 +16,8 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.nanny import without_nannys
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
+from flytekitplugins.daskpytorch.protocol.segments import Address
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding
-from flytekitplugins.daskpytorch.protocol.shared_memory import Address
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.settings import Profile
 

@@ -28,8 +28,8 @@ class Piece:
     data: bytes
     is_first: bool
     is_last: bool
-    file: tuple[str, list[tuple[int, int]], list[tuple[int, int]]] | None = None
-    """The name of a file that has it all instead, and the places in it; see `returned_file`."""
+    file: tuple[str, list[tuple[int, int]]] | None = None
+    """The name of a file that has all of the result instead, and the parts in the file; see `segments`."""
 
 
 def cut(key: str, path: str, data: bytes) -> Iterator[Piece]:

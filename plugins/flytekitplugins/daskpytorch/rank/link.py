@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import threading
@@ -16,7 +17,7 @@ from flytekitplugins.daskpytorch.context import Link, LogRecord, Progress, Saved
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter
+from flytekitplugins.daskpytorch.protocol.segments import send_by_file
 from flytekitplugins.daskpytorch.rank import flight_recorder, usage
 from flytekitplugins.daskpytorch.rank.records import Records, interval_of
 from flytekitplugins.daskpytorch.rank.returned import dump_returned
@@ -177,14 +178,9 @@ class GangLink(Link):
         """
         with self._submit_lock:
             if self._driver_folder is not None:
-                file = FileWriter(Path(self._driver_folder), self._send_piece)
-                try:
-                    dump_returned(value, file, file.takes)
-                    return file.close()
-                except Exception as error:
-                    file.abandon()
-                    if not isinstance(error.__cause__ or error, OSError):
-                        raise
+                dump = functools.partial(dump_returned, value)
+                with contextlib.suppress(OSError):  # the disk is full, say
+                    return send_by_file(dump, Path(self._driver_folder), self._send_piece)
             writer = result_frames.Writer(self._send_piece)
             dump_returned(value, writer)
             return writer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import pickle
 
     from flytekitplugins.daskpytorch.protocol.result_frames import Writer
-    from flytekitplugins.daskpytorch.protocol.returned_file import FileWriter
 
 
 SPREAD = (
@@ -50,7 +49,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def dump_returned(
-    value: Any, file: Writer | FileWriter, takes: Callable[[pickle.PickleBuffer], bool] | None = None
+    value: Any, file: Writer | IO[bytes], takes: Callable[[pickle.PickleBuffer], bool] | None = None
 ) -> None:
     """Pickle a return value. Tensors of other devices go as CPU tensors, and wrapped modules without their wrapper.
 
