@@ -1,6 +1,6 @@
 """Every number of this project by one command, which writes the table of `README.md` itself.
 
-    python benchmarks/all.py                              # everything on the CPU, two and a half hours
+    python benchmarks/all.py                              # everything on the CPU, three hours
     python benchmarks/all.py --only launch.py many.py     # these alone; the other rows stay as they are
     python benchmarks/all.py --gpu                        # what GPUs are needed for, too
     python benchmarks/all.py --quick                      # everything in its smallest size: does it still run?
@@ -28,13 +28,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from figures import FILE, Figure, Goal, number
+from figures import FILE, HEAD, Figure, Goal, gpu_models, machine, number, rows
 from gpu import Outcome, run
-from launch import gpu_models, machine
 
 BENCHMARKS = Path(__file__).resolve().parent
 KEPT, PAGE = BENCHMARKS / "figures.json", BENCHMARKS / "README.md"
@@ -43,41 +41,24 @@ TIME_LIMIT = 3600.0
 """Seconds for any one benchmark."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A benchmark as it is run for the table."""
-
-    script: str
-    options: tuple[str, ...] = ()
-    has_ray: bool = False
-    """Whether it takes `--skip ray`, which it needs where Ray is not installed."""
-
-    def line(self, *, quick: bool) -> list[str]:
-        """Its script and all of its options."""
-        skipped = ["--skip", "ray"] if self.has_ray and find_spec("ray") is None else []
-        return [self.script, *(["--quick"] if quick else self.options), *skipped]
-
-
 COMMANDS = (
-    Command("launch.py", has_ray=True),
-    Command("editing.py"),
-    Command("ending.py"),
-    Command("recovery.py"),
-    Command("chaos.py"),
-    Command("many.py", has_ray=True),
-    Command("efficiency.py"),
-    Command("overhead.py"),
-    Command("recorder.py"),
-    Command("recipe.py"),
-    Command("sampling.py"),
-    Command("s3.py"),
-    Command("decoding.py"),
-    Command("checkpoint.py"),
-    Command("sharded.py", ("--skip", "gathered", "dcp process", "ray")),  # no row is about them
-    Command("arguments.py", has_ray=True),
-    Command("scale.py"),
+    ("launch.py",),
+    ("commands.py", "--skip", "late"),
+    ("recovery.py",),
+    ("chaos.py",),
+    ("chaos.py", "--schedules", "100"),
+    ("many.py",),
+    ("training.py",),
+    ("recipe.py",),
+    ("s3.py",),
+    ("decoding.py",),
+    ("checkpoints.py", "--only", "disk", "near"),
+    ("arguments.py", "--skip", "scatter"),
+    ("memory.py",),
+    ("scale.py",),
 )
-ON_GPUS = Command("gpu.py", ("--minutes", "30"))
+"""Scripts, and the options with which they are run for the table."""
+ON_GPUS = ("gpu.py", "--minutes", "30")
 
 
 @dataclass(frozen=True)
@@ -107,21 +88,32 @@ def figure_of(kept: dict[str, Any]) -> Figure:
 # ---- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(command: Command, *, quick: bool) -> tuple[Outcome, dict[str, Any] | None]:
-    """Run a benchmark; what became of it, and what is kept of it, if it has found anything."""
+def measure(command: tuple[str, ...], *, quick: bool) -> tuple[Outcome, dict[str, Any] | None]:
+    """Run a benchmark; return its outcome, and what is kept of the figures that it has found."""
     on = machine()
+    line = [command[0], "--quick"] if quick else list(command)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FILE] = file = str(Path(folder) / "figures")
-        outcome = run(command.line(quick=quick), TIME_LIMIT)
+        outcome = run(line, TIME_LIMIT)
         lines = Path(file).read_text().splitlines() if Path(file).exists() else []
     if outcome.failure or not lines:
         return outcome, None
     return outcome, {"command": outcome.command, "on": on, "figures": [json.loads(line) for line in lines]}
 
 
-def key_of(command: Command) -> str:
-    """Under which its figures are kept: those of another kind of machine are others."""
-    return f"{command.script}, {gpu_models()}" if command is ON_GPUS else command.script
+def key_of(command: tuple[str, ...]) -> str:
+    """Return the key of a command's figures in the file; those of GPUs are kept by their models."""
+    return f"gpu.py, {gpu_models()}" if command is ON_GPUS else " ".join(command)
+
+
+def replace(kept: Kept, key: str, measurement: dict[str, Any]) -> None:
+    """Keep a measurement, in place of all rows of the same names."""
+    names = {figure["what"] for figure in measurement["figures"]}
+    for other in list(kept):
+        kept[other]["figures"] = [figure for figure in kept[other]["figures"] if figure["what"] not in names]
+        if not kept[other]["figures"]:
+            del kept[other]
+    kept[key] = measurement
 
 
 # ---- The table ------------------------------------------------------------------------------------------------------
@@ -131,12 +123,11 @@ def table(kept: Kept) -> Iterator[str]:
     """The lines between the marks of the page."""
     measurements = [Measurement.from_json(each) for each in kept.values()]
     places = list(dict.fromkeys(without_load(each.on) for each in measurements))
-    yield "| what | here | peer | ratio | goal | where | command |"
-    yield "|---|---|---|---|---|---|---|"
+    yield f"{HEAD[0]} where | command |"
+    yield f"{HEAD[1]}---|---|"
     for each in measurements:
-        where = f"[{places.index(without_load(each.on)) + 1}]"
-        for figure in each.figures:
-            yield f"| {' | '.join([*figure.cells(), where])} | `{each.command.removeprefix('python benchmarks/')}` |"
+        where, command = places.index(without_load(each.on)) + 1, each.command.removeprefix("python benchmarks/")
+        yield from (f"{row} [{where}] | `{command}` |" for row in rows(each.figures))
     yield ""
     yield from (f"{index}. {place}" for index, place in enumerate(places, 1))
 
@@ -187,16 +178,16 @@ def in_git() -> Kept:
     return json.loads(shown.stdout) if not shown.returncode else {}
 
 
-def chosen(arguments: argparse.Namespace) -> list[Command]:
-    """What is to be run."""
-    commands = [each for each in COMMANDS if not arguments.only or each.script in arguments.only]
+def chosen(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Return the commands to be run."""
+    commands = [each for each in COMMANDS if not arguments.only or each[0] in arguments.only]
     return [*commands, *([ON_GPUS] if arguments.gpu else [])]
 
 
 def main() -> None:
     """Measure, writing the table as it grows; or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], choices=[each.script for each in COMMANDS], metavar="SCRIPT")
+    parser.add_argument("--only", nargs="+", default=[], choices={each[0] for each in COMMANDS}, metavar="SCRIPT")
     parser.add_argument("--gpu", action="store_true", help="also what needs GPUs: gpu.py")
     parser.add_argument("--quick", action="store_true", help="all in the smallest size; prints its table")
     parser.add_argument("--compare", action="store_true", help="measure nothing; show what differs from git's table")
@@ -217,7 +208,7 @@ def main() -> None:
             continue
         found[key_of(command)] = measurement
         if not arguments.quick:
-            kept[key_of(command)] = measurement
+            replace(kept, key_of(command), measurement)
             KEPT.write_text(f"{json.dumps(kept, indent=1, ensure_ascii=False)}\n")
             write_page(kept)
     print(*table(found), "", "| command | took | |", "|---|---|---|", *(each.row for each in outcomes), sep="\n")

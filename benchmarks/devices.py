@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from launch import gpus, machine
+from figures import gpus, machine
 
 HEAD = ["Gang(devices=...)", "rank", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "device", "cores", "what is wrong"]
 

@@ -1,117 +1,191 @@
-"""What a benchmark has found: one row of the table in `README.md`, and what it says of its goals.
+"""Figures of a benchmark: the rows of the table in `README.md`, and the machine on which they were measured.
 
-A benchmark makes a `Figure` of each number that counts and passes all of them to `reported`, whose lines it prints.
-Where `all.py` runs it, they are also written down for the table.
+A benchmark makes a `Figure` of each number that counts and passes all of them to `report`, which prints the table.
+`all.py` also has them written to a file. A number that misses its goal is bold.
 
-This module imports nothing but the standard library.
+This module imports the standard library alone.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import platform
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 FILE = "BENCHMARK_FIGURES"
-"""An environment variable that names the file to which figures go, a line of JSON each."""
+"""Environment variable with the file that `report` appends figures to, one line of JSON each."""
+HEAD = ("| what | here | peer | ratio | goal |", "|---|---|---|---|---|")
+PACKAGES = (
+    "flytekitplugins-daskpytorch",
+    "torch",
+    "distributed",
+    "flytekit",
+    "flyte",
+    "ray",
+    "torchmonarch",
+    "torchrunx",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What was to be reached."""
+    """Bound that a figure is to keep."""
 
     bound: float
     of: str = "ratio"
-    """Of the `ratio`, or of what was measured `here`."""
+    """`ratio`: the ratio is bounded. `here`: the number measured here is bounded."""
     at_most: bool = False
 
     def is_met(self, found: float) -> bool:
-        """Whether the number is at least, or at most, the bound."""
+        """Return whether the number keeps the bound."""
         return found <= self.bound if self.at_most else found >= self.bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number by round, the peer's beside it, and the goals that it has."""
+    """Number of each round, the peer's beside it, and its goals."""
 
     what: str
-    """By which its row is found again."""
+    """Name of the row. A later measurement replaces the row of the same name."""
     here: Sequence[float]
     unit: str = "s"
     peer: str = ""
     theirs: Sequence[float] = ()
     ratios: Sequence[float] = ()
-    """One by round, in whichever direction `ratio_of` says."""
+    """Ratio of each round, in the direction that `ratio_of` names."""
     ratio_of: str = "as fast"
-    """What the ratio counts; `of its time`, or `as fast`, or the like."""
     goals: Sequence[Goal] = ()
 
     @classmethod
     def beside(cls, peer: str, theirs: Sequence[float], *, share: bool = False, **others: Any) -> Figure:
-        """One with a peer's. The ratio says how many times as fast it is; `share`: what share of the peer's it takes.
+        """Return a figure with a peer's numbers.
 
-        What takes seconds (`unit="s"`, `"ms"`) is faster the less of them it takes, all else the more there is of it.
+        Args:
+            peer: The peer's name.
+            theirs: The peer's numbers, one for each round.
+            share: True for the share of the peer's number that ours takes. False for how many times as fast ours is:
+                seconds are faster the fewer they are, all other units the more there are.
+            others: The other fields.
         """
-        here = others["here"]
         is_time = others.get("unit", "s") in ("s", "ms", "µs")
-        pairs = list(zip(here, theirs, strict=True))
+        pairs = list(zip(others["here"], theirs, strict=True))
         ratios = [mine / its if share or not is_time else its / mine for mine, its in pairs]
-        label = "of its" if share else "as fast"
-        return cls(peer=peer, theirs=list(theirs), ratios=ratios, ratio_of=label, **others)
+        return cls(peer=peer, theirs=list(theirs), ratios=ratios, ratio_of="of its" if share else "as fast", **others)
 
-    def found(self, of: str) -> float:
-        """The median of what a goal is about."""
-        return statistics.median(self.ratios if of == "ratio" else self.here)
+    @classmethod
+    def beside_quickest(cls, peers: Mapping[str, Sequence[float]], **others: Any) -> Figure:
+        """Return a figure in seconds beside the quickest of several peers in each round; the row names all of them."""
+        best = [min(each) for each in zip(*peers.values(), strict=True)]
+        names = ", ".join(f"{name} {spread(theirs, 's')}" for name, theirs in peers.items())
+        return cls.beside(f"{names}; the quickest" if len(peers) > 1 else next(iter(peers)), best, **others)
 
     def misses(self, of: str) -> bool:
-        """Whether a goal that is about this was not reached."""
-        return any(goal.of == of and not goal.is_met(self.found(of)) for goal in self.goals)
-
-    def lines(self) -> Iterator[str]:
-        """What came of each goal, in a line."""
-        for goal in self.goals:
-            outcome = "reached" if goal.is_met(self.found(goal.of)) else "missed"
-            beside = f" beside {self.peer}" if goal.of == "ratio" and self.peer else ""
-            yield f"- {self.what}{beside}: {outcome}, {self.measured(goal.of)}; goal {self.wanted(goal)}"
+        """Return whether the median misses a goal for `ratio` or `here`."""
+        values = self.ratios if of == "ratio" else self.here
+        return any(goal.of == of and not goal.is_met(statistics.median(values)) for goal in self.goals)
 
     def cells(self) -> list[str]:
-        """The row: what, here, peer, ratio, goal."""
+        """Return the row: what, here, peer, ratio, goal."""
         here, ratio = (f"**{self.measured(of)}**" if self.misses(of) else self.measured(of) for of in ("here", "ratio"))
         its = f"{self.peer} {spread(self.theirs, self.unit)}" if self.theirs else self.peer
         return [self.what, here, its or "-", ratio, "; ".join(map(self.wanted, self.goals)) or "-"]
 
     def measured(self, of: str) -> str:
-        """The median and the spread of what a goal may be about."""
+        """Return the median and the spread of `here` or of the ratio."""
         if of == "here":
             return spread(self.here, self.unit)
         return f"{spread(self.ratios, 'x')} {self.ratio_of}" if self.ratios else "-"
 
     def wanted(self, goal: Goal) -> str:
-        """A goal in a few words."""
+        """Return a goal in a few words."""
         unit = "x" if goal.of == "ratio" else self.unit
-        return f"at {'most' if goal.at_most else 'least'} {number(goal.bound)} {unit}"
+        return f"at {'most' if goal.at_most else 'least'} {number(goal.bound)} {unit}".strip()
+
+
+def at_most(bound: float, of: str = "ratio") -> list[Goal]:
+    """Return the goal of a number that is to be small."""
+    return [Goal(bound=bound, of=of, at_most=True)]
+
+
+def at_least(bound: float, of: str = "ratio") -> list[Goal]:
+    """Return the goal of a number that is to be great."""
+    return [Goal(bound=bound, of=of)]
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """The median; in brackets the least and the greatest, where there are several rounds."""
-    median = f"{number(statistics.median(values))} {unit}"
+    """Return the median, and in brackets the least and the greatest of several rounds."""
+    median = f"{number(statistics.median(values))} {unit}".strip()
     return f"{median} ({number(min(values))}-{number(max(values))})" if len(values) > 1 else median
 
 
 def number(value: float) -> str:
-    """Three digits that count, and all before the point."""
+    """Return the number with three significant digits, and with all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
 
 
-def reported(figures: Iterable[Figure]) -> Iterator[str]:
-    """The lines that say what came of the goals; the figures go to the file that `all.py` has named."""
+def report(figures: Iterable[Figure], on: str) -> None:
+    """Print the machine and the table, and append the figures to the file that `all.py` has named."""
     found = list(figures)
     if file := os.environ.get(FILE):
         with Path(file).open("a") as lines:
             lines.writelines(f"{json.dumps(asdict(figure))}\n" for figure in found)
-    for figure in found:
-        yield from figure.lines()
+    print("", on, "", *HEAD, *rows(found), sep="\n", flush=True)
+
+
+def rows(figures: Iterable[Figure]) -> Iterator[str]:
+    """Return the lines of a table, without its head."""
+    return (f"| {' | '.join(figure.cells())} |" for figure in figures)
+
+
+def machine() -> str:
+    """Return the day, the machine, its load and the versions."""
+    versions = ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
+    return (
+        f"{time.strftime('%Y-%m-%d')}; {len(os.sched_getaffinity(0))} cores, {cpu_model()}, {gpu_models()}, "
+        f"load {os.getloadavg()[0]:.1f} before the start; Python {platform.python_version()}, {versions}"
+    )
+
+
+def version_of(package: str) -> str:
+    """Return a package's version, or a dash if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "–"
+
+
+def cpu_model() -> str:
+    """Return the processor's name as Linux reports it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+@functools.cache
+def gpus() -> list[str]:
+    """Return the models of the GPUs that torch finds, in a process of its own."""
+    if not Path("/dev/nvidiactl").exists():
+        return []
+    question = """if True:
+        import json, torch
+        print(json.dumps([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]))
+    """
+    return list(json.loads(subprocess.run([sys.executable, "-c", question], stdout=subprocess.PIPE, check=True).stdout))
+
+
+def gpu_models() -> str:
+    """Return how many GPUs there are of which model."""
+    counts = Counter(gpus())
+    return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "no GPU"

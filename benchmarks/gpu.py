@@ -7,9 +7,8 @@
 It runs the other benchmarks one after the other, each with a rank per GPU and nccl, also where there is one GPU:
 
 devices     what ranks see of the GPUs, each its own or all, and whether what the tests make up is so on real ones
-launch      how long until the first all-reduce: warm and cold gangs, `torchrun`, `torch.multiprocessing.spawn`
-efficiency  the throughput of 1, 2, 4, ... ranks, and their time to a loss, beside `torchrun`
-overhead    what supervision, checkpoints and logging cost per step
+launch      how long until the first all-reduce: warm and first gangs beside `torchrun`
+training    the throughput of 1, 2, 4, ... ranks beside `torchrun`, and what supervision and checkpoints cost
 recipe      the pet-names recipe beside the one that is usually written, by the time to the same loss
 decoding    JPEGs per second that become tensors, by PIL, by torchcodec, and by its nvJPEG on the GPU
 
@@ -35,14 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from launch import gpus, machine
+from figures import gpus, machine
 
 BENCHMARKS = Path(__file__).resolve().parent
 PARTS: tuple[tuple[str, ...], ...] = (
     ("devices.py",),
-    ("launch.py", "--rounds", "3", "--skip", "ray", "--backend"),
-    ("efficiency.py", "--starts", "2"),
-    ("overhead.py", "--starts", "1", "--rounds", "10"),
+    ("launch.py", "--rounds", "3", "--backend"),
+    ("training.py", "--starts", "2"),
     ("recipe.py",),
     ("decoding.py",),
 )

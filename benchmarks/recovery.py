@@ -1,56 +1,49 @@
 """What a failure costs: seconds until the ranks train again, and whether the right rank and cause are named.
 
-    python benchmarks/recovery.py                         # five rounds, a quarter of an hour, two tables at the end
+    pip install '.[bench]'                                # Ray, Monarch and torchrunx, for their rows
+    python benchmarks/recovery.py                         # five rounds, half an hour
     python benchmarks/recovery.py --quick                 # one round: does it still run?
-    python benchmarks/recovery.py --only rank             # a part of it; --skip leaves parts out
+    python benchmarks/recovery.py --only rank torchrun    # some contestants
 
-The parts, each with two ranks on the CPU:
+Two ranks on the CPU train for eight seconds before they are hit. The seconds end when the slower rank has done its
+first optimizer step in a new process, from a checkpoint.
 
-rank      A rank is killed (SIGKILL). The seconds end when the slower rank has done its first optimizer step in the
-          next attempt, from a checkpoint. `dispatch.run` on a running Dask cluster, and `torchrun --max-restarts`
-          with a checkpoint file that rank 0 writes; the same model, data, steps and checkpoint interval. `torchrun`
-          runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which a restart of gloo ranks often fails.
-lost      A worker is killed with its nanny, as when its pod is lost, and the other is enough (`min_workers=1`).
-returned  A worker is killed alone, and all are needed: its nanny brings a new one. Also without the time until that is
-          registered, which is Dask's.
-blame     Faults whose consequences hide the cause, in either rank: how often is the guilty rank named, with what it
-          did? `dispatch.run`, `torchrun` (its report, with `@record` in the script) and `torch.multiprocessing.spawn`.
-
-Every round does each of the first three once, in turn, and ratios are taken within a round. A round that is not counted
-goes first. Before it is hit, every gang has trained for eight seconds. The idle Dask cluster runs in the background
-of all.
-
-This process imports nothing but the standard library; what is measured runs in processes of its own.
+rank       a rank is killed (SIGKILL): `dispatch.run` on a running Dask cluster
+torchrun   the same under `torchrun --max-restarts`, with a checkpoint file that rank 0 writes. It runs with
+           TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without that variable a restart of gloo ranks often fails
+Ray Train  the same with `FailureConfig(max_failures=3)` and such a file
+Monarch    the same: the caller hears of the failure, stops all processes and spawns new ones
+torchrunx  the same: the caller hears of the failure and launches again
+lost       a worker is killed with its nanny, as when its pod is lost, and the other one is enough (`min_workers=1`)
+returned   a worker is killed alone, and all are needed; counted from the registration of its nanny's next worker
+blame      faults whose consequences hide the cause, in either rank: how often is the guilty rank named, with its cause?
+           `dispatch.run`, `torchrun` (its report, with `@record`) and torchrunx
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import os
 import re
 import signal
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures import Figure, Goal, reported
-from launch import console_script, machine
-from running import Cluster, Program, nothing_left, until
+from figures import Figure, at_least, at_most, report
+from running import SERVE, Cluster, Program, asked, console_script, is_installed, nothing_left, take_turns, until
 
 NUM_RANKS = 2
 WARM_UP = 8.0
-"""Seconds of training before a fault: whatever a launcher prepares in the background is ready then."""
-TIME_LIMIT = 120.0
+"""Seconds of training before a fault. By then launchers have done what they do in the background."""
+TIME_LIMIT = 180.0
 """Seconds for a gang to start, or to train again."""
 HANG_TIMEOUT = 6.0
-"""Seconds after which a hang shows: by the watchdog, or by the process group's time-out where there is none."""
+"""Seconds after which a hang shows: by the watchdog, or else by the process group's time-out."""
 
-# ---- What is run ----------------------------------------------------------------------------------------------------
+# ---- Programs -------------------------------------------------------------------------------------------------------
 
 TRAIN = """
 import os
@@ -63,7 +56,17 @@ from torch.nn.parallel import DistributedDataParallel
 SAVE_INTERVAL = 10
 PACE = 0.01
 
-def train(folder, load, save):
+def load_from(folder):
+    path = os.path.join(folder, "checkpoint.pt")
+    return torch.load(path, weights_only=True) if os.path.exists(path) else None
+
+def save_to(folder, state):
+    if distributed.get_rank() == 0:
+        path = os.path.join(folder, "checkpoint.pt")
+        torch.save(state, f"{path}.new")
+        os.replace(f"{path}.new", path)
+
+def train(folder, load=load_from, save=save_to):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = distributed.get_rank()
@@ -71,7 +74,7 @@ def train(folder, load, save):
     gang_model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
     step = 0
-    if (state := load()) is not None:
+    if (state := load(folder)) is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
@@ -84,23 +87,13 @@ def train(folder, load, save):
             optimizer.step()
             notes.write(f"{os.getpid()} {step} {time.time()!r}\\n")
             if step % SAVE_INTERVAL == 0:
-                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, step)
+                save(folder, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
             time.sleep(PACE)
 """
 
 TORCHRUN = f"""{TRAIN}
-FILE = "checkpoint.pt"
-
-def load():
-    return torch.load(FILE, weights_only=True) if os.path.exists(FILE) else None
-
-def save(state, step):
-    if distributed.get_rank() == 0:
-        torch.save(state, f"{{FILE}}.new")
-        os.replace(f"{{FILE}}.new", FILE)
-
 distributed.init_process_group("gloo")
-train(".", load, save)
+train(sys.argv[1])
 """
 
 DASK = f"""{TRAIN}
@@ -109,28 +102,70 @@ from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 
 def rank(folder):
     checkpoint = current_rank().checkpoint
-    train(folder, checkpoint.load, checkpoint.save)
+    train(folder, lambda _: checkpoint.load(), lambda _, state: checkpoint.save(state, state["step"]))
 
-with Client(scheduler_file=sys.argv[1]) as client:
-    print("@ready", flush=True)
-    for line in sys.stdin:
-        folder, min_workers = line.split()
-        gang = dispatch.run(client, rank, folder, gang=Gang(min_workers=int(min_workers)))
-        sys.stdin.readline()
-        if gang.done():
-            raise gang.exception()
-        gang.cancel()
-        gang.exception()
-        print("@over", flush=True)
+with Client(scheduler_file=sys.argv[2]) as client:
+    dispatch.run(client, rank, sys.argv[1], gang=Gang(min_workers=int(sys.argv[3]))).result()
+"""
+
+RAY = f"""{TRAIN}
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+temporary = os.environ["TMPDIR"]
+ray.init("local", num_cpus={NUM_RANKS + 1}, include_dashboard=False, _temp_dir=os.path.join(temporary, "ray"))
+failures = FailureConfig(max_failures=3)
+TorchTrainer(
+    lambda config: train(config["folder"]),
+    train_loop_config={{"folder": sys.argv[1]}},
+    torch_config=TorchConfig(backend="gloo"),
+    scaling_config=ScalingConfig(num_workers={NUM_RANKS}, use_gpu=False),
+    run_config=RunConfig(storage_path=os.path.join(temporary, "results"), failure_config=failures),
+).fit()
+"""
+
+MONARCH = f"""{TRAIN}
+import tempfile
+from monarch.actor import Actor, current_rank, endpoint, this_host
+
+class Rank(Actor):
+    @endpoint
+    def train(self, folder, store):
+        store = f"file://{{store}}/store"
+        distributed.init_process_group("gloo", init_method=store, rank=current_rank().rank, world_size={NUM_RANKS})
+        train(folder)
+
+if __name__ == "__main__":
+    for _ in range(4):
+        processes = this_host().spawn_procs({{"ranks": {NUM_RANKS}}})
+        try:
+            processes.spawn("ranks", Rank).train.call(sys.argv[1], tempfile.mkdtemp()).get()
+        except Exception as error:
+            print(error, file=sys.stderr)
+            processes.stop().get()
+"""
+
+TORCHRUNX = f"""{TRAIN}
+import torchrunx
+
+if __name__ == "__main__":
+    for _ in range(4):
+        try:
+            torchrunx.Launcher(hostnames=["localhost"], workers_per_host={NUM_RANKS}, backend="gloo").run(
+                train, sys.argv[1]
+            )
+        except Exception as error:
+            print(error, file=sys.stderr)
 """
 
 FAULTS = """
 import ctypes
-import json
 import os
 import resource
 import sys
 import time
+from datetime import timedelta
 import torch
 from torch import distributed
 
@@ -165,7 +200,6 @@ def train(fault, guilty):
 """
 
 BLAME_TORCHRUN = f"""{FAULTS}
-from datetime import timedelta
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
@@ -177,364 +211,248 @@ def main(fault, guilty):
 main(*sys.argv[1:])
 """
 
-BLAME_SPAWN = f"""{FAULTS}
-import tempfile
-from datetime import timedelta
-from torch import multiprocessing
-
-def rank(index, file, fault, guilty):
-    limit = {{"timeout": timedelta(seconds={HANG_TIMEOUT})}} if fault == "hang" else {{}}
-    store = f"file://{{file}}"
-    distributed.init_process_group("gloo", init_method=store, rank=index, world_size={NUM_RANKS}, **limit)
-    train(fault, guilty)
-
-if __name__ == "__main__":
-    print("@ready", flush=True)
-    for line in sys.stdin:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                multiprocessing.spawn(rank, args=(f"{{folder}}/store", *line.split()), nprocs={NUM_RANKS})
-            except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-                print("@blamed", json.dumps([error.error_index, str(error)]), flush=True)
-"""
-
-BLAME_DASK = f"""{FAULTS}
+BLAME_DASK = f"""{FAULTS}{SERVE}
 from distributed import Client
 from flytekitplugins.daskpytorch import Gang, GangError, dispatch
 
+def blame(fault, guilty):
+    settings = Gang(max_restarts=0, hang_timeout={HANG_TIMEOUT})
+    error = dispatch.run(client, train, fault, guilty, gang=settings).exception()
+    report = error if isinstance(error, GangError) else error.__cause__
+    return report.rank, report.cause
+
 with Client(scheduler_file=sys.argv[1]) as client:
-    print("@ready", flush=True)
-    for line in sys.stdin:
-        settings = Gang(max_restarts=0, hang_timeout={HANG_TIMEOUT})
-        error = dispatch.run(client, train, *line.split(), gang=settings).exception()
-        report = error if isinstance(error, GangError) else error.__cause__
-        print("@blamed", json.dumps([report.rank, report.cause]), flush=True)
+    serve(blame)
+"""
+
+BLAME_TORCHRUNX = f"""{FAULTS}{SERVE}
+import re
+import torchrunx
+
+def blame(fault, guilty):
+    limit = {{"worker_timeout": {int(HANG_TIMEOUT)}}} if fault == "hang" else {{}}
+    launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host={NUM_RANKS}, backend="gloo", **limit)
+    try:
+        launcher.run(train, fault, guilty)
+    except Exception as error:
+        text = f"{{type(error).__name__}}: {{error}}"
+        rank = re.search(r"rank\\\\s*:? ?(\\\\d+)", text)
+        return (int(rank[1]) if rank else None), text
+
+if __name__ == "__main__":
+    serve(blame)
 """
 
 # ---- Time to train again --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Step:
-    """One optimizer step, as its rank noted it."""
+class Training:
+    """Two ranks that train, and the notes that they write in a folder."""
 
-    pid: int
-    number: int
-    time: float
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What the ranks of one gang write down."""
-
+    program: Program
     folder: Path
 
-    def steps(self, rank: int) -> list[Step]:
-        """The steps of all the attempts of a rank."""
+    def steps(self, rank: int) -> list[tuple[int, int, float]]:
+        """Return process id, number and time of each step of a rank, in all attempts."""
         path = self.folder / f"steps-{rank}"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = (line.split() for line in lines if line.endswith("\n"))
-        return [Step(int(pid), int(number), float(at)) for pid, number, at in whole]
+        return [
+            (int(pid), int(step), float(at))
+            for pid, step, at in (line.split() for line in lines if line.endswith("\n"))
+        ]
 
-    def wait_until_warm(self, program: Program) -> list[int]:
-        """Until all ranks have trained for long enough; their pids."""
+    def wait_until_warm(self) -> list[int]:
+        """Wait until all ranks have trained for long enough, and return their process ids."""
 
         def is_warm() -> bool:
             everyone = [self.steps(rank) for rank in range(NUM_RANKS)]
-            check_runs(program)
-            return all(steps and steps[-1].time - steps[0].time >= WARM_UP for steps in everyone)
+            return all(steps and steps[-1][2] - steps[0][2] >= WARM_UP for steps in everyone)
 
-        until(is_warm, "the ranks to train", TIME_LIMIT)
-        return [self.steps(rank)[-1].pid for rank in range(NUM_RANKS)]
+        self._wait(is_warm, "train")
+        return [self.steps(rank)[-1][0] for rank in range(NUM_RANKS)]
 
-    def wait_until_resumed(self, program: Program, old_pids: list[int], num_ranks: int) -> float:
-        """Until all ranks have done a step in a new process; when the slowest had."""
-        first: dict[int, Step] = {}
+    def wait_until_resumed(self, old_pids: list[int], num_ranks: int = NUM_RANKS) -> float:
+        """Wait until all ranks have done a step in a new process, and return when the slowest had."""
+        first: dict[int, tuple[int, int, float]] = {}
 
         def has_resumed() -> bool:
-            check_runs(program)
             for rank in range(num_ranks):
-                new = [step for step in self.steps(rank) if step.pid not in old_pids]
+                new = [step for step in self.steps(rank) if step[0] not in old_pids]
                 first.update({rank: new[0]} if new else {})
             return len(first) == num_ranks
 
-        until(has_resumed, "the ranks to train again", TIME_LIMIT)
-        if any(step.number == 1 for step in first.values()):
-            raise program.failure("started again from the beginning instead of from a checkpoint")
-        return max(step.time for step in first.values())
+        self._wait(has_resumed, "train again")
+        if any(number == 1 for _, number, _ in first.values()):
+            raise self.program.failure("started again from the beginning instead of from a checkpoint")
+        return max(at for _, _, at in first.values())
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        def has_come() -> bool:
+            if self.program.has_ended():
+                raise self.program.failure(f"ended before its ranks could {what}")
+            return condition()
+
+        until(has_come, f"the ranks to {what}", TIME_LIMIT)
+
+    def end(self) -> None:
+        """Kill the program and the ranks."""
+        self.program.kill()
+        for rank in range(NUM_RANKS):
+            for pid in {pid for pid, _, _ in self.steps(rank)}:
+                if (Path("/proc") / str(pid) / "cwd").exists():
+                    os.kill(pid, signal.SIGKILL)
 
 
-def check_runs(program: Program) -> None:
-    """Fail early where there is nothing to wait for."""
-    if program.has_spoken():
-        raise program.failure("ended, or let its gang end")
+PEERS = {"torchrun": TORCHRUN, "Ray Train": RAY, "Monarch": MONARCH, "torchrunx": TORCHRUNX}
 
 
-@dataclass
 class Bench:
-    """The cluster, and the process that launches gangs on it."""
+    """The cluster, and the trainings that are started one after the other."""
 
-    folder: Path
-    cluster: Cluster
-    driver: Program
-    num_gangs: int = 0
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cluster = Cluster(folder / "cluster", NUM_RANKS)
+        self._num_started = 0
 
-    @contextlib.contextmanager
-    def gang(self, min_workers: int = NUM_RANKS) -> Iterator[Notes]:
-        """A gang that trains until the end of the context."""
-        folder = self.next_folder()
-        self.driver.tell(f"{folder} {min_workers}")
-        yield Notes(folder)
-        self.driver.tell("cancel")
-        self.driver.hear("over")
+    def started(self, way: str, min_workers: int = NUM_RANKS) -> Training:
+        """Start a training in a folder of its own."""
+        self._num_started += 1
+        folder = self.folder / str(self._num_started)
+        (folder / "t").mkdir(parents=True)
+        (folder / "program.py").write_text(PEERS.get(way, DASK))
+        command = [sys.executable, "program.py", str(folder), self.cluster.contact, str(min_workers)]
+        if way == "torchrun":
+            options = ["--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=3"]
+            command = [console_script("torchrun"), *options, *command[1:3]]
+        # torch 2.15 keeps one store for all attempts, in which gloo finds the addresses of the dead ranks: a restart
+        # fails once more, or waits for minutes.
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder / "t")}
+        return Training(Program(command, folder, environment), folder)
 
-    def next_folder(self) -> Path:
-        """An empty one."""
-        self.num_gangs += 1
-        (folder := self.folder / str(self.num_gangs)).mkdir()
-        return folder
-
-
-Seconds = dict[str, float]
-"""Row of the table -> what was measured in one round."""
-
-TORCHRUN_ROW = "rank killed: `torchrun --max-restarts`"
-RANK_ROW = "**rank killed: `dispatch.run`**"
-LOST_ROW = "**worker lost, the others go on: `dispatch.run`**"
-RETURNED_ROW = "**worker killed, its nanny brings a new one: `dispatch.run`**"
-REGISTERED_ROW = "of that, after the new worker was registered"
-
-
-def kill_a_rank(bench: Bench, number: int) -> Seconds:
-    """The part `rank`, for both launchers."""
-    folder = bench.next_folder()
-    (folder / "program.py").write_text(TORCHRUN)
-    options = ["--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=3"]
-    # Else torch 2.15 keeps one store for all attempts, and gloo finds the addresses of the dead ranks in it: it
-    # fails once more, or waits for minutes.
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    program = Program([console_script("torchrun"), *options, "program.py"], folder, own_store)
-    try:
-        peer = recovery(program, Notes(folder), number)
-    finally:
-        program.kill()
-    with bench.gang() as notes:
-        return {TORCHRUN_ROW: peer, RANK_ROW: recovery(bench.driver, notes, number)}
-
-
-def recovery(program: Program, notes: Notes, number: int) -> float:
-    """Seconds from the kill of a rank to the next step of all."""
-    pids = notes.wait_until_warm(program)
-    killed_at = time.time()
-    os.kill(pids[number % NUM_RANKS], signal.SIGKILL)
-    return notes.wait_until_resumed(program, pids, NUM_RANKS) - killed_at
-
-
-def lose_a_worker(bench: Bench, number: int) -> Seconds:
-    """The part `lost`."""
-    with bench.gang(min_workers=NUM_RANKS - 1) as notes:
-        pids = notes.wait_until_warm(bench.driver)
+    def kill_a_rank(self, way: str) -> float:
+        """Return the seconds from the kill of a rank to the next step of all."""
+        training = self.started(way)
+        pids = training.wait_until_warm()
         killed_at = time.time()
-        bench.cluster.lose(bench.cluster.nannies[number % NUM_RANKS])
-        seconds = notes.wait_until_resumed(bench.driver, pids, NUM_RANKS - 1) - killed_at
-    bench.cluster.add_worker()
-    return {LOST_ROW: seconds}
+        os.kill(pids[self._num_started % NUM_RANKS], signal.SIGKILL)
+        seconds = training.wait_until_resumed(pids) - killed_at
+        training.end()
+        return seconds
 
-
-def kill_a_worker(bench: Bench, number: int) -> Seconds:
-    """The part `returned`."""
-    with bench.gang() as notes:
-        pids = notes.wait_until_warm(bench.driver)
+    def lose_a_worker(self) -> float:
+        """Return the seconds from the loss of a worker to the next step of the ranks that are left."""
+        training = self.started("lost", min_workers=NUM_RANKS - 1)
+        pids = training.wait_until_warm()
         killed_at = time.time()
-        os.kill(bench.cluster.worker_pid(bench.cluster.nannies[number % NUM_RANKS]), signal.SIGKILL)
-        resumed_at = notes.wait_until_resumed(bench.driver, pids, NUM_RANKS)
-        registered_at = max(bench.cluster.workers().values())
-    return {RETURNED_ROW: resumed_at - killed_at, REGISTERED_ROW: resumed_at - registered_at}
+        self.cluster.lose(self.cluster.nannies[self._num_started % NUM_RANKS])
+        seconds = training.wait_until_resumed(pids, NUM_RANKS - 1) - killed_at
+        training.end()
+        self.cluster.add_worker()
+        return seconds
+
+    def kill_a_worker(self) -> float:
+        """Return the seconds from the registration of a killed worker's successor to the next step of all ranks."""
+        training = self.started("returned")
+        pids = training.wait_until_warm()
+        os.kill(self.cluster.worker_pid(self.cluster.nannies[self._num_started % NUM_RANKS]), signal.SIGKILL)
+        seconds = training.wait_until_resumed(pids) - max(self.cluster.workers().values())
+        training.end()
+        return seconds
+
+    def ways(self, chosen: list[str]) -> dict[str, Callable[[], float]]:
+        """Return what is measured, by name."""
+        workers = {"lost": self.lose_a_worker, "returned": self.kill_a_worker}
+        ranks = {way: lambda it=way: self.kill_a_rank(it) for way in ("rank", *PEERS)}
+        return {way: (workers | ranks)[way] for way in chosen if way != "blame"}
 
 
-PARTS: dict[str, Callable[[Bench, int], Seconds]] = {
-    "rank": kill_a_rank,
-    "lost": lose_a_worker,
-    "returned": kill_a_worker,
-}
-
-
-def measure(parts: Iterable[str], num_rounds: int, folder: Path, cluster: Cluster) -> list[Seconds]:
-    """One entry per round."""
-    driver = Program.of(DASK, folder / "driver", cluster.contact)
-    driver.hear("ready")
-    bench = Bench(folder, cluster, driver)
-    rounds: list[Seconds] = []
-    for number in range(num_rounds + 1):
-        counts = f"round {number} of {num_rounds}" if number else "not counted"
-        rounds.append({})
-        for part in parts:
-            measured = PARTS[part](bench, number)
-            rounds[-1] |= measured
-            for row, seconds in measured.items():
-                print(f"{counts}: {plain(row)}: {seconds:.3f} s", file=sys.stderr)
-    driver.kill()
-    return rounds[1:]
-
-
-def table(rounds: list[Seconds]) -> Iterator[str]:
-    """The lines of a Markdown table."""
-    yield f"| {NUM_RANKS} ranks, fault to all ranks' next step | median | min–max | times as fast as `torchrun` |"
-    yield "|---|---|---|---|"
-    for row in rounds[0]:
-        seconds = [measured[row] for measured in rounds]
-        if TORCHRUN_ROW not in rounds[0]:
-            speed = "not measured"
-        elif row in (TORCHRUN_ROW, RANK_ROW):
-            speed = f"{ratio(rounds):.2g}×" if row == RANK_ROW else "1×"
-        else:
-            speed = "on one node it has no such thing"
-        yield f"| {row} | {statistics.median(seconds):.3g} s | {min(seconds):.3g}–{max(seconds):.3g} s | {speed} |"
-
-
-def figures(rounds: list[Seconds]) -> Iterator[Figure]:
-    """What was to be reached, and what was."""
-    limits = {RANK_ROW: 0.05, LOST_ROW: 0.3, REGISTERED_ROW: 0.4}
-    for row, limit in limits.items():
-        if row not in rounds[0]:
-            continue
-        what, here = f"{plain(row)}, to all ranks' next step", [measured[row] for measured in rounds]
-        goals = [Goal(bound=limit, of="here", at_most=True)]
-        if row == RANK_ROW and TORCHRUN_ROW in rounds[0]:
-            theirs = [measured[TORCHRUN_ROW] for measured in rounds]
-            yield Figure.beside("`torchrun`", theirs, what=what, here=here, goals=[*goals, Goal(bound=4)])
-        else:
-            yield Figure(what=what, here=here, goals=goals)
-
-
-def ratio(rounds: list[Seconds]) -> float:
-    """How many times as long `torchrun` takes: the median over the rounds."""
-    return statistics.median(measured[TORCHRUN_ROW] / measured[RANK_ROW] for measured in rounds)
-
-
-def plain(row: str) -> str:
-    """Without Markdown's asterisks."""
-    return row.replace("*", "")
+def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
+    """Return the rows of the seconds."""
+    what = "rank killed: `dispatch.run`, to all ranks' next step"
+    peers = {peer: times[peer] for peer in PEERS if peer in times}
+    if "rank" in times and "torchrun" in peers:
+        goals = [*at_most(0.15, "here"), *at_least(4)]
+        yield Figure.beside("`torchrun`", peers.pop("torchrun"), what=what, here=times["rank"], goals=goals)
+    if "rank" in times and peers:
+        yield Figure.beside_quickest(peers, what=f"{what}, beside other peers", here=times["rank"])
+    labels = {"lost": "worker lost, the others go on", "returned": "worker killed, after the new one was registered"}
+    for way, label in labels.items():
+        if way in times:
+            goals = at_most(0.5, "here")
+            yield Figure(what=f"{label}: `dispatch.run`, to all ranks' next step", here=times[way], goals=goals)
 
 
 # ---- Blame ----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Case:
-    """A fault, and the words without which its cause is not named."""
-
-    fault: str
-    label: str
-    cause: str
-
-
-CASES = (
-    Case("close", "raises after it has closed its process group", "SpoiltError"),
-    Case("raise", "raises while the other is in an all-reduce", "SpoiltError"),
-    Case("segfault", "segmentation fault", "SIGSEGV"),
-    Case("exit", "`os._exit(3)`", r"exit ?code\s*:?\s*3\b"),
-    Case("memory", "`MemoryError`", "MemoryError"),
-    Case("hang", "hangs", r"hangs|(?i:timed? ?out)"),
-)
-
+CASES = {
+    "close": "SpoiltError",
+    "raise": "SpoiltError",
+    "segfault": "SIGSEGV",
+    "exit": r"exit ?code\s*:?\s*3\b",
+    "memory": "MemoryError",
+    "hang": r"hangs|(?i:timed? ?out)",
+}
+"""Fault -> the words without which its cause is not named."""
 Blamed = tuple[int | None, str]
-"""The rank that a launcher names, and what it says of it."""
+"""Rank that a launcher names, and its report."""
 
 
-def blame_by_torchrun(folder: Path, case: Case, guilty: int) -> Blamed:
-    """Read its report."""
+def blame_by_torchrun(folder: Path, fault: str, guilty: int) -> Blamed:
+    """Return what the report of a `torchrun` says."""
     folder.mkdir()
     (folder / "program.py").write_text(BLAME_TORCHRUN)
     options = ["--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    program = Program([console_script("torchrun"), *options, "program.py", case.fault, str(guilty)], folder)
+    program = Program([console_script("torchrun"), *options, "program.py", fault, str(guilty)], folder)
     if not program.wait():
-        raise program.failure("ended as if nothing had been")
-    report = program.log.read_text(errors="replace").rpartition("Root Cause (first observed failure):")[2]
-    found = re.search(r"rank\s*: (\d+)", report)
-    return (int(found[1]) if found else None), report
+        raise program.failure("ended without a failure")
+    said = program.log.read_text(errors="replace").rpartition("Root Cause (first observed failure):")[2]
+    found = re.search(r"rank\s*: (\d+)", said)
+    return (int(found[1]) if found else None), said
 
 
-def blame_by(driver: Program, case: Case, guilty: int) -> Blamed:
-    """Ask one of the processes that stay."""
-    driver.tell(f"{case.fault} {guilty}")
-    rank, text = json.loads(driver.hear("blamed"))
-    return rank, text
-
-
-def judge(num_repeats: int, folder: Path, cluster: Cluster) -> dict[Case, dict[str, int]]:
-    """How often each launcher was right in each case."""
-    spawn = Program.of(BLAME_SPAWN, folder / "spawn")
-    dask = Program.of(BLAME_DASK, folder / "dask", cluster.contact)
-    for driver in (spawn, dask):
-        driver.hear("ready")
+def judge(repeats: int, folder: Path, cluster: Cluster) -> Figure:
+    """Return the row: how often each launcher was right."""
+    dask = Program.of(BLAME_DASK, folder / "blame", cluster.contact)
     numbers = iter(range(sys.maxsize))
-    launchers: dict[str, Callable[[Case, int], Blamed]] = {
-        "**`dispatch.run`**": lambda case, guilty: blame_by(dask, case, guilty),
-        "`torchrun`": lambda case, guilty: blame_by_torchrun(folder / f"torchrun-{next(numbers)}", case, guilty),
-        "`mp.spawn`": lambda case, guilty: blame_by(spawn, case, guilty),
+    launchers: dict[str, Callable[[str, int], Blamed]] = {
+        "`dispatch.run`": dask.call,
+        "`torchrun`": lambda *case: blame_by_torchrun(folder / f"blame-{next(numbers)}", *case),
     }
-    right = {case: dict.fromkeys(launchers, 0) for case in CASES}
-    for number in range(num_repeats):
+    programs = [dask]
+    if is_installed("torchrunx"):
+        programs.append(runx := Program.of(BLAME_TORCHRUNX, folder / "blame-runx"))
+        launchers["torchrunx"] = runx.call
+    for program in programs:
+        program.hear("ready")
+    right = dict.fromkeys(launchers, 0)
+    for number in range(repeats):
         guilty = (number + 1) % NUM_RANKS
-        for case in CASES:
+        for fault, cause in CASES.items():
             for name, blame in launchers.items():
-                rank, text = blame(case, guilty)
-                is_right = rank == guilty and re.search(case.cause, text) is not None
-                right[case][name] += is_right
-                said = "right" if is_right else f"wrong: rank {rank}, {summary(text)}"
-                print(f"rank {guilty} {case.label}: {plain(name)}: {said}", file=sys.stderr)
-    return right
-
-
-def summary(text: str) -> str:
-    """The last line that says something, for people."""
-    lines = [line.strip() for line in text.splitlines() if any(character.isalpha() for character in line)]
-    return lines[-1][:200] if lines else "nothing"
-
-
-def blame_table(right: dict[Case, dict[str, int]], num_repeats: int) -> Iterator[str]:
-    """The lines of a Markdown table."""
-    names = list(right[CASES[0]])
-    yield f"| guilty rank and cause named | {' | '.join(names)} |"
-    yield "|---|" + "---|" * len(names)
-    for case, counts in right.items():
-        yield f"| {case.label} | {' | '.join(f'{counts[name]} of {num_repeats}' for name in names)} |"
-    totals = {name: sum(counts[name] for counts in right.values()) for name in names}
-    most = num_repeats * len(CASES)
-    yield f"| all | {' | '.join(f'{totals[name]} of {most}' for name in names)} |"
-    yield ""
-    peers = " and ".join(f"{plain(name)} {totals[name]}" for name in names[1:])
-    goals = [Goal(bound=most, of="here")]
+                rank, text = blame(fault, guilty)
+                is_right = rank == guilty and re.search(cause, text) is not None
+                right[name] += is_right
+                said = "right" if is_right else f"wrong: rank {rank}, {json.dumps(text[-200:])}"
+                print(f"rank {guilty} {fault}: {name}: {said}", file=sys.stderr)
+    most = repeats * len(CASES)
+    here, *others = right.items()
+    peer = " and ".join(f"{name} {count}" for name, count in others)
     what = f"guilty rank and cause named, of {most}"
-    yield from reported([Figure(what=what, here=[totals[names[0]]], unit="", peer=peers, goals=goals)])
+    return Figure(what=what, here=[here[1]], unit="", peer=peer, goals=at_least(most, "here"))
 
 
 def main() -> None:
-    """Measure, then print the machine, the tables and the goals."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*PARTS, "blame"]
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
-    parser.add_argument("--repeats", type=int, default=4, metavar="N", help="how often each case of blame (default: 4)")
-    parser.add_argument("--quick", action="store_true", help="one round, each case once: does it still run?")
-    parser.add_argument("--skip", nargs="+", default=[], choices=names, help="parts to leave out")
-    parser.add_argument("--only", nargs="+", default=names, choices=names, help="parts to measure")
-    arguments = parser.parse_args()
-    if min(arguments.rounds, arguments.repeats) < 1:
-        parser.error("--rounds and --repeats must be 1 or more")
-    num_rounds, num_repeats = (1, 1) if arguments.quick else (arguments.rounds, arguments.repeats)
-    chosen = [name for name in names if name in arguments.only and name not in arguments.skip]
-    parts = [name for name in chosen if name in PARTS]
-
-    lines = [machine()]
+    """Measure, and print the table."""
+    options = {"rounds": (5, 1, "rounds that count"), "repeats": (4, 1, "how often each case of blame")}
+    arguments = asked(__doc__, ("rank", *PEERS, "lost", "returned", "blame"), **options)
+    found = []
     with nothing_left("recovery") as folder:
-        cluster = Cluster(folder / "cluster", NUM_RANKS)
-        if parts:
-            rounds = measure(parts, num_rounds, folder, cluster)
-            lines += ["", *table(rounds), "", *reported(figures(rounds))]
-        if "blame" in chosen:
-            lines += ["", *blame_table(judge(num_repeats, folder, cluster), num_repeats)]
-    print(*lines, sep="\n")
+        bench = Bench(folder)
+        found += figures(take_turns(bench.ways(arguments.ways), arguments.rounds))
+        if "blame" in arguments.ways:
+            found.append(judge(arguments.repeats, folder, bench.cluster))
+    report(found, arguments.on)
 
 
 if __name__ == "__main__":

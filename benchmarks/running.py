@@ -1,12 +1,19 @@
-"""What the benchmarks share: programs and clusters in processes of their own, of which none is left at the end."""
+"""Harness of the benchmarks: options, rounds, and programs and clusters in processes of their own.
+
+Each benchmark has its contestants take turns: one round runs each of them once, and ratios are taken within a round.
+So a busy minute of the machine slows all of them. `nothing_left` ends all processes that a benchmark has started.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import queue
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +21,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
-from launch import console_script
+from figures import machine, number
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,29 +57,100 @@ def dask_setup(scheduler):
     scheduler.add_plugin(Notes())
 """
 
-FOLLOW = """
+MODULES = {"Ray Train": "ray", "Ray Tune": "ray", "Monarch": "monarch", "torchrunx": "torchrunx", "flyte run": "flyte"}
+MODULES["connector"] = "s3torchconnector"
+"""Modules of the contestants that `pip install '.[bench,flyte2]'` brings."""
+SERVE = """
 import json
-import torch
-from torch import distributed
+import sys
 
-def wait_for_all(device):
-    distributed.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-def follow(folder, take_turn):
-    rank = distributed.get_rank()
-    with open(f"{folder}/reports-{rank}", "a", buffering=1) as reports, open(f"{folder}/orders-{rank}") as orders:
-        for line in orders:
-            reports.write(json.dumps(take_turn(*json.loads(line))) + "\\n")
+def serve(call):
+    print("@ready", flush=True)
+    for line in sys.stdin:
+        print("@done", json.dumps(call(*json.loads(line))), flush=True)
 """
-"""What the ranks of a `Gang` do, each with a function of its own."""
+"""Part of a program that `Program.call` asks: it calls a function for each line of its standard input."""
+Turn = TypeVar("Turn")
+
+
+def asked(about: str | None, ways: Iterable[str] = (), **options: tuple[Any, Any, str]) -> argparse.Namespace:
+    """Parse the command line of a benchmark.
+
+    Args:
+        about: The benchmark's docstring, for `--help`.
+        ways: Names of the contestants, of which `--skip` and `--only` leave some out. Those that are not installed are
+            left out, too.
+        options: Of each option the usual value, the value with `--quick`, and its help.
+
+    Returns:
+        The options, `ways` that are left, and `on`, the machine with its load at this moment.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smallest size: does it still run?")
+    for name, (usual, _, text) in options.items():
+        several = {"nargs": "+"} if isinstance(usual, list) else {}
+        kind = type(usual[0] if isinstance(usual, list) else usual)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: {usual})", **several)  # type: ignore[arg-type]
+    if names := list(ways):
+        parser.add_argument("--skip", nargs="+", default=[], choices=names, metavar="NAME", help=", ".join(names))
+        parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="measure these")
+    found = parser.parse_args()
+    for name, (usual, quick, _) in options.items():
+        if getattr(found, name) is None:
+            setattr(found, name, quick if found.quick else usual)
+        if name == "rounds" and found.rounds < 1:
+            parser.error(f"--rounds {found.rounds}: must be 1 or more")
+    found.ways = [name for name in names if name in found.only and name not in found.skip and is_installed(name)]
+    found.on = machine()
+    return found
+
+
+def is_installed(way: str) -> bool:
+    """Return whether a contestant's module is installed; say so if not."""
+    module = MODULES.get(way)
+    if module is None or find_spec(module) is not None:
+        return True
+    print(f"{way} is left out, since {module} is not installed: pip install '.[bench,flyte2]'", file=sys.stderr)
+    return False
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], Turn]], rounds: int, *, uncounted: int = 1, rng: random.Random | None = None
+) -> dict[str, list[Turn]]:
+    """Call each way once in each round.
+
+    Args:
+        ways: The contestants by name.
+        rounds: Rounds that count.
+        uncounted: Rounds before those, which warm caches, clusters and imports.
+        rng: Draws another order for each round.
+
+    Returns:
+        What each way has returned, one value for each round.
+    """
+    found: dict[str, list[Turn]] = {name: [] for name in ways}
+    for turn in range(1 - uncounted, rounds + 1):
+        for name in rng.sample(list(ways), len(ways)) if rng else ways:
+            value = ways[name]()
+            told = number(value) if isinstance(value, int | float) else str(value)[:120]
+            print(f"round {turn} of {rounds}: {name}: {told}", file=sys.stderr, flush=True)
+            if turn > 0:
+                found[name].append(value)
+    return found
+
+
+def console_script(name: str) -> str:
+    """Return the path of a command beside this Python, or else on the PATH."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if found := shutil.which(name, path=path):
+        return found
+    raise SystemExit(f"there is no {name} beside {sys.executable}, nor on the PATH; pip install the package first")
 
 
 @contextlib.contextmanager
 def nothing_left(name: str) -> Iterator[Path]:
     """A folder, which is removed at the end; every process started inside is ended, with all that it has started."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ[MARK] = mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as folder:
         try:
@@ -97,7 +176,7 @@ class Program:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=os.environ | (environment or {}),
+                env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"} | (environment or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -114,6 +193,11 @@ class Program:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "program.py").write_text(text)
         return cls([sys.executable, "program.py", *arguments], folder, environment)
+
+    def call(self, *order: Any, timeout: float = TIME_LIMIT) -> Any:
+        """Have a program that serves (see `SERVE`) call its function with these values; return the function's value."""
+        self.tell(json.dumps(order))
+        return json.loads(self.hear("done", timeout))
 
     def tell(self, line: str) -> None:
         """Write a line to its standard input."""
@@ -144,6 +228,10 @@ class Program:
             raise self.failure("ended")
         return line.strip()
 
+    def has_ended(self) -> bool:
+        """Return whether the process is no more."""
+        return self._process.poll() is not None
+
     def has_spoken(self) -> bool:
         """It has said something that was not heard yet, or has ended."""
         return not self._heard.empty()
@@ -172,74 +260,13 @@ class Program:
         self._heard.put(None)
 
 
-class Gang:
-    """Ranks that `follow`: each takes a turn when it is told to, and waits in between."""
-
-    def __init__(self, num_ranks: int, folder: Path, command: list[str], text: str) -> None:
-        """Start a command that runs this Python text, `program.py`, in the folder."""
-        folder.mkdir(parents=True)
-        (folder / "program.py").write_text(text)
-        self._paths = [folder / f"orders-{rank}" for rank in range(num_ranks)]
-        for path in self._paths:
-            os.mkfifo(path)
-        self._reported_in = folder / "reports-0"
-        self._orders: list[IO[str]] = []
-        self._num_turns = 0
-        self.program = Program(command, folder, {"PYTHONPATH": str(ROOT)})
-
-    @classmethod
-    def of_torchrun(cls, num_ranks: int, folder: Path, text: str, *arguments: object) -> Gang:
-        """One whose ranks run that text under `torchrun`. Its arguments are the folder and these, as JSON."""
-        command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={num_ranks}", "program.py"]
-        return cls(num_ranks, folder, [*command, json.dumps([str(folder), *arguments])], text)
-
-    @classmethod
-    def of_driver(cls, num_ranks: int, folder: Path, text: str, *arguments: object) -> Gang:
-        """One whose driver runs that text. Its arguments are the folder and these, as JSON."""
-        command = [sys.executable, "program.py", json.dumps([str(folder), *arguments])]
-        return cls(num_ranks, folder, command, text)
-
-    def take_turn(self, *order: object) -> Any:
-        """Have each rank do something, and wait for it; what rank 0 says of it."""
-        if not self._orders:
-            self._orders = [self._opened(path) for path in self._paths]
-        for orders in self._orders:
-            orders.write(f"{json.dumps(order)}\n")
-            orders.flush()
-        self._num_turns += 1
-        until(lambda: len(self._reports()) == self._num_turns or self._has_ended(), f"the turn {order}")
-        return json.loads(self._reports()[-1])
-
-    def _opened(self, path: Path) -> IO[str]:
-        """The way to a rank, once it waits for its orders."""
-        found: list[int] = []
-
-        def is_read() -> bool:
-            try:
-                found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            except OSError:  # nobody reads
-                return self._has_ended()
-            return True
-
-        until(is_read, "the ranks to start")
-        return os.fdopen(found[0], "w")
-
-    def _reports(self) -> list[str]:
-        path = self._reported_in
-        return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-    def _has_ended(self) -> bool:
-        if self.program.has_spoken():
-            raise self.program.failure("ended")
-        return False
-
-
 class Cluster:
     """A Dask scheduler and workers with their nannies, in an empty directory."""
 
-    def __init__(self, folder: Path, num_workers: int) -> None:
+    def __init__(self, folder: Path, num_workers: int, *options: str) -> None:
+        """Start the scheduler and the workers, these with more options, and wait until the workers are registered."""
         folder.mkdir(parents=True)
-        self._folder = folder
+        self._folder, self._options = folder, options
         self._num_started = 0
         (folder / "note_workers.py").write_text(NOTE_WORKERS)
         options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--preload", "note_workers.py"]
@@ -300,7 +327,7 @@ class Cluster:
             lambda: read(self.contact).strip() or not is_running(self.scheduler),
             f"the scheduler; see {self._folder / 'log'}",
         )
-        return self._start("worker", "--name", name, *options)
+        return self._start("worker", "--name", name, *options, *self._options)
 
     def _start(self, kind: str, *options: str) -> int:
         # As the backend has it: task environment sets these, and the project's modules are not there.

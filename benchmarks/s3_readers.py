@@ -2,8 +2,8 @@
 
     python benchmarks/s3_readers.py WAY FOLDER SERVER FAR_SERVER PREFIX
 
-It runs in a process of its own for each way, and is told on its standard input what to read: whether from the server
-that is far away, by how many loader workers, how many images. The clients find the credentials in the environment.
+Each way has a process of its own, which is told on its standard input what to read: from the near or the far server, by
+how many loader workers, and how many pictures. The clients find the credentials in the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,37 +93,6 @@ class Forerunner(Folder):
             return file.read()
 
 
-class Boto3(Folder):
-    """One client per process, one image after the other."""
-
-    @cached_property
-    def client(self) -> Any:
-        """Made at the first use, in the process that reads."""
-        import boto3
-
-        return boto3.client("s3", endpoint_url=self.source.endpoint)
-
-    def read(self, key: str) -> bytes:
-        body: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
-        return body
-
-
-class S3fs(Folder):
-    """One file system per process; the images of a batch are fetched together."""
-
-    @cached_property
-    def files(self) -> Any:
-        """Made at the first use, in the process that reads."""
-        import s3fs
-
-        return s3fs.S3FileSystem(endpoint_url=self.source.endpoint)
-
-    def __getitems__(self, indices: list[int]) -> list[Item]:
-        keys = [self.source.keys[index] for index in indices]
-        bodies = self.files.cat([f"{BUCKET}/{key}" for key in keys], batch_size=NUM_CONNECTIONS)
-        return [self.finished(key, bodies[f"{BUCKET}/{key}"]) for key in keys]
-
-
 def connector(source: Source) -> Dataset[Item]:
     """Amazon's s3torchconnector, as it comes."""
     from s3torchconnector import S3ClientConfig, S3MapDataset
@@ -163,15 +131,11 @@ def ours(source: Source, decoder: str) -> Dataset[Item]:
 
 WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
     "forerunner": Forerunner,
-    "boto3": Boto3,
-    "s3fs": S3fs,
     "connector": connector,
     "local": local,
     "pil": lambda source: ours(source, "pil"),
-    "tensor": lambda source: ours(source, "tensor"),
     "ahead": lambda source: ours(source, "tensor"),
 }
-READING_AHEAD = ("ahead",)
 
 
 class Some(Sampler[int]):
@@ -199,24 +163,24 @@ def loader(dataset: Dataset[Item], sampler: Some, num_workers: int, *, reads_ahe
 
 
 def main() -> None:
-    """Read what is asked for, and tell how long each took."""
+    """Read what is asked for, and print how long each read took."""
     way, folder, near, far, prefix = sys.argv[1:]
-    loaders: dict[tuple[bool, int], tuple[Some, DataLoader[Item]]] = {}
+    loaders: dict[tuple[str, int], tuple[Some, DataLoader[Item]]] = {}
     print("@ready", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        place = (asked["is_far"], asked["num_workers"])
-        if place not in loaders:
-            source = Source(folder=Path(folder), endpoint=far if asked["is_far"] else near, prefix=prefix)
+        place, num_workers, count = json.loads(line)
+        if (place, num_workers) not in loaders:
+            source = Source(folder=Path(folder), endpoint=far if place == "far" else near, prefix=prefix)
             dataset, sampler = WAYS[way](source), Some(len(source.keys))
-            loaders[place] = sampler, loader(dataset, sampler, asked["num_workers"], reads_ahead=way in READING_AHEAD)
-        sampler, batches = loaders[place]
-        sampler.count = asked["count"]
+            batches = loader(dataset, sampler, num_workers, reads_ahead=way == "ahead")
+            loaders[place, num_workers] = sampler, batches
+        sampler, batches = loaders[place, num_workers]
+        sampler.count = count
         began = time.perf_counter()
         shapes = [images.shape for images, _ in batches]
         seconds = time.perf_counter() - began
-        if sum(shape[0] for shape in shapes) != asked["count"] or any(shape[1:] != (3, 250, 250) for shape in shapes):
-            raise ValueError(f"{way}: {asked['count']} images were asked for, {shapes} came")
+        if sum(shape[0] for shape in shapes) != count or any(shape[1:] != (3, 250, 250) for shape in shapes):
+            raise ValueError(f"{way}: {count} images were asked for, {shapes} came")
         print("@done", seconds, flush=True)
 
 

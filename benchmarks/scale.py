@@ -1,8 +1,7 @@
 """What a gang costs its driver as it grows: gangs of up to 10,000 ranks, on one machine; and a million log records.
 
-    python benchmarks/scale.py                            # four sizes, three rounds, some six minutes
-    python benchmarks/scale.py --sizes 100 5000           # sizes of your own
-    python benchmarks/scale.py --ranks-per-agent 1 4 8    # the largest size with more ranks on each worker, too
+    python benchmarks/scale.py                            # 10,000 ranks, three rounds, some four minutes
+    python benchmarks/scale.py --sizes 500 1000 5000 --per-agent 8
     python benchmarks/scale.py --quick                    # small gangs: does it still run?
 
 The driver is the real one, with the Deck's observer. Its agents are simulated, all in one process without torch: they
@@ -16,39 +15,27 @@ live       the share of a core that the driver takes for the heartbeats of ranks
 results    from the moment all ranks deliver until `run` returns them, agents dismissed
 abort      from one rank's failure until all the others have ended and the error is raised
 
-Each phase is given twice, in milliseconds per rank: by the clock, and what the driver's threads took of the
-processor. Driver and agents share the machine's cores, so the agents' own work is part of the former, and not of the
-latter. Where a phase grows in proportion to the number of ranks, both are the same in every row.
+Of each phase the seconds by the clock and the processor time of the driver's threads are shown as they come. Driver and
+agents share the machine's cores, so the clock has the agents' own work, too. Where a phase grows in proportion to the
+number of ranks, its processor time per rank is the same for all sizes.
 
-Then a thousand workers with eight GPUs each are given their ranks: how long that takes. And a real rank on this node
-logs as fast as it can, by its agent to the driver and there to the Deck and a terminal: how much memory the driver has
-after a tenth of the records, and after all.
+Then a real rank on this node logs as fast as it can, by its agent to the driver and there to the Deck and a terminal:
+how much memory the driver has after a tenth of the records, and after all.
 
 This process imports nothing but the standard library; what is measured runs in processes of its own.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from figures import Figure, Goal, reported
-from launch import machine
-from running import Program, nothing_left
+from figures import Figure, at_most, report
+from running import SERVE, Program, asked, nothing_left
 
-PHASES = ("start", "form", "results", "abort")
 Seconds = tuple[float, float]
 """Of the clock, and of processor time that the driver took."""
-LARGE = 10_000
-"""The number of ranks for which there are goals."""
-NUM_WORKERS, NUM_GPUS = 1_000, 8
-"""That are given their ranks, so many each."""
-NUM_PLACEMENTS = 7
 LIVE_SECONDS = 4.0
 TIME_LIMIT = 900.0
 """Seconds for one gang."""
@@ -166,7 +153,7 @@ while True:
     due = max(due, time.monotonic() - interval) if agents else time.monotonic() + interval
 """
 
-DRIVER = f"""{SETUP}
+DRIVER = f"""{SETUP}{SERVE}
 import subprocess
 import threading
 import psutil
@@ -179,7 +166,6 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks, worker_order
 
 class Agents:
     def start(self):
@@ -251,16 +237,6 @@ def run(num_ranks, per_agent, ending):
     spans = zip(moments, moments[1:])
     return {{phase: [b - a for a, b in zip(*span)] for phase, span in zip(phases, spans, strict=True)}}
 
-def place(num_workers, num_gpus):
-    gpus = tuple(map(str, range(num_gpus)))
-    what = {{"num_cores": 64, "gpus": gpus, "gpu_names": gpus, "interface": None, "versions": {{}}}}
-    nodes = [Node(worker=address, host=address, **what) for address in reversed(addresses(num_workers))]
-    began_at = time.perf_counter()
-    nodes.sort(key=lambda node: worker_order(node.worker))
-    places = place_ranks(nodes, num_gpus)
-    assert choose_backend("auto", nodes, places) == "nccl"
-    return time.perf_counter() - began_at
-
 def log_records(count):
     for step in range(count):
         current_rank().log({{"loss": 1 / (1 + step), "accuracy": 0.5, "epoch": step // 10_000}}, step=step)
@@ -272,7 +248,7 @@ class Memory(Observer):
     def logged(self, record):
         self.count += 1
         if self.count in self.moments:
-            self.found.append([psutil.Process().memory_info().rss, *now()])
+            self.found.append(psutil.Process().memory_info().rss)
 
 def log(count):
     memory = Memory(count // 10, count)
@@ -284,10 +260,7 @@ def log(count):
 if __name__ == "__main__":
     agents = Agents()
     agents.start()
-    print("@ready", flush=True)
-    for line in sys.stdin:
-        what, *how = json.loads(line)
-        print("@done", json.dumps(globals()[what](*how)), flush=True)
+    serve(lambda what, *how: globals()[what](*how))
 """
 
 
@@ -306,19 +279,13 @@ class Size:
 Taken = dict[Size, dict[str, list[Seconds]]]
 
 
-def told(driver: Program, *order: object) -> Any:
-    """What the driver finds when it is told to do something."""
-    driver.tell(json.dumps(order))
-    return json.loads(driver.hear("done", TIME_LIMIT))
-
-
 def measure(driver: Program, sizes: Sequence[Size], rounds: int) -> Taken:
     """For each size and phase, what every gang took."""
     taken: Taken = {size: {} for size in sizes}
     for number in range(1, rounds + 1):
         for size in sizes:
             for ending in ("deliver", "fail"):
-                times = told(driver, "run", size.num_ranks, size.per_agent, ending)
+                times = driver.call("run", size.num_ranks, size.per_agent, ending, timeout=TIME_LIMIT)
                 for phase, seconds in times.items():
                     taken[size].setdefault(phase, []).append(seconds)
                 shown = ", ".join(f"{phase} {clock:.2f} ({own:.2f})" for phase, (clock, own) in times.items())
@@ -327,99 +294,40 @@ def measure(driver: Program, sizes: Sequence[Size], rounds: int) -> Taken:
 
 
 def main() -> None:
-    """Measure, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[500, 1000, 2000, LARGE], help="numbers of ranks")
-    parser.add_argument("--ranks-per-agent", type=int, nargs="+", default=[1, 8], help="of the largest size")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
-    parser.add_argument("--records", type=int, default=1_000_000, help="that a rank logs (default: 1,000,000)")
-    parser.add_argument("--quick", action="store_true", help="small gangs")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.sizes, asked.rounds, asked.records = [48], 1, 20_000
-    sizes = [Size(count, 1) for count in asked.sizes]
-    sizes += [Size(max(asked.sizes), per_agent) for per_agent in asked.ranks_per_agent if per_agent > 1]
+    """Measure, and print the table."""
+    arguments = asked(
+        __doc__,
+        rounds=(3, 1, "rounds that count"),
+        sizes=([10_000], [48], "numbers of ranks"),
+        per_agent=(1, 1, "ranks of an agent"),
+        records=(1_000_000, 20_000, "records that a rank logs"),
+    )
+    sizes = [Size(count, arguments.per_agent) for count in arguments.sizes]
     with nothing_left("scale") as folder:
         (folder / "driver").mkdir()
         (folder / "driver" / "agents.py").write_text(AGENTS)
         driver = Program.of(DRIVER, folder / "driver")
         driver.hear("ready")
         measure(driver, [Size(8, 1)], 1)  # imports what is imported late
-        placements = [told(driver, "place", NUM_WORKERS, NUM_GPUS) for _ in range(NUM_PLACEMENTS)]
-        memory = told(driver, "log", asked.records)
-        print(f"placed in {spread(placements)} s; memory, clock and processor by records: {memory}", file=sys.stderr)
-        taken = measure(driver, sizes, asked.rounds)
-    print(machine())
-    print(f"| ranks | per agent | {' | '.join(f'{phase}, ms per rank: clock; driver' for phase in PHASES)} | live |")
-    print(f"|{'---|' * (len(PHASES) + 3)}")
-    for size, phases in taken.items():
-        cells = [
-            "; ".join(spread(1000 * each / size.num_ranks for each in part) for part in zip(*phases[it], strict=True))
-            for it in PHASES
-        ]
-        live = statistics.median(own / clock for clock, own in phases["live"])
-        print(f"| {size.num_ranks} | {size.per_agent} | {' | '.join(cells)} | {100 * live:.1f} % |")
-    print("", *reported([*of_gangs(taken), of_placement(placements), *of_records(asked.records, memory)]), sep="\n")
+        memory = driver.call("log", arguments.records, timeout=TIME_LIMIT)
+        taken = measure(driver, sizes, arguments.rounds)
+    report([*of_gangs(taken), of_records(arguments.records, memory)], arguments.on)
 
 
 def of_gangs(taken: Taken) -> Iterator[Figure]:
-    """What was to be reached, and what was."""
+    """Return the row of each gang."""
     for size, phases in taken.items():
-        starts = [clock for clock, _ in phases["start"]]
-        yield Figure(what=f"{size}, the driver: from the call to the last order", here=starts)
         live = [100 * own / clock for clock, own in phases["live"]]
-        goals = [Goal(bound=20, of="here", at_most=True)] if size.num_ranks >= LARGE else []
-        yield Figure(what=f"{size}, the driver: of one core for heartbeats", here=live, unit="%", goals=goals)
-    first, *others = [size for size in taken if size.per_agent == 1]
-    if others:
-        yield Figure.beside(
-            what=f"{others[-1]}, the driver: processor time per rank for forming, results and abort",
-            here=per_rank(others[-1], taken[others[-1]]),
-            peer=f"{first.num_ranks} ranks",
-            theirs=per_rank(first, taken[first]),
-            unit="ms",
-            share=True,
-            goals=[Goal(bound=1.25, at_most=True)],
+        yield Figure(
+            what=f"{size}, the driver: of one core for heartbeats", here=live, unit="%", goals=at_most(20, "here")
         )
 
 
-def per_rank(size: Size, phases: dict[str, list[Seconds]]) -> list[float]:
-    """By round, milliseconds of the driver's processor time in all phases that end."""
-    starts, forms = (
-        [statistics.mean(pair) for pair in zip(it[::2], it[1::2], strict=True)]  # of two gangs in each round
-        for it in ([own for _, own in phases[phase]] for phase in ("start", "form"))
-    )
-    results, aborts = ([own for _, own in phases[phase]] for phase in ("results", "abort"))
-    return [1000 * sum(each) / size.num_ranks for each in zip(starts, forms, results, aborts, strict=True)]
-
-
-def of_placement(seconds: Sequence[float]) -> Figure:
-    """How long it takes to say who gets which rank."""
-    return Figure(
-        what=f"{NUM_WORKERS * NUM_GPUS:,} ranks placed on {NUM_WORKERS:,} workers of {NUM_GPUS} GPUs",
-        here=[1000 * each for each in seconds],
-        unit="ms",
-        goals=[Goal(bound=100, of="here", at_most=True)],
-    )
-
-
-def of_records(count: int, memory: Sequence[tuple[float, float, float]]) -> Iterator[Figure]:
-    """What becomes of a driver to which a rank logs without end."""
-    (before, began_at, _), (after, ended_at, _) = memory
-    yield Figure(
-        what=f"{count:,} log records: the driver's memory, more than after {count // 10:,}",
-        here=[(after - before) / (1 << 20)],
-        unit="MiB",
-        goals=[Goal(bound=5, of="here", at_most=True)],
-    )
-    rate = 0.9 * count / (ended_at - began_at)
-    yield Figure(what="log records of one rank that the driver shows per second", here=[rate], unit="records/s")
-
-
-def spread(values: Iterable[float]) -> str:
-    """Median, least and greatest."""
-    ordered = sorted(values)
-    return f"{statistics.median(ordered):.2f} ({ordered[0]:.2f}–{ordered[-1]:.2f})"
+def of_records(count: int, memory: Sequence[float]) -> Figure:
+    """Return the row of a driver to which a rank logs without end."""
+    before, after = memory
+    what = f"{count:,} log records: the driver's memory, more than after {count // 10:,}"
+    return Figure(what=what, here=[(after - before) / (1 << 20)], unit="MiB", goals=at_most(5, "here"))
 
 
 if __name__ == "__main__":

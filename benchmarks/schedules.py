@@ -1,13 +1,12 @@
 """Disturb gangs by random schedules of faults, and check that each ends as it must.
 
-    python benchmarks/chaos.py --schedules 200            # some forty minutes; prints the seed it has drawn
-    python benchmarks/chaos.py --schedules 200 --seed 7
-    python benchmarks/chaos.py --seed 7 --only 31         # one of them again
+`chaos.py` is the command. Each schedule has a driver of its own, which trains on real Dask processes; a cluster that no
+fault has hit serves the next schedule, too. `verdicts.py` draws the schedules and has what must be so.
 
-For each schedule a driver of its own trains on real Dask processes; a cluster that is as it was serves the next as
-well. What is drawn and what is asserted stands in `verdicts.py`. The training is exact: each step adds up integers over
-all ranks, so that its result depends on the number of steps alone, not on the ranks or on how often it was resumed. It
-goes on until it is told to finish, so that every fault finds a gang to disturb.
+The training is exact: each step adds up integers over all ranks, so that its result depends on the number of steps
+alone, not on the ranks or on how often it was resumed. With `Setting.trains_model` each step also trains a model, and
+an undisturbed training of as many steps has the weights that must come out. A training goes on until it is told to
+finish, so that every fault finds a gang to disturb.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from running import (
-    ROOT,
     Cluster,
     Program,
     children_of,
@@ -42,7 +41,6 @@ from running import (
 from verdicts import (
     GRACE_AFTER_DRIVER,
     MAX_MEMORY_GROWTH,
-    MOMENTS,
     PRIME,
     SAMPLES,
     TAIL,
@@ -51,7 +49,6 @@ from verdicts import (
     Note,
     Schedule,
     Story,
-    draw,
     judge,
 )
 
@@ -65,11 +62,40 @@ PROGRESS = 3
 """Steps that every rank takes before a gang counts as trained again."""
 
 DRIVER = f"""
-import gc, json, os, signal, sys, threading, time
+import gc, hashlib, json, os, signal, sys, threading, time
 from distributed import Client
 from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 
-def train(folder, pace, save_interval, ballast):
+class Learner:
+    def __init__(self, state):
+        import torch
+        from tasks import char_lstm, names
+
+        torch.manual_seed(0)
+        self.model = torch.nn.parallel.DistributedDataParallel(char_lstm.CharLSTM())
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.batches = char_lstm.windows(names.load_names().names).long().split(64)
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def state(self):
+        return {{"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}}
+
+    def step(self, step, rank):
+        import torch
+
+        torch.manual_seed(1000 * step + rank)  # dropout's
+        batch = self.batches[(2 * step + rank) % (len(self.batches) - 1)]
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(batch[:, :-1]).transpose(1, 2), batch[:, 1:]).backward()
+        self.optimizer.step()
+
+    def digest(self):
+        weights = b"".join(tensor.numpy().tobytes() for tensor in self.model.state_dict().values())
+        return int(hashlib.sha256(weights).hexdigest()[:12], 16)
+
+def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
     import torch
     from torch import distributed
 
@@ -77,8 +103,9 @@ def train(folder, pace, save_interval, ballast):
     rank = current_rank()
     checkpoint = rank.checkpoint
     attempt = checkpoint.attempt
-    state = checkpoint.load() or {{"step": 0, "value": 0, "last": None}}
+    state = checkpoint.load() or {{"step": 0, "value": 0, "last": last_step, "learner": None}}
     step, value, last = state["step"], state["value"], state["last"]
+    learner = Learner(state["learner"]) if trains_model else None
     notes = open(os.path.join(folder, f"rank-{{rank.rank}}"), "a", buffering=1)
 
     def note(kind):
@@ -87,7 +114,8 @@ def train(folder, pace, save_interval, ballast):
     def save():
         note("save")
         padding = torch.full((ballast << 17,), step, dtype=torch.int64)
-        checkpoint.save({{"step": step, "value": value, "last": last, "padding": padding}}, step)
+        learnt = learner and learner.state()
+        checkpoint.save({{"step": step, "value": value, "last": last, "padding": padding, "learner": learnt}}, step)
 
     note("start")
     while step != last:
@@ -99,6 +127,8 @@ def train(folder, pace, save_interval, ballast):
         sums = torch.tensor([total, int(is_last_call)])
         distributed.all_reduce(sums)
         value = (value * 31 + int(sums[0])) % {PRIME}
+        if learner:
+            learner.step(step, rank.rank)
         if last is None and sums[1]:
             last = step + {TAIL}
         note("step")
@@ -111,7 +141,7 @@ def train(folder, pace, save_interval, ballast):
             save()
     note("returning")
     time.sleep(0.25 if rank.is_main else 0.1)
-    return [step, value]
+    return [step, learner.digest() if learner else value]
 
 def nothing():
     return None
@@ -135,6 +165,9 @@ class Watcher(Observer):
 
     def restarting(self, reason, step):
         self._write("restarting", text=reason, step=step)
+
+    def accounted(self, goodput):
+        self._write("accounted", goodput=goodput.as_dict())
 
     def noted(self, text):
         self._write("noted", text=text)
@@ -176,14 +209,19 @@ def main(settings):
     say("ready", census())
     sys.stdin.readline()
     gang = Gang(**settings["gang"], observers=(lambda: Watcher(folder),))
-    results, outcome, message = [], "finished", ""
+    results, outcome, message, began_at = [], "finished", "", time.monotonic()
     try:
         futures = dispatch.run(client, train, folder, *settings["train"], gang=gang)
         say("launched")
         results = futures.result()
     except Exception as error:
         outcome, message = type(error).__name__, str(error)
-    say("outcome", [outcome, message, results])
+    say("outcome", [outcome, message, results, time.monotonic() - began_at])
+    if settings["trains_model"] and results:
+        os.mkdir(other := os.path.join(folder, "undisturbed"))
+        pace, *others = settings["train"]
+        gang = Gang(ranks_per_worker=settings["gang"]["ranks_per_worker"])
+        say("undisturbed", dispatch.run(client, train, other, 0.0, *others, results[0][0], gang=gang).result())
     futures = results = None
     for line in sys.stdin:
         if line.strip() == "census":
@@ -240,25 +278,17 @@ def pod_of(nanny: int) -> list[int]:
 
 def addresses_of(pid: int) -> set[str]:
     """Where a Dask worker listens, as Dask has it."""
-    links = set(links_of(pid))
-    found = set()
-    for line in read("/proc/net/tcp").splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
-            found.add(f"tcp://127.0.0.1:{int(fields[1].partition(':')[2], 16)}")
-    return found
-
-
-def links_of(pid: int) -> Iterator[str]:
-    """What a process has open."""
-    for entry in entries(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # not any more
-            yield str(entry.readlink())
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {f"tcp://127.0.0.1:{it.laddr.port}" for it in connections if it.status == psutil.CONN_LISTEN}
 
 
 def census_of(pid: int) -> dict[str, int]:
     """Descriptors by kind, threads and bytes of memory of a process."""
-    kinds = Counter("file" if link.startswith("/") else link.partition("[")[0].rstrip(":") for link in links_of(pid))
+    kinds: Counter[str] = Counter()
+    for entry in entries(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed since
+            link = str(entry.readlink())
+            kinds["file" if link.startswith("/") else link.partition("[")[0].rstrip(":")] += 1
     return {**kinds, "threads": len(entries(f"/proc/{pid}/task")), "memory": memory_of(pid)}
 
 
@@ -648,7 +678,8 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         "cluster": cluster.contact,
         "is_warm": setting.is_warm,
         "heeds_sigterm": setting.heeds_sigterm,
-        "train": [PACE, setting.save_interval, setting.ballast],
+        "train": [PACE, setting.save_interval, setting.ballast, setting.trains_model],
+        "trains_model": setting.trains_model,
         "gang": {
             "ranks_per_worker": setting.ranks_per_worker,
             "min_workers": setting.min_workers,
@@ -657,7 +688,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
             "start_timeout": setting.start_timeout,
         },
     }
-    driver = Program.of(DRIVER, folder / "driver", json.dumps(arguments), environment={"PYTHONPATH": str(ROOT)})
+    driver = Program.of(DRIVER, folder / "driver", json.dumps(arguments))
     gang = Watched(driver, cluster, traces)
     before_driver = json.loads(driver.hear("ready"))
     memory_before = memory_of(driver.pid)
@@ -670,7 +701,7 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
     except LostPatienceError as error:
         gang.story.troubles.append(str(error))
         _note_state(gang)
-    _take_outcome(gang)
+    _take_outcome(gang, trains_model=setting.trains_model)
     _check_what_is_left(gang, setting.is_warm, before_driver, memory_before, before)
     return gang.story
 
@@ -681,12 +712,14 @@ def _note_state(gang: Watched) -> None:
     gang.story.troubles.append(f"at that time: {last}, workers {gang.workers}, {list(gang.cluster.workers())}")
 
 
-def _take_outcome(gang: Watched) -> None:
+def _take_outcome(gang: Watched, *, trains_model: bool) -> None:
     story = gang.story
     patience = 1.0 if story.troubles else PATIENCE
     ended_at = time.monotonic()
     try:
-        story.outcome, story.message, story.results = json.loads(gang.driver.hear("outcome", patience))
+        story.outcome, story.message, story.results, story.wall = json.loads(gang.driver.hear("outcome", patience))
+        if trains_model and story.results:
+            story.undisturbed = json.loads(gang.driver.hear("undisturbed", 600))
     except SystemExit as end:
         story.outcome, story.message = ("died", "") if "ended before" in str(end) else ("none", str(end)[:200])
     now = time.time()
@@ -798,32 +831,37 @@ REUSABLE = ("rank", "driver")
 """Faults of these leave a cluster as it was."""
 
 
-def run_all(seed: int, indices: list[int], folder: Path) -> bool:
-    """Run schedules, a line each, and sum up; whether all ended as they must."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
-    os.environ["TMPDIR"] = str(temporary)
-    stage = Stage(folder)
-    counts: Counter[tuple[str, str]] = Counter()
-    failed: dict[int, list[str]] = {}
-    began_at = time.monotonic()
-    num_run = 0
-    with contextlib.suppress(KeyboardInterrupt):  # what there is by then is worth its summary
-        for index in indices:
-            schedule = draw(seed, index)
+@dataclass(frozen=True)
+class Ended:
+    """What came of the schedules that were run."""
+
+    stories: list[Story]
+    failed: dict[int, list[str]]
+    """Index of a schedule -> what was not as it must be."""
+
+
+def run_all(drawn: list[Schedule], folder: Path) -> Ended:
+    """Run schedules, a line each, and sum up."""
+    (folder / "tmp").mkdir()
+    os.environ["TMPDIR"] = str(folder / "tmp")
+    stage, ended, began_at = Stage(folder), Ended([], {}), time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):  # the schedules that were run are worth their summary
+        for schedule in drawn:
+            here = folder / f"schedule-{schedule.index}"
             started_at = time.monotonic()
-            story = _run_or_say_why_not(schedule, stage, folder / f"schedule-{index}")
+            story = _run_or_say_why_not(schedule, stage, here)
             found = judge(schedule, story)
-            if index == indices[-1] or found or any(fault.target not in REUSABLE for fault in schedule.faults):
+            if schedule is drawn[-1] or found or any(fault.target not in REUSABLE for fault in schedule.faults):
                 found += [f"left over: {what}" for what in stage.end()]
-            counts.update((made.fault.name, made.fault.moment) for made in story.made)
+            ended.stories.append(story)
             print(_line(schedule, story, found, time.monotonic() - started_at), flush=True)
             if found:
-                failed[index] = found
-                _explain(schedule, story, found, folder / f"schedule-{index}")
-            num_run += 1
-    print("", *_table(counts), "", *_summary(seed, num_run, failed, time.monotonic() - began_at), sep="\n", flush=True)
-    return not failed and num_run == len(indices)
+                ended.failed[schedule.index] = found
+                _explain(schedule, story, found, here)
+    counts = Counter(made.fault.name for story in ended.stories for made in story.made)
+    print("", ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())), sep="\n")
+    print(*_summary(drawn[0].seed, ended, time.monotonic() - began_at), sep="\n", flush=True)
+    return ended
 
 
 def _run_or_say_why_not(schedule: Schedule, stage: Stage, folder: Path) -> Story:
@@ -858,18 +896,8 @@ def _explain(schedule: Schedule, story: Story, found: list[str], folder: Path) -
     print(*(f"       | {line[:200]}" for line in log[-15:]), sep="\n", flush=True)
 
 
-def _table(counts: Counter[tuple[str, str]]) -> Iterator[str]:
-    """How often each fault was made, by moment."""
-    yield f"| fault | {' | '.join(MOMENTS)} | all |"
-    yield f"|---{'|---' * (len(MOMENTS) + 1)}|"
-    for name in sorted({name for name, _ in counts}, key=lambda name: name.partition(" ")[::-1]):
-        row = [counts[name, moment] for moment in MOMENTS]
-        yield f"| {name} | {' | '.join(str(count or '') for count in row)} | {sum(row)} |"
-    columns = [sum(counts[key] for key in counts if key[1] == moment) for moment in MOMENTS]
-    yield f"| all | {' | '.join(map(str, columns))} | {sum(columns)} |"
-
-
-def _summary(seed: int, num_run: int, failed: dict[int, list[str]], seconds: float) -> Iterator[str]:
-    yield f"- {num_run - len(failed)} of {num_run} schedules as they must be; {seconds:.0f} s"
-    for index, found in failed.items():
+def _summary(seed: int, ended: Ended, seconds: float) -> Iterator[str]:
+    num_run = len(ended.stories)
+    yield f"- {num_run - len(ended.failed)} of {num_run} schedules as they must be; {seconds:.0f} s"
+    for index, found in ended.failed.items():
         yield f"- failed, again with --seed {seed} --only {index}: {found[0][:200]}"

@@ -27,7 +27,6 @@ This process imports nothing but the standard library; it ends all that it has s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -36,8 +35,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import machine
-from running import ROOT, Cluster, Program, nothing_left, started_here, worker_below, worker_of
+from running import Cluster, Program, asked, nothing_left, started_here, worker_below, worker_of
 from schedules import census_of, is_rank, is_server
 
 MEMORY_SHARE = 0.05
@@ -265,15 +263,12 @@ def serve(driver: Program, last: int, began_at: float) -> tuple[dict[str, int], 
 
 def main() -> None:
     """Run the gangs, count, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gangs", type=int, default=1000, metavar="N", help="how many gangs (default: 1,000)")
-    parser.add_argument("--quick", action="store_true", help="60 gangs: does it still run?")
-    parser.add_argument("--seed", type=int, default=0, help="decides what becomes of each (default: 0)")
-    arguments = parser.parse_args()
-    num_gangs = 60 if arguments.quick else arguments.gangs
+    options = {"gangs": (1000, 60, "how many gangs"), "seed": (0, 0, "decides what becomes of each")}
+    arguments = asked(__doc__, **options)
+    num_gangs = arguments.gangs
     if num_gangs < 20:
-        parser.error("--gangs must be 20 or more")
-    print(machine(), f"seed {arguments.seed}", sep="\n", flush=True)
+        sys.exit("--gangs must be 20 or more")
+    print(arguments.on, f"seed {arguments.seed}", sep="\n", flush=True)
     first = max(10, num_gangs // 10)
     with nothing_left("soak") as folder:
         for name in ("tmp", "gangs"):
@@ -282,7 +277,7 @@ def main() -> None:
         cluster = Cluster(folder / "cluster", 2)
         settings = {"cluster": cluster.contact, "folder": str(folder / "gangs"), "seed": arguments.seed}
         settings["gangs"] = num_gangs
-        driver = Program.of(DRIVER, folder / "driver", json.dumps(settings), environment={"PYTHONPATH": str(ROOT)})
+        driver = Program.of(DRIVER, folder / "driver", json.dumps(settings))
         driver.hear("ready")
         began_at = time.monotonic()
         censuses: dict[int, Census] = {}

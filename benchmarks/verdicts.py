@@ -25,6 +25,8 @@ GRACE_AFTER_DRIVER = 6.0
 """Seconds from a driver's sudden end to that of its last rank, of which four are for a busy machine."""
 MAX_RECOVERY = 60.0
 """Seconds from a fault, or from the end of a suspension, to training again or to the end."""
+MAX_UNACCOUNTED = 0.02
+"""Share of the wall time that a gang's goodput may leave unexplained."""
 MAX_MEMORY_GROWTH = 128 << 20
 """Bytes by which a driver or a worker may have grown over one gang, whose state is 8 MiB at most."""
 
@@ -58,6 +60,8 @@ class Setting:
     is_warm: bool
     """The driver has run a gang before."""
     start_timeout: float = 90.0
+    trains_model: bool = False
+    """Each step also trains a model, whose weights must be those of an undisturbed training, bit for bit."""
 
     @property
     def world_size(self) -> int:
@@ -193,6 +197,43 @@ def draw(seed: int, index: int) -> Schedule:
     return Schedule(seed, index, setting, tuple(faults))
 
 
+CHAIN = (("rank", "SIGKILL"), ("rank", "SIGSEGV"), ("rank", "SIGSTOP"), ("worker", "SIGKILL"))
+
+
+def draw_chain(seed: int, num_faults: int) -> Schedule:
+    """Return a long schedule: a model is trained while such faults come one after the other, equally often.
+
+    Each fault comes at least eight steps after the last, so that no error comes at the same step twice.
+    """
+    rng = random.Random(f"{seed}/chain")
+    kinds = [CHAIN[number % len(CHAIN)] for number in range(num_faults)]
+    rng.shuffle(kinds)
+    faults = [
+        Fault(
+            target=target,
+            signum=Signals[name],
+            moment="middle",
+            victim=rng.randrange(6),
+            steps=rng.randint(8, 15),
+            seconds=LONG_STOP if name == "SIGSTOP" else None,
+        )
+        for target, name in kinds
+    ]
+    setting = Setting(
+        num_workers=2,
+        ranks_per_worker=1,
+        min_workers=None,
+        max_restarts=10_000,
+        hang_timeout=HANG_TIMEOUT,
+        save_interval=3,
+        ballast=0,
+        heeds_sigterm=True,
+        is_warm=True,
+        trains_model=True,
+    )
+    return Schedule(seed, 0, setting, tuple(faults))
+
+
 def _moments_after(faults: list[Fault], min_workers: int | None, max_restarts: int) -> dict[str, int]:
     """When the next fault may come, after these."""
     if not faults:
@@ -285,6 +326,11 @@ class Story:
     """`finished`, `died`, or an error's type."""
     message: str = ""
     results: list[list[int]] = field(default_factory=list)
+    """Steps and value of each rank."""
+    undisturbed: list[list[int]] = field(default_factory=list)
+    """Results of a training of as many steps without faults; of a model alone."""
+    wall: float = 0.0
+    """Seconds from the call to its result."""
     troubles: list[str] = field(default_factory=list)
     """What the runner has found amiss by itself: what did not come in time, what was left over."""
 
@@ -300,7 +346,8 @@ def judge(schedule: Schedule, story: Story) -> list[str]:
     """All that was not as it should be."""
     found = list(story.troubles)
     found += _judge_outcome(schedule, story)
-    found += _judge_results(story)
+    found += _judge_results(schedule, story)
+    found += _judge_account(schedule, story)
     found += _judge_blame(schedule, story)
     found += _judge_steps(story)
     found += _judge_stop(schedule, story)
@@ -422,8 +469,20 @@ def _must_defeat(fault: Fault) -> bool:
     return fault.signum in (Signals.SIGKILL, Signals.SIGSEGV)
 
 
-def _judge_results(story: Story) -> Iterator[str]:
+def _judge_account(schedule: Schedule, story: Story) -> Iterator[str]:
+    """The parts of the goodput add up to the wall time, in a long training."""
+    for event in story.of_kind("accounted") if schedule.setting.trains_model else ():
+        parts = sum(seconds for name, seconds in event["goodput"].items() if name != "total")
+        if abs(parts / story.wall - 1) > MAX_UNACCOUNTED:
+            yield f"the goodput's parts are {parts:.2f} s of {story.wall:.2f} s"
+
+
+def _judge_results(schedule: Schedule, story: Story) -> Iterator[str]:
     if story.outcome != "finished":
+        return
+    if schedule.setting.trains_model:
+        if story.results != story.undisturbed:
+            yield f"steps and weights are {story.results}, undisturbed {story.undisturbed}"
         return
     world_size = _placed(story)[-1][0]
     if len(story.results) != world_size:

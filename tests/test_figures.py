@@ -1,4 +1,4 @@
-"""The table of the benchmarks: what a figure says of itself, and what `benchmarks/all.py` makes of many."""
+"""Harness of the benchmarks: the row of a figure, the table that `benchmarks/all.py` writes, options and turns."""
 
 import json
 import sys
@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they import each other as scripts do
 
 import all as everything
-from figures import FILE, Figure, Goal, reported
+from figures import FILE, Figure, Goal, report
+from running import MODULES, asked, take_turns
 
 ON = "2026-11-23; 2 cores, load 0.4 before the start; Python 3.11.7"
 
@@ -39,22 +40,27 @@ def test_a_goal_that_was_missed_stands_in_bold_where_it_was_missed():
     goals = [Goal(bound=1.5, of="here", at_most=True), Goal(bound=2)]
     figure = Figure.beside("peer", [3.0], what="launch", here=[2.0], goals=goals)
     assert figure.cells()[1:] == ["**2 s**", "peer 3 s", "**1.5 x as fast**", "at most 1.5 s; at least 2 x"]
-    assert list(figure.lines()) == [
-        "- launch: missed, 2 s; goal at most 1.5 s",
-        "- launch beside peer: missed, 1.5 x as fast; goal at least 2 x",
-    ]
 
 
 def test_the_median_decides():
     figure = Figure(what="launch", here=[1.0, 1.0, 9.0], goals=[Goal(bound=1.0, of="here", at_most=True)])
-    assert "reached" in next(iter(figure.lines()))
+    assert not figure.misses("here")
 
 
-def test_figures_are_written_down_only_where_they_are_asked_for(tmp_path, monkeypatch):
+def test_the_quickest_of_several_peers_is_the_measure_of_each_round():
+    figure = Figure.beside_quickest({"a": [4.0, 2.0], "b": [3.0, 9.0]}, what="launch", here=[1.0, 1.0])
+    assert figure.ratios == [3.0, 2.0]
+    assert figure.peer.startswith("a 3 s (2-4), b 6 s (3-9)")
+
+
+def test_figures_are_printed_and_written_down_only_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
     figure = Figure.beside("peer", [3.0], what="launch", here=[2.0], goals=[Goal(bound=1)])
-    assert len(list(reported([figure]))) == 1
+    report([figure], ON)
+    printed = capsys.readouterr().out
+    assert ON in printed
+    assert "| launch | 2 s |" in printed
     monkeypatch.setenv(FILE, str(tmp_path / "figures"))
-    list(reported([figure]))
+    report([figure], ON)
     (line,) = (tmp_path / "figures").read_text().splitlines()
     assert everything.figure_of(json.loads(line)) == figure
 
@@ -92,5 +98,34 @@ def test_what_was_not_measured_again_is_in_no_comparison():
 
 
 def test_every_command_is_a_benchmark_that_reports_its_figures():
-    for command in everything.COMMANDS:
-        assert "reported(" in (everything.BENCHMARKS / command.script).read_text(), command
+    for script, *_ in everything.COMMANDS:
+        assert "report(" in (everything.BENCHMARKS / script).read_text(), script
+
+
+def test_a_new_measurement_takes_the_place_of_all_rows_of_the_same_name():
+    of = {"a.py": kept(Figure(what="launch", here=[2.0])), "old.py": kept(Figure(what="launch", here=[3.0]))}
+    everything.replace(of, "a.py", kept(Figure(what="launch", here=[1.0])))
+    assert [each["figures"][0]["here"] for each in of.values()] == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    "given, rounds, size", [([], 5, [300.0]), (["--quick"], 1, [2.0]), (["--size", "7"], 5, [7.0])]
+)
+def test_an_option_has_its_usual_value_its_quick_one_or_the_given_one(given, rounds, size, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch.py", *given])
+    found = asked("about", rounds=(5, 1, "rounds"), size=([300.0], [2.0], "megabytes"))
+    assert (found.rounds, found.size) == (rounds, size)
+
+
+def test_contestants_that_are_skipped_or_not_installed_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--skip", "b"])
+    monkeypatch.setitem(MODULES, "c", "no_such_module")
+    assert asked("about", ["a", "b", "c"]).ways == ["a"]
+    assert "c is left out" in capsys.readouterr().err
+
+
+def test_each_round_has_each_way_once_and_the_first_round_does_not_count():
+    calls = []
+    found = take_turns({name: lambda it=name: calls.append(it) or len(calls) for name in "ab"}, 2)
+    assert calls == list("ababab")
+    assert found == {"a": [3, 5], "b": [4, 6]}

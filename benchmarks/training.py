@@ -1,0 +1,276 @@
+"""Throughput of a training as a gang and under `torchrun`, and what supervision, metrics and checkpoints cost.
+
+    python benchmarks/training.py                         # two starts of ten rounds, ten minutes on two cores
+    python benchmarks/training.py --ranks 1 4 16          # numbers of ranks (default: 1, 2, 4, ... up to GPUs or cores)
+    python benchmarks/training.py --quick                 # one start of two rounds: does it still run?
+
+Ranks train the model of `tasks.char_lstm` on the embedded names in DistributedDataParallel, in blocks of 46 steps with
+128 windows for each rank; with GPUs a rank on each, with nccl, in blocks of 460 steps. All contestants are up at the
+same time and wait, except for the one whose turn it is. Each round has one block of each, in an order drawn anew.
+
+torchrun  a plain script
+gang      `dispatch.run` with `log` and `should_stop` at every step, and a checkpoint in the middle of each block
+quiet     the same gang, in a block in which its function calls nothing of this package (most ranks only)
+
+The clock of a shared machine differs by more than supervision costs. So `gang` is held against `quiet` by the processor
+time of all that is not the training's own: the calls in all ranks, this package's threads there, the driver, the Dask
+workers with the agents, Dask's scheduler and nannies. The row has the median between its bounds of 95 %.
+Processes differ from start to start by more than from round to round, so all are started several times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from figures import Figure, at_least, at_most, gpus, report
+from running import Cluster, Program, asked, console_script, nothing_left, take_turns, until
+
+BACKEND = "nccl" if gpus() else "gloo"
+BATCH = 128
+EPOCH = 46
+BLOCK = 10 * EPOCH if gpus() else EPOCH
+"""Steps in one turn."""
+NUM_RESAMPLED = 2000
+"""How often the rounds are drawn anew for the bounds of a median."""
+
+TRAIN = f"""
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import torch
+from torch import distributed
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from tasks.char_lstm import BLANK, CharLSTM, windows
+from tasks.names import load_names
+
+def seconds_of_our_threads():
+    seconds = 0.0
+    for thread in threading.enumerate():
+        if thread.name.startswith("daskpytorch"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{{thread.native_id}}/schedstat") as file:
+                seconds += int(file.read().split()[0]) / 1e9
+    return seconds
+
+def wait_for_all(device):
+    distributed.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+def train(folder, device, tools):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = CharLSTM().to(device)
+    gang_model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    every = windows(load_names().names).long()
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(distributed.get_rank()))
+    batches = every[order].to(device).split({BATCH})[:{EPOCH}] * {BLOCK // EPOCH}
+    step = 0
+
+    def call(loss, number):
+        used = time.thread_time()
+        tools.log({{"loss": loss.detach(), "epoch": 1}}, step)
+        if number == {BLOCK // 2}:
+            tools.checkpoint.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, step)
+        tools.should_stop()
+        return time.thread_time() - used
+
+    def take_turn(calls):
+        nonlocal step
+        wait_for_all(device)
+        ours, used, began = -seconds_of_our_threads(), -time.process_time(), time.perf_counter()
+        for number, batch in enumerate(batches):
+            logits = gang_model(batch[:, :-1])
+            loss = functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], ignore_index=BLANK)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            ours += call(loss, number) if calls else 0.0
+        wait_for_all(device)
+        seconds = time.perf_counter() - began
+        ours, used = ours + seconds_of_our_threads(), used + time.process_time()
+        together = torch.tensor([ours, used], dtype=torch.float64, device=device)
+        distributed.all_reduce(together)
+        return [seconds, *together.tolist()]
+
+    rank = distributed.get_rank()
+    reports = open(f"{{folder}}/reports-{{rank}}", "a", buffering=1)
+    for line in open(f"{{folder}}/orders-{{rank}}"):
+        reports.write(json.dumps(take_turn(json.loads(line))) + "\\n")
+"""
+
+TORCHRUN = f"""{TRAIN}
+local_rank = int(os.environ["LOCAL_RANK"])
+device = torch.device("cuda", local_rank) if "{BACKEND}" == "nccl" else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+distributed.init_process_group("{BACKEND}")
+train(sys.argv[1], device, None)
+"""
+
+DASK = f"""{TRAIN}
+from distributed import Client
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+
+def rank(folder):
+    train(folder, current_rank().device, current_rank())
+
+with Client(scheduler_file=sys.argv[2]) as client:
+    gang = Gang(backend="{BACKEND}", ranks_per_worker=int(sys.argv[3]), max_restarts=0)
+    dispatch.run(client, rank, sys.argv[1], gang=gang).result()
+"""
+
+
+class Ranks:
+    """Ranks that take a turn when they are told to, and wait in between."""
+
+    def __init__(self, num_ranks: int, folder: Path, text: str, command: list[str], *arguments: str) -> None:
+        """Start the command with the program `text` in the folder, which is the program's first argument."""
+        folder.mkdir(parents=True)
+        (folder / "program.py").write_text(text)
+        self._paths = [folder / f"orders-{rank}" for rank in range(num_ranks)]
+        for path in self._paths:
+            os.mkfifo(path)
+        self._reported_in = folder / "reports-0"
+        self._orders: list[IO[str]] = []
+        self._num_turns = 0
+        self.program = Program([*command, "program.py", str(folder), *arguments], folder)
+
+    def take_turn(self, order: object) -> Any:
+        """Have each rank take a turn, and return what rank 0 reports."""
+        if not self._orders:
+            self._orders = [self._opened(path) for path in self._paths]
+        for orders in self._orders:
+            orders.write(f"{json.dumps(order)}\n")
+            orders.flush()
+        self._num_turns += 1
+        until(lambda: len(self._reports()) == self._num_turns or self._has_ended(), "a turn")
+        return json.loads(self._reports()[-1])
+
+    def _opened(self, path: Path) -> IO[str]:
+        """Open the orders of a rank, once the rank reads them."""
+        found: list[int] = []
+
+        def is_read() -> bool:
+            try:
+                found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError:  # nobody reads
+                return self._has_ended()
+            return True
+
+        until(is_read, "the ranks to start")
+        return os.fdopen(found[0], "w")
+
+    def _reports(self) -> list[str]:
+        lines = self._reported_in.read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n")]
+
+    def _has_ended(self) -> bool:
+        if self.program.has_spoken():
+            raise self.program.failure("ended")
+        return False
+
+
+@dataclass(frozen=True)
+class Block:
+    """One turn of all ranks."""
+
+    seconds: float
+    aside: float
+    """Processor seconds of calls, threads and processes that are not the training's own."""
+    busy: float
+    """Processor seconds of all that take part."""
+
+    def __str__(self) -> str:
+        return f"{1000 * self.seconds / BLOCK:.2f} ms per step"
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Return the processor time that processes have used, to the nanosecond: see clock_getcpuclockid(3)."""
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
+def turn(ranks: Ranks, beside: list[int], *, calls: bool) -> Block:
+    """Have ranks train a block, and count the processor time of the processes beside them."""
+    before = cpu_seconds(beside)
+    seconds, ours, used = ranks.take_turn(calls)
+    others = cpu_seconds(beside) - before
+    return Block(seconds, ours + others, used + others)
+
+
+def contestants(numbers: list[int], folder: Path, cluster: Cluster) -> dict[str, Callable[[], Block]]:
+    """Start all ranks, and return the turns by name."""
+    ways: dict[str, Callable[[], Block]] = {}
+    for number in numbers:
+        command = [console_script("torchrun"), "--standalone", f"--nproc-per-node={number}"]
+        plain = Ranks(number, folder / f"torchrun-{number}", TORCHRUN, command)
+        told = cluster.contact, str(number)
+        gang = Ranks(number, folder / f"gang-{number}", DASK, [sys.executable], *told)
+        workers = [cluster.worker_pid(nanny) for nanny in cluster.nannies]
+        beside = [gang.program.pid, *workers, cluster.scheduler, *cluster.nannies]
+        ways[f"torchrun {number}"] = partial(turn, plain, [], calls=False)
+        ways[f"gang {number}"] = partial(turn, gang, beside, calls=True)
+        ways[f"quiet {number}"] = partial(turn, gang, beside, calls=False)
+    return {name: way for name, way in ways.items() if not name.startswith("quiet") or name == f"quiet {numbers[-1]}"}
+
+
+def bounds(values: list[float]) -> list[float]:
+    """Return the median between the bounds within which it lies with 95 %, by resampling."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLED))
+    return [medians[NUM_RESAMPLED // 40], statistics.median(values), medians[-NUM_RESAMPLED // 40]]
+
+
+def figures(numbers: list[int], found: dict[str, list[Block]]) -> Iterator[Figure]:
+    """Return the rows: throughput for each number of ranks, and the cost of supervision."""
+    for number in numbers:
+        here, theirs = (
+            [number * BATCH * BLOCK / block.seconds for block in found[f"{side} {number}"]]
+            for side in ("gang", "torchrun")
+        )
+        what = f"training by DDP ({BACKEND}) with metrics and checkpoints, ranks: {number}"
+        row = {"what": what, "here": here, "unit": "samples/s", "goals": at_least(0.98)}
+        yield Figure.beside("`torchrun`", theirs, **row)
+    pairs = zip(found[f"gang {numbers[-1]}"], found[f"quiet {numbers[-1]}"], strict=True)
+    shares = [100 * (gang.aside - quiet.aside) / quiet.busy for gang, quiet in pairs]
+    what = "a metric and `should_stop` at every step, a checkpoint a block: of all processor time (95 %)"
+    yield Figure(what=what, here=bounds(shares), unit="%", goals=at_most(2, "here"))
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    places = len(gpus()) or len(os.sched_getaffinity(0))
+    numbers = [1 << exponent for exponent in range(places.bit_length())]
+    options = {"starts": (2, 1, "how often all are started"), "rounds": (10, 2, "rounds in each start")}
+    arguments = asked(__doc__, ranks=(numbers, numbers, "numbers of ranks"), **options)
+    rng = random.Random(0)
+    found: dict[str, list[Block]] = {}
+    with nothing_left("training") as folder:
+        for start in range(arguments.starts):
+            cluster = Cluster(folder / f"cluster-{start}", 1)
+            ways = contestants(arguments.ranks, folder / f"start-{start}", cluster)
+            for name, blocks in take_turns(ways, arguments.rounds, rng=rng).items():
+                found.setdefault(name, []).extend(blocks)
+            for way in ways.values():
+                way.args[0].program.kill()  # type: ignore[attr-defined]
+            cluster.close()
+    report(figures(arguments.ranks, found), arguments.on)
+
+
+if __name__ == "__main__":
+    main()
