@@ -37,7 +37,7 @@ def figures(drawn: list[schedules.Schedule], ended: schedules.Ended) -> Iterator
         yield Figure(what=what, here=[right], unit="", goals=goals)
         return
     [story], faults = ended.stories, drawn[0].faults
-    wrong = sum("blamed" in what for found in ended.failed.values() for what in found)
+    wrong = sum("no rank was blamed" in what for found in ended.failed.values() for what in found)
     what, goals = f"random faults blamed rightly, of {len(faults)}", at_least(len(faults), "here")
     yield Figure(what=what, here=[len(story.made) - wrong], unit="", goals=goals)
 

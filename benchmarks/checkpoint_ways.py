@@ -210,7 +210,8 @@ def save_all(order: Record) -> list[Record]:
 
 def load_all(order: Record) -> list[Record]:
     """Load what each way has saved, and return a record for each."""
-    import s3fs  # noqa: F401 - now, or the first way would pay for the second
+    import s3fs  # noqa: F401 - now, or the time of a way would have its import
+    import torch.distributed.checkpoint.state_dict  # noqa: F401 - the same
     from torch import distributed
 
     records = []

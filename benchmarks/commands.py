@@ -68,7 +68,7 @@ distributed.destroy_process_group()
 """
 
 TASKS = f"""{TRAIN}
-from flytekitplugins.daskpytorch import DaskDDP, WorkerGroup, current_rank
+from {{plugins}}.daskpytorch import DaskDDP, WorkerGroup, current_rank
 
 DASK = DaskDDP(workers=WorkerGroup(number_of_workers=2))
 
@@ -115,7 +115,8 @@ Seconds = dict[str, float]
 def command_of(way: str, folder: Path) -> list[str]:
     """Write the program that a contestant runs, and return its command."""
     text = {"torchrun": TORCHRUN, "flyte run": FLYTE}.get(way, PYFLYTE)
-    (folder / "program.py").write_text(text.format(edited=time.time_ns()))
+    plugins = "flyteplugins" if way == "flyte run" else "flytekitplugins"
+    (folder / "program.py").write_text(text.format(edited=time.time_ns(), plugins=plugins))
     if way == "torchrun":
         return [console_script("torchrun"), "--standalone", "--nproc-per-node=2", "program.py"]
     if way == "flyte run":

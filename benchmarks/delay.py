@@ -1,9 +1,8 @@
-"""A server that is far away: passes bytes on to a near one, each answer after a round trip's time.
+"""A server that is far away: passes bytes on to a near one, and each answer back after the time of a round trip.
 
     python benchmarks/delay.py PORT SECONDS             # prints the port that it listens at
 
-It knows nothing of what it passes on, and costs some hundred microseconds of one core for an image. A new connection
-costs one round trip more, as TCP's handshake does.
+A new connection takes one round trip more, as TCP's handshake does.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import asyncio
 import sys
 from collections import deque
 from typing import cast
-
-import uvloop
 
 
 class _Far(asyncio.Protocol):
@@ -77,4 +74,4 @@ async def serve(port: int, delay: float) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2])))
+    asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2])))

@@ -201,6 +201,8 @@ def main(settings):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
     folder = settings["folder"]
     client = Client(scheduler_file=settings["cluster"])
+    if settings["trains_model"]:
+        import tasks.char_lstm, tasks.names  # ranks are sent the modules that the driver has loaded
     if settings["is_warm"]:
         for _ in range(2):
             dispatch.run(client, nothing).result(120)
