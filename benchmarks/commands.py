@@ -138,7 +138,7 @@ def run(way: str, folder: Path) -> Seconds:
     program = Program(command, folder, {MARKS: str(folder)})
     interrupted_at = 0.0
     if way == "interrupted":
-        until(lambda: (folder / "last").exists() or program.has_spoken(), "the first steps")
+        until(lambda: (folder / "last").exists() or program.has_ended(), "the first steps")
         time.sleep(2.0)
         interrupted_at = time.time()
         os.kill(program.pid, signal.SIGINT)
