@@ -1,5 +1,5 @@
-"""Dask as the host: the cluster, agents on its workers, what workers hold for ranks.
+"""Dask as the host: the cluster, agents on its workers, the way from ranks to both.
 
-Runs in the driver and beside Dask workers; `in_rank` in ranks whose function imports Dask. Called by `dispatch`,
+Runs in the driver and beside Dask workers; `in_rank` in ranks that use Dask, too. Called by `dispatch`,
 `flyte` and `sweep`. May import `driver` and all below.
 """

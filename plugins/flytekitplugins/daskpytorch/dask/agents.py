@@ -18,7 +18,7 @@ from distributed.core import Status
 from distributed.deploy import SpecCluster
 from distributed.utils import get_ip
 
-from flytekitplugins.daskpytorch.dask import cluster, worker_data
+from flytekitplugins.daskpytorch.dask import cluster, in_rank
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.node import agent, fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import placement
@@ -196,7 +196,7 @@ def _serve(address: str, order: AgentOrder) -> None:
         fork_client.hand_over(here.nanny)
         _run_on(here, _end_as_the_nanny_says, here)
     secede()  # an agent only waits; it must not keep one of the worker's threads from other gangs and tasks
-    with _farewell(here) as leaving, worker_data.served(here) as data:
+    with _farewell(here) as leaving, in_rank.served(here) as data:
         agent.run(order, leaving, data)
 
 

@@ -1,24 +1,44 @@
-"""Dask's own functions in a rank: `get_client`, `get_worker`, and all that asks them. Imported there once Dask is.
+"""Dask in a rank: `get_client`, `get_worker` and all that asks them, and the partitions of a `DaskPartitions`.
 
-A rank is no task of Dask: what it runs in is another process than the worker's.
+A rank is no task of Dask: it runs in another process than the worker's. It asks its worker for the way to the cluster
+(`served` answers, in the worker) and has a client of its own, made when something needs it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import logging
 import os
+import secrets
+import socket
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.protocol.worker_data import Contact, WorkerData
+from flytekitplugins.daskpytorch.protocol.worker_data import Contact, Key, WorkerData
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Worker
+
+
+logger = logging.getLogger(__name__)
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 1.0
+"""Seconds between two questions for a partition that Dask is computing anew."""
+NOTICE_TIME = 10.0
+"""Seconds after which a rank says what it waits for."""
+
+
+# ---- In the rank
 
 
 def enter(distributed: Any, way: WorkerData) -> None:
     """Have Dask's functions answer in a rank as they do in a task; called when `distributed` has just been imported."""
-    ours, get_worker = RankWorker(way), distributed.get_worker
+    ours, get_worker = worker_of(way), distributed.get_worker
 
     @functools.wraps(get_worker)
     def get_worker_or_ours() -> Any:
@@ -48,6 +68,12 @@ def _bind_late(future_type: Any, ours: RankWorker) -> None:
     future_type.client, future_type.release = property(bound_client), release_if_bound
 
 
+@functools.cache
+def worker_of(way: WorkerData) -> RankWorker:
+    """Return the worker at the end of this way; one object per process, and so one client."""
+    return RankWorker(way)
+
+
 class RankWorker:
     """The Dask worker that carries this rank, as far as other processes know it; its client is made when asked for."""
 
@@ -55,32 +81,77 @@ class RankWorker:
         self._way = way
         self._lock = threading.Lock()
         self._clients: dict[int, Client] = {}
-        """By process: a fork of the rank, as a worker of a DataLoader, cannot use the rank's."""
+        """Clients by process: a fork of the rank, as a worker of a DataLoader, cannot use the rank's."""
 
     @property
     def name(self) -> Any:
-        """As the worker is called."""
+        """Name of the worker."""
         return self._contact.name
 
     @property
     def address(self) -> str:
-        """The worker's."""
+        """Address of the worker."""
         return self._contact.address
 
     @property
     def client(self) -> Client:
-        """One of the rank's own, to the worker's scheduler."""
+        """Client of this process, connected to the worker's scheduler."""
         return self._get_client()
 
     @property
     def scheduler(self) -> Any:
-        """The client's way to it."""
+        """The client's connection to the scheduler."""
         return self.client.scheduler
 
     @property
     def loop(self) -> Any:
-        """The client's."""
+        """The client's event loop."""
         return self.client.loop
+
+    def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """Return the partitions among these that the worker itself holds, and their bytes."""
+        holders = self.client.sync(self.scheduler.who_has, keys=keys)
+        here = [key for key, addresses in holders.items() if self.address in addresses]
+        sizes: dict[Key, int] = self.client.nbytes(here, summary=False)
+        return sizes
+
+    def fetch(self, key: Key) -> Any:
+        """Return a partition from a worker that holds it; wait while Dask is computing it anew.
+
+        Not by a `Future`: for a scattered partition that is lost, and for one that cannot be pickled, that waits for
+        ever.
+
+        Raises:
+            LookupError: No worker holds the partition, and Dask does not or cannot compute it.
+            TypeError: The partition cannot be pickled, or unpickled here.
+            OSError: The scheduler does not answer.
+        """
+        notice_at, pause = time.monotonic() + NOTICE_TIME, FIRST_PAUSE
+        while not (found := self.client.sync(self._find, key)):
+            state = self.client.sync(self.scheduler.get_task_status, keys=[key])[key]
+            _check_coming(key, state)
+            if time.monotonic() >= notice_at:
+                logger.warning("still waiting for Dask to compute partition %r anew; it is %r", key, state)
+                notice_at = time.monotonic() + NOTICE_TIME
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return found.pop()
+
+    async def _find(self, key: Key) -> list[Any]:
+        """Return the partition in a list, which is empty if no worker has it now."""
+        from distributed.utils_comm import gather_from_workers
+
+        if not self._contact.reaches_workers:
+            answer = await self.scheduler.gather(keys=[key])
+            return list(answer.get("data", {}).values())
+        holders = await self.scheduler.who_has(keys=[key])
+        data, _, failed, _ = await gather_from_workers(holders, self.client.rpc)
+        if failed:
+            raise TypeError(
+                f"partition {key!r} cannot be pickled, or not unpickled in this rank: see the logs of the rank and of "
+                "Dask's workers. Let Dask make plain data."
+            )
+        return list(data.values())
 
     @functools.cached_property
     def _contact(self) -> Contact:
@@ -101,3 +172,80 @@ class RankWorker:
                     name="rank",
                 )
             return client
+
+
+def _check_coming(key: Key, state: str | None) -> None:
+    if state is None:
+        raise LookupError(
+            f"Dask knows partition {key!r} no more. Either what was scattered, and not computed, was lost with its "
+            "worker; or the driver closed its client, or released the futures, before the gang had ended."
+        )
+    if state == "erred":
+        raise LookupError(
+            f"partition {key!r} was lost with its worker, and computing it anew failed. The workers' logs say why; a "
+            "worker that is lost several times while it computes is one cause (allowed-failures)."
+        )
+
+
+# ---- In the worker
+
+
+@contextlib.contextmanager
+def served(worker: Worker) -> Iterator[WorkerData]:
+    """Tell ranks the way to the cluster until the end of this context; give what they need to ask."""
+    way = WorkerData(
+        address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
+    )
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(way.address)
+        server.listen(128)
+        args = (server, worker, way.token)
+        threading.Thread(target=_accept, args=args, name="daskpytorch-data", daemon=True).start()
+        try:
+            yield way
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread in accept
+
+
+_asking = threading.Lock()
+"""Held while a scheduler may begin to listen: two ranks may ask at the same time."""
+
+
+def _accept(server: socket.socket, worker: Worker, token: bytes) -> None:
+    while True:
+        try:
+            sock, _ = server.accept()
+        except OSError:
+            return
+        args = (Connection(sock.detach()), worker, token)
+        threading.Thread(target=_answer, args=args, name="daskpytorch-data", daemon=True).start()
+
+
+def _answer(connection: Connection, worker: Worker, token: bytes) -> None:
+    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):  # the rank has gone
+        if secrets.compare_digest(connection.recv_bytes(len(token)), token):
+            with _asking:
+                found = asyncio.run_coroutine_threadsafe(_contact(worker), worker.loop.asyncio_loop)
+                connection.send(found.result())
+
+
+async def _contact(worker: Worker) -> Contact:
+    address = worker.scheduler.address
+    is_local = address.startswith("inproc:")
+    return Contact(
+        name=worker.name,
+        address=worker.address,
+        scheduler=await _address_for_others(address) if is_local else address,
+        reaches_workers=not is_local,
+        security=worker.security,
+    )
+
+
+async def _address_for_others(address: str) -> str:
+    """Return where other processes of this machine find a scheduler of this process; it listens once somebody asks."""
+    from distributed import Scheduler
+
+    [scheduler] = [each for each in Scheduler._instances if each.address == address]  # noqa: SLF001
+    if len(scheduler.listeners) == 1:
+        await scheduler.listen("tcp://127.0.0.1:0", **scheduler.security.get_listen_args("scheduler"))
+    return str(scheduler.listeners[-1].contact_address)

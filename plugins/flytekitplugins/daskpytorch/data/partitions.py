@@ -22,8 +22,8 @@ class DaskPartitions:
     """The partitions of a Dask collection, shared by the ranks of a gang on the same cluster.
 
     Made in the driver and passed to `dispatch.run` or `dispatch.map`; it has the collection computed, waits for that,
-    and keeps the partitions on the workers where they are. Each rank takes its `share`. What travels, travels between
-    workers: nothing passes through the driver or the scheduler.
+    and keeps the partitions on the workers where they are. Each rank takes its `share`, straight from the workers by a
+    Dask client of its own: nothing passes through the driver or the scheduler.
 
     Examples:
         >>> import dask.bag
@@ -81,7 +81,7 @@ class DaskPartitions:
                 f"{len(self)} partitions cannot be shared by {rank.world_size} ranks. Make more of them, as by "
                 f"repartition(npartitions={2 * rank.world_size}), or have fewer ranks."
             )
-        sizes = way.sizes(self._keys)
+        sizes = way.worker().sizes(self._keys)
         held = _from_all_ranks({number: sizes[key] for number, key in enumerate(self._keys) if key in sizes})
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
@@ -120,7 +120,7 @@ class Share(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return Share(self._keys, self.indices[index], self._way)
-        partition = self._way.fetch(self._keys[self.indices[index]])
+        partition = self._way.worker().fetch(self._keys[self.indices[index]])
         current_rank().progress.move()
         return partition
 
