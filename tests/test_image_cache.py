@@ -57,18 +57,6 @@ def test_what_was_used_longest_ago_goes_first_and_other_files_stay(tmp_path: Pat
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_files_that_are_not_the_caches_own_stay(tmp_path: Path) -> None:
-    cache = ImageCache(tmp_path, 20_000)
-    cache.put("b", listed(), BODY)
-    mine = cache._path("b", listed()).with_name("thesis.tex")
-    mine.write_text("x" * 100_000)
-    os.utime(mine, (0, 0))
-    for number in range(100):
-        cache.put("b", listed(number), BODY)
-    assert mine.exists()
-    assert cache.get("b", listed(99)) == BODY
-
-
 @pytest.mark.parametrize("who", ["owns", "can write to"])
 def test_a_folder_of_another_user_is_refused_by_its_path(tmp_path: Path, who: str) -> None:
     ImageCache(tmp_path, 10**6).put("b", listed(), BODY)

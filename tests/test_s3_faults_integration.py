@@ -217,7 +217,7 @@ def test_wrong_keys_are_refused_when_listing_and_when_reading(
 ) -> None:
     with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*{cause}.*Check the credentials"):
         folder(keys=keys)
-    folder().save_index(tmp_path / "index.json")
+    folder(index=tmp_path / "index.json")  # which writes it
     dataset = folder(keys=keys, index=tmp_path / "index.json", on_error="skip")  # that is none of its business
     proxy.heal()
     with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}"):

@@ -19,12 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 logger = logging.getLogger(__name__)
 
-Style = Literal["auto", "path", "virtual"]
 FIRST_BACKOFF = 0.1
 """Seconds before the first retry, at most; twice as long before each further one."""
 LONGEST_BACKOFF = 5.0
@@ -34,6 +33,7 @@ AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 MD5 = re.compile(r"[0-9a-f]{32}")
 """The ETag of an object that was put in one piece, unless it is encrypted by a key of KMS."""
 CREDENTIALS = "Check the credentials: environment variables, profile, or the pod's role; anon=True asks without any"
+REGION = "Name it: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "NoSuchKey": (FileNotFoundError, "does not exist: it was deleted after it had been listed"),
     "NoSuchBucket": (FileNotFoundError, "does not exist: there is no such bucket. Check its name and the endpoint"),
@@ -43,8 +43,8 @@ ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "InvalidAccessKeyId": (PermissionError, f"may not be read: the access key is not known there. {CREDENTIALS}"),
     "SignatureDoesNotMatch": (PermissionError, f"may not be read: the secret key is wrong. {CREDENTIALS}"),
     "RequestTimeTooSkewed": (PermissionError, "may not be read: this machine's clock is wrong"),
-    "PermanentRedirect": (PermissionError, "is in another region. Name it: region=..."),
-    "AuthorizationHeaderMalformed": (PermissionError, "is in another region. Name it: region=..."),
+    "PermanentRedirect": (PermissionError, f"is in another region. {REGION}"),
+    "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
 }
 """S3's error code -> what it is, and what the user can do. All others are worth another try."""
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
@@ -115,8 +115,6 @@ class Access:
     """None: as the environment or the profile says, else AWS."""
     region: str | None = None
     """None: as the environment or the profile says, else us-east-1."""
-    addressing_style: Style = "auto"
-    """Whether the bucket is in the URL's path or its host; auto: in the path where the server is not AWS's."""
     num_connections: int = 32
     timeout: float = 30.0
     """Seconds without an answer after which a request has failed."""
@@ -153,15 +151,11 @@ class Access:
             max_pool_connections=self.num_connections,
             retries={"total_max_attempts": 1 + self.num_retries, "mode": "standard"},
             signature_version=UNSIGNED if self.anon else None,
-            s3=None if self.addressing_style == "auto" else {"addressing_style": self.addressing_style},
         )
-        in_path = config.merge(Config(s3={"addressing_style": "path"}))
         with _quick_parsing(session):
-            if self.addressing_style == "auto" and self.endpoint_url and not is_aws(self.endpoint_url):
-                return self._client(session, in_path)
             client = self._client(session, config)
-            if self.addressing_style == "auto" and not is_aws(client.meta.endpoint_url):  # named by the environment
-                client = self._client(session, in_path)
+            if not is_aws(client.meta.endpoint_url):  # other servers have no host name for each bucket
+                client = self._client(session, config.merge(Config(s3={"addressing_style": "path"})))
         return client
 
     def _client(self, session: Any, config: Any) -> Any:
@@ -304,13 +298,11 @@ class _Obstore:
 
         self._bucket = bucket
         endpoint: str = plain.client.meta.endpoint_url
-        in_path = access.addressing_style == "path" or not is_aws(endpoint) or "." in bucket
-        if access.addressing_style == "virtual" and not is_aws(endpoint):
-            endpoint, in_path = endpoint.replace("://", f"://{bucket}.", 1), False
+        in_path = not is_aws(endpoint) or "." in bucket
         silence = timedelta(seconds=access.timeout)
         self._store = S3Store(
             bucket,
-            endpoint=endpoint if in_path or not is_aws(endpoint) else None,
+            endpoint=endpoint if in_path else None,
             region=plain.client.meta.region_name,
             virtual_hosted_style_request=not in_path,
             skip_signature=access.anon,

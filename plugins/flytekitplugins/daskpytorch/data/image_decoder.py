@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 
-Decoder = Literal["pil", "tensor", "torchcodec", "torchvision"]
+Decoder = Literal["pil", "tensor"]
 END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
 """In which torch's decoders give the same picture as PIL; all use libjpeg-turbo."""
@@ -57,23 +58,18 @@ def prepare(decoder: Decoder) -> None:
 
     PIL.Image.init()
     if decoder != "pil":
-        import torchvision.transforms.functional
+        import torchvision.transforms.functional  # noqa: F401
 
-        if _resolved(decoder) == "torchcodec":
-            import torchcodec.decoders  # noqa: F401
-        else:
-            import torchvision.io  # noqa: F401
+        _jpeg_decoder()
 
 
 @functools.cache
-def _resolved(decoder: Decoder) -> Decoder:
-    """Who decodes: of a `tensor` torchcodec, or torchvision where that is not installed, or is for another torch."""
-    if decoder != "tensor":
-        return decoder
+def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
+    """Return torchcodec's decoder, or torchvision's where torchcodec is not installed, or is for another torch."""
     try:
-        from torchcodec.decoders import decode_jpeg  # noqa: F401
+        from torchcodec.decoders import decode_jpeg
     except ModuleNotFoundError:
-        return "torchvision"
+        return _torchvisions()
     except (ImportError, OSError, RuntimeError) as error:  # its libraries are loaded with it
         logging.getLogger(__name__).warning(
             "torchcodec does not decode pictures here, so torchvision does: %s. Torchcodec does from 0.16 on, which is "
@@ -81,8 +77,14 @@ def _resolved(decoder: Decoder) -> Decoder:
             str(error).splitlines()[0],
             torch.__version__,
         )
-        return "torchvision"
-    return "torchcodec"
+        return _torchvisions()
+    return functools.partial(decode_jpeg, mode="RGB")  # upright by itself
+
+
+def _torchvisions() -> Callable[[Tensor], Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    return functools.partial(decode_jpeg, mode=ImageReadMode.RGB, apply_exif_orientation=True)
 
 
 def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
@@ -90,9 +92,8 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
 
     Args:
         body: A whole file.
-        decoder: What comes out: of `pil` its picture, of all else a tensor, (3, height, width), uint8. For that JPEGs
-            with three components or one are decoded by torchcodec or torchvision, all others by PIL, whose picture
-            they then are.
+        decoder: `pil` gives PIL's picture, `tensor` a tensor of (3, height, width), uint8. For a tensor JPEGs with
+            three components or one are decoded by torchcodec or torchvision, all others by PIL.
         max_pixels: How large it may be.
         min_side: Decode a JPEG at the smallest of a half, a quarter and an eighth of its size at which neither side is
             shorter than this, if there is one; by PIL, since torch's decoders cannot.
@@ -111,7 +112,7 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
         is_whole_size = min_side is None or not _shrink(picture, min_side)
         # Torchvision's decoder takes a JPEG that is cut short, and makes the rest grey; the others do not.
         if decoder != "pil" and is_whole_size and _is_for_torch(picture) and _is_whole(body):
-            return _as_jpeg(body, decoder)
+            return _jpeg_decoder()(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         ImageOps.exif_transpose(picture, in_place=True)  # else it is copied
         upright = _as_rgb(picture)
     except ImageTooLargeError:
@@ -157,25 +158,6 @@ def _as_rgb(picture: Image) -> Image:
 
 def _is_whole(body: bytes) -> bool:
     return body.rstrip(b"\0").endswith(END_OF_JPEG)
-
-
-def _as_jpeg(body: bytes, decoder: Decoder) -> Tensor:
-    data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    return _by_torchcodec(data) if _resolved(decoder) == "torchcodec" else _by_torchvision(data)
-
-
-def _by_torchcodec(data: Tensor) -> Tensor:
-    from torchcodec.decoders import decode_jpeg
-
-    picture: Tensor = decode_jpeg(data, mode="RGB")  # upright by itself
-    return picture
-
-
-def _by_torchvision(data: Tensor) -> Tensor:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    picture: Tensor = decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    return picture
 
 
 def _as_tensor(picture: Image) -> Tensor:

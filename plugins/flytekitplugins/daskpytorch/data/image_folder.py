@@ -9,19 +9,22 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from flytekitplugins.daskpytorch.data import image_decoder
-from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError, Style
+from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
 from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, ImageTooLargeError
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 from flytekitplugins.daskpytorch.data.read_ahead import ahead_of
-from flytekitplugins.daskpytorch.extras import is_installed, require_extra
+from flytekitplugins.daskpytorch.extras import require_extra
+from flytekitplugins.daskpytorch.settings import Problems, is_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,6 +39,7 @@ OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 """What `on_error` decides about; that the server is down or refuses us is another matter."""
 MAX_LOADER_WORKERS = 1024
+MAX_WHOLE = 2**62
 NUM_DECODERS = 2
 """Threads per process; with two rather than as many as read, a batch takes a tenth less time on two cores."""
 STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", "region_name", "client_kwargs")
@@ -82,8 +86,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         *,
         storage_options: Mapping[str, Any] | None = None,
         endpoint_url: str | None = None,
-        region: str | None = None,
-        addressing_style: Style = "auto",
         decoder: image_decoder.Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
@@ -107,14 +109,11 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 environment, profile, role of the pod or machine.
             storage_options: The same as s3fs calls it: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
                 `region_name`.
-            endpoint_url: Of another server than AWS's; None: as the environment or the profile says.
-            region: None: as the environment or the profile says, else us-east-1.
-            addressing_style: Whether the bucket stands in the URL's `path` or is a `virtual` host; auto: in the path
-                where the server is not AWS's.
+            endpoint_url: Address of another server than AWS's, whose buckets stand in the URL's path; None: as the
+                environment or the profile says.
             decoder: What transforms are given: `pil`, a `PIL.Image.Image` in RGB; `tensor`, one of (3, height, width),
                 uint8, which is faster to decode and to transform. Both are upright, as the EXIF data say, and have the
-                same pixels. A tensor is decoded by torchcodec where that is installed, else by torchvision, whose
-                decoders are deprecated; `torchcodec` and `torchvision` are one of them alone.
+                same pixels. A tensor is decoded by torchcodec where that is installed, else by torchvision.
             nested: Whether pictures may lie deeper than `prefix/class/picture`; else those are an error, since folders
                 such as `train` and `val` would be taken for classes.
             on_error: What becomes of a picture that cannot be decoded, has vanished, or arrives damaged time after
@@ -143,41 +142,23 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             ImportError: The extra `s3` is not installed.
         """
         require_extra("s3", "S3ImageFolder")
-        if decoder == "torchcodec" and not is_installed("torchcodec"):
-            raise ImportError(
-                "decoder='torchcodec': it is not installed for this Python: pip install torchcodec, here and where the "
-                "ranks run; or let decoder='tensor' do without"
-            )
         bucket, prefix = _split_uri(s3_bucket, s3_prefix)
-        checks: dict[str, tuple[object, bool, str]] = {
-            "decoder": (
-                decoder,
-                decoder in get_args(image_decoder.Decoder),
-                "'pil', 'tensor', 'torchcodec' or 'torchvision'",
-            ),
-            "on_error": (
-                on_error,
-                on_error in ("raise", "skip") or callable(on_error),
-                "'raise', 'skip' or a function",
-            ),
-            "max_pixels": (max_pixels, max_pixels >= 1, "a whole number from 1 up"),
-            "min_side": (min_side, min_side is None or min_side >= 1, "a whole number from 1 up, or None"),
-            "addressing_style": (addressing_style, addressing_style in get_args(Style), "'auto', 'path' or 'virtual'"),
-            "cache_bytes": (cache_bytes, cache_bytes > 0, "a number of bytes above 0"),
-            "num_connections": (num_connections, num_connections >= 1, "a whole number from 1 up"),
-            "timeout": (timeout, timeout > 0, "a number of seconds above 0"),
-            "num_retries": (num_retries, num_retries >= 0, "a whole number from 0 up"),
-        }
-        if problems := [
-            f"{name}={value!r}: must be {allowed}" for name, (value, ok, allowed) in checks.items() if not ok
-        ]:
-            raise ValueError("; ".join(problems))
+        problems, whole = Problems("S3ImageFolder", SimpleNamespace(**locals())), "a whole number from 1 up"
+        problems.unless(decoder in get_args(image_decoder.Decoder), "decoder", "'pil' or 'tensor'")
+        is_known = on_error in ("raise", "skip") or callable(on_error)
+        problems.unless(is_known, "on_error", "'raise', 'skip' or a function")
+        problems.unless(is_whole(max_pixels, 1, MAX_WHOLE), "max_pixels", whole)
+        problems.unless(min_side is None or is_whole(min_side, 1, MAX_WHOLE), "min_side", f"{whole}, or None")
+        problems.unless(cache_bytes > 0, "cache_bytes", "a number of bytes above 0")
+        problems.unless(is_whole(num_connections, 1, MAX_WHOLE), "num_connections", whole)
+        problems.unless(timeout > 0, "timeout", "a number of seconds above 0")
+        problems.unless(is_whole(num_retries, 0, MAX_WHOLE), "num_retries", "a whole number from 0 up")
+        problems.raise_any()
         access = Access(
             num_connections=num_connections,
             timeout=timeout,
             num_retries=num_retries,
-            addressing_style=addressing_style,
-            **_access_options(storage_options or {}, anon=anon, endpoint_url=endpoint_url, region=region),
+            **_access_options(storage_options or {}, anon=anon, endpoint_url=endpoint_url),
         )
         self.transform = transform
         self.target_transform = target_transform
@@ -204,10 +185,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """How many pictures were skipped or replaced so far, by this process and its loader workers."""
         return int(self._num_broken.sum())
 
-    def save_index(self, path: str | os.PathLike[str]) -> None:
-        """Write the listing to a file that `S3ImageFolder(..., index=path)` reads elsewhere, whole or not at all."""
-        self._index.save(path)
-
     def __len__(self) -> int:
         return len(self.all_files)
 
@@ -220,7 +197,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 where it has more than `max_pixels`.
         """
         index = range(len(self))[index]
-        outcome = self._decode(index, self._source.readers.submit(self._fetch, index))
+        outcome = self._decode(index, self._source.here.readers.submit(self._fetch, index))
         picture = self._judged(index, outcome)
         if picture is None and isinstance(outcome, Exception):
             raise outcome
@@ -236,7 +213,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         image_decoder.prepare(self._decoder)
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
-        outcomes = self._source.decoders.map(self._decode, indices, bodies)
+        outcomes = self._source.here.decoders.map(self._decode, indices, bodies)
         try:
             pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
         finally:
@@ -258,7 +235,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             self._num_broken = _counters()
 
     def _listed(self, prefix: str, path: str | os.PathLike[str] | None, *, nested: bool) -> ImageIndex:
-        bucket = self._source.bucket
+        bucket = self._source.here.bucket
         if path is not None and Path(path).exists():
             found = ImageIndex.load(path)
             wanted = (bucket.name, f"{prefix}/" if prefix else "", nested)
@@ -275,7 +252,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
     def _fetch(self, index: int) -> bytes:
         listed = self._index.files[index]
-        bucket = self._source.bucket
+        bucket = self._source.here.bucket
         body = self._cache.get(bucket.name, listed) if self._cache else None
         if body is None:
             body = bucket.read(listed)
@@ -319,32 +296,34 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return f"s3://{self._index.bucket}/{self.all_files[index]}"
 
 
+@dataclass
+class _Threads:
+    bucket: Bucket
+    readers: ThreadPoolExecutor
+    decoders: ThreadPoolExecutor
+    """Few: more would only take the processor from each other, and from the readers."""
+    ahead: dict[int, Future[bytes]] = field(default_factory=dict)
+    """Files of the next batch, by their numbers."""
+
+
 class _Source:
     """A bucket, and threads that read it and that decode, anew in each process."""
 
-    _ahead: dict[int, Future[bytes]]
-    """What the next batch is made of."""
-
     def __init__(self, name: str, access: Access) -> None:
         self._name, self._access = name, access
-        self._abandoned: list[object] = []
-        self._renew()
+        self._by_process: dict[int, _Threads] = {}
+        """What was inherited by a fork stays: to close it would wait for threads that are not there."""
 
     @property
-    def bucket(self) -> Bucket:
-        self._own()
-        return self._bucket
-
-    @property
-    def readers(self) -> ThreadPoolExecutor:
-        self._own()
-        return self._readers
-
-    @property
-    def decoders(self) -> ThreadPoolExecutor:
-        """Few: more would only take the processor from each other, and from the readers."""
-        self._own()
-        return self._decoders
+    def here(self) -> _Threads:
+        """Those of this process."""
+        if (pid := os.getpid()) not in self._by_process:
+            self._by_process[pid] = _Threads(
+                Bucket(self._name, self._access),
+                ThreadPoolExecutor(self._access.num_connections, thread_name_prefix="s3-reader"),
+                ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="s3-decoder"),
+            )
+        return self._by_process[pid]
 
     def bodies(
         self, fetch: Callable[[int], bytes], indices: Sequence[int], ahead: Iterable[int]
@@ -353,26 +332,13 @@ class _Source:
 
         What was read ahead and is not asked for now, as when an epoch was broken off, is forgotten.
         """
-        readers = self.readers
-        known, self._ahead = self._ahead, {}  # which no other thread uses from now on
-        bodies = [known.pop(index) if index in known else readers.submit(fetch, index) for index in indices]
+        here = self.here
+        known, here.ahead = here.ahead, {}  # which no other thread uses from now on
+        bodies = [known.pop(index) if index in known else here.readers.submit(fetch, index) for index in indices]
         for body in known.values():
             body.cancel()
-        self._ahead = {index: readers.submit(fetch, index) for index in ahead}
+        here.ahead = {index: here.readers.submit(fetch, index) for index in ahead}
         return bodies
-
-    def _own(self) -> None:
-        if self._pid != os.getpid():
-            # What was inherited by a fork is never closed here: that would wait for threads which are not there.
-            self._abandoned.append((self._bucket, self._readers, self._decoders, self._ahead))
-            self._renew()
-
-    def _renew(self) -> None:
-        self._pid = os.getpid()
-        self._bucket = Bucket(self._name, self._access)
-        self._readers = ThreadPoolExecutor(self._access.num_connections, thread_name_prefix="s3-reader")
-        self._decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="s3-decoder")
-        self._ahead = {}
 
     def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
         return _Source, (self._name, self._access)
@@ -400,9 +366,7 @@ def _split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def _access_options(
-    options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None, region: str | None
-) -> dict[str, Any]:
+def _access_options(options: Mapping[str, Any], *, anon: bool, endpoint_url: str | None) -> dict[str, Any]:
     """The arguments of `Access` among those of s3fs; what is named outside of them comes first."""
     client = options.get("client_kwargs") or {}
     unknown = [*(options.keys() - set(STORAGE_OPTIONS)), *(client.keys() - set(CLIENT_OPTIONS))]
@@ -417,5 +381,5 @@ def _access_options(
         "token": options.get("token"),
         "profile": options.get("profile"),
         "endpoint_url": endpoint_url or options.get("endpoint_url") or client.get("endpoint_url"),
-        "region": region or options.get("region_name") or client.get("region_name"),
+        "region": options.get("region_name") or client.get("region_name"),
     }

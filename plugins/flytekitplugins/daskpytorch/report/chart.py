@@ -28,7 +28,6 @@ def line_chart(
     marks: Sequence[tuple[float, str]] = (),
     log: bool | None = None,
     dashed: Iterable[str] = (),
-    faint: Iterable[str] = (),
     from_zero: bool = False,
     max_points: int | None = None,
 ) -> str:
@@ -45,7 +44,6 @@ def line_chart(
         marks: Values of x with a vertical line at each, and what it stands for.
         log: Whether to begin with a logarithmic scale; None: where the largest value is 100 times the smallest.
         dashed: Lines that are, such as one to compare with.
-        faint: Lines that stay in the background.
         from_zero: The axis begins at 0, if it is not logarithmic.
         max_points: Of a line; longer ones are thinned, and keep their spikes. None: 2,000.
 
@@ -75,7 +73,6 @@ def line_chart(
                 "y": [_short(y) for _, y in points],
                 "best": chosen.get(name),
                 "dashed": name in set(dashed),
-                "faint": name in set(faint),
             }
             for i, (name, points) in enumerate(drawn.items())
         ],

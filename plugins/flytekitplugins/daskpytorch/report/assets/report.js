@@ -96,7 +96,7 @@ class Chart {
 
   series(line, i) {
     const stroke = colour(this.figure, `--c${line.colour}`);
-    return {label: line.name, stroke, width: 1.75, spanGaps: true, show: !this.isOff[i], alpha: line.faint ? 0.45 : 1,
+    return {label: line.name, stroke, width: 1.75, spanGaps: true, show: !this.isOff[i],
             dash: line.dashed ? [5, 4] : undefined,
             points: {show: line.x.length <= MARKED_POINTS, size: 5, fill: stroke}};
   }
