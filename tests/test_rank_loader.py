@@ -161,16 +161,6 @@ def test_another_gang_goes_on_with_the_next_item(sizes: tuple[int, int], options
     assert Counter(rest(second)) == Counter(range(100))
 
 
-def test_the_same_gang_goes_on_with_the_same_batches() -> None:
-    whole = [items.tolist() for (items,) in gang(1)[0]]
-    for num_steps in range(len(whole) + 1):
-        (first,), (second,) = gang(1), gang(1)
-        take([first], num_steps)
-        second.load_state_dict(first.state_dict())
-        assert len(second) == len(whole) - num_steps
-        assert [items.tolist() for (items,) in second] == whole[num_steps:]
-
-
 def test_a_loop_that_is_left_is_gone_on_with_by_the_next_one() -> None:
     (loader,) = gang(1, num_workers=1, persistent_workers=True)
     assert Counter(take([loader], 3) + take([loader], 2) + rest([loader])) == Counter(range(100))

@@ -47,16 +47,6 @@ def files(folder: Path) -> dict[str, bytes]:
 # ---- Pieces, and where they are kept
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_SIZE, PIECE_SIZE + 1, 3 * PIECE_SIZE])
-def test_pieces_make_up_the_result(size: int) -> None:
-    data = os.urandom(size)
-    pieces = list(cut("key", "path", data))
-    assert b"".join(piece.data for piece in pieces) == data
-    assert [piece.is_first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert len(pieces) == max(1, -(-size // PIECE_SIZE))
-
-
 @pytest.fixture
 def num_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many temporary files are open."""
@@ -120,18 +110,6 @@ def test_results_are_written_in_order_per_rank_and_once(tmp_path: Path) -> None:
     (tmp_path / "own").unlink()
     handler.process_results(tmp_path, [ended(received)])
     assert "own" not in files(tmp_path)
-
-
-def test_two_handlers_without_a_key_have_each_their_own_files(tmp_path: Path) -> None:
-    received = ReceivedResults()
-    one, other = DaskResultsHandler(), DaskResultsHandler()
-    submit(received, "of-one", b"1", key=one.pub_sub_key)
-    submit(received, "of-other", b"2", key=pickle.loads(pickle.dumps(other)).pub_sub_key)  # as it travels to a rank
-    future = ended(received)
-    one.process_results(tmp_path / "one", [future])
-    other.process_results(tmp_path / "other", [future])
-    assert files(tmp_path / "one") == {"of-one": b"1"}
-    assert files(tmp_path / "other") == {"of-other": b"2"}
 
 
 def test_pieces_of_several_ranks_may_mix(tmp_path: Path) -> None:
@@ -369,13 +347,13 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
 # ---- Keys
 
 
-def test_each_handler_gets_its_own(tmp_path: Path) -> None:
+def test_each_handler_gets_its_own_with_a_key_or_without(tmp_path: Path) -> None:
     received = ReceivedResults()
-    one, other, default = DaskResultsHandler("one"), DaskResultsHandler("other"), DaskResultsHandler()
-    for handler, name in ((one, "one"), (other, "other"), (default, "default")):
-        submit(received, name, b"x", key=handler.pub_sub_key)
-    for handler, name in ((other, "other"), (one, "one"), (default, "default")):
-        handler.process_results(tmp_path / name, [ended(received)])
+    handlers = {"one": DaskResultsHandler("one"), "other": DaskResultsHandler(), "third": DaskResultsHandler()}
+    for name, handler in handlers.items():
+        submit(received, name, b"x", key=pickle.loads(pickle.dumps(handler)).pub_sub_key)  # as it travels to a rank
+    for name in reversed(handlers):
+        handlers[name].process_results(tmp_path / name, [ended(received)])
         assert files(tmp_path / name) == {name: b"x"}
 
 

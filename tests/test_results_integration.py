@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch import (
     dispatch,
 )
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from processes import Cluster, nothing_left_behind, run_after_a_pause, run_program, until
 
 ONCE = Gang(max_restarts=0)
@@ -101,21 +101,6 @@ def submit_in_two_attempts(folder: str) -> None:
         while True:
             handler.submit_result(f"big-{rank}", b"y" * (64 * MIB))
     dist.barrier()
-
-
-def submit_bad_paths(prefix: str) -> None:
-    """Also through a link that this very test has placed in the prefix."""
-    if current_rank().rank == 1:
-        Path(prefix, "link").symlink_to(Path(prefix).parent)
-        handler.submit_result("link/escaped", "bad")
-        handler.submit_result("../escaped", "bad")
-    handler.submit_result(f"good-{current_rank().rank}", "good")
-
-
-def submit_for_two() -> None:
-    """Two handlers in one gang."""
-    DaskResultsHandler("metrics").submit_result("metrics", "1")
-    DaskResultsHandler("models").submit_result("model", "2")
 
 
 def submit_and_fail() -> None:
@@ -309,14 +294,6 @@ def test_what_was_submitted_before_anybody_processed_it(client: Client, tmp_path
     assert len(read(tmp_path)) == 2 * 4
 
 
-def test_several_gangs_into_one_folder(client: Client, tmp_path: Path) -> None:
-    one, other = dispatch.run(client, submit_epochs, 1), dispatch.run(client, submit_many, 10)
-    handler.process_results(tmp_path, [*one, *other])
-    assert sorted(path.name for path in (tmp_path / "rank-1").iterdir()) == sorted(
-        ["epoch-0.json", "newest.json", "model.pkl", "count", *map(str, range(10))]
-    )
-
-
 def test_files_come_while_the_gang_runs(client: Client, tmp_path: Path) -> None:
     release = tmp_path / "release"
     futures = dispatch.run(client, submit_and_wait, str(release))
@@ -358,27 +335,6 @@ def test_both_attempts_of_a_gang_count(client: Client, tmp_path: Path) -> None:
         **{f"common-{rank}": b"second" for rank in range(2)},
     }
     assert all(len(data) == 64 * MIB for name, data in written.items() if name.startswith("big"))  # whole, or not there
-
-
-def test_refused_paths_name_their_rank(client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    prefix = tmp_path / "prefix"
-    prefix.mkdir()
-    futures = dispatch.run(client, submit_bad_paths, str(prefix))
-    with pytest.raises(ResultPathError, match=r"rank 1 .*'link/escaped'.*leads to") as caught:
-        handler.process_results(prefix, futures)
-    assert caught.value.rank == 1
-    assert "'../escaped'" in capfd.readouterr().err
-    assert (prefix / "good-0").read_text() == (prefix / "good-1").read_text() == "good"
-    assert not (tmp_path / "escaped").exists()
-
-
-def test_two_handlers_in_one_gang(client: Client, tmp_path: Path) -> None:
-    metrics, models = DaskResultsHandler("metrics"), DaskResultsHandler("models")
-    futures = dispatch.run(client, submit_for_two)
-    models.process_results(tmp_path / "models", futures)
-    metrics.process_results(tmp_path / "metrics", futures)
-    assert read(tmp_path / "models") == {"model": b"2"}
-    assert read(tmp_path / "metrics") == {"metrics": b"1"}
 
 
 def test_a_failed_gangs_error_comes_after_its_results(client: Client, tmp_path: Path) -> None:

@@ -100,29 +100,6 @@ def test_everything_is_seen_once_in_even_steps(count: int, batch_size: int, worl
     assert max(sizes) - min(sizes) <= 2
 
 
-@pytest.mark.parametrize("batch_size, world_size", [(1, 2), (4, 2), (7, 3), (64, 1)])
-def test_the_rest_of_an_epoch_is_what_it_would_have_been(batch_size: int, world_size: int) -> None:
-    for count in [*range(world_size, 40), 127, 128, 129]:
-        whole = batches(count, batch_size, world_size, epoch=5)
-        num_seen = 0
-        for step in range(len(whole)):
-            assert batches(count, batch_size, world_size, epoch=5, num_seen=num_seen) == whole[step:]
-            num_seen += sum(map(len, whole[step]))
-        assert batches(count, batch_size, world_size, epoch=5, num_seen=count) == []
-
-
-def test_another_number_of_ranks_goes_on_with_the_right_next_item() -> None:
-    first = batches(100, 10, 4)[0]
-    rest = batches(100, 10, 3, num_seen=sum(map(len, first)))
-    seen = [index for step in [first, *rest] for share in step for index in share]
-    assert Counter(seen) == Counter(range(100))
-
-
-def test_a_larger_gang_may_have_ranks_without_an_item_at_the_end_of_an_epoch() -> None:
-    [step] = batches(10, 2, 4, num_seen=8)
-    assert [len(share) for share in step] == [1, 1, 0, 0]
-
-
 def test_epochs_differ_in_their_order() -> None:
     assert batches(50, 10, 2, epoch=1) != batches(50, 10, 2, epoch=2)
     sampler = RankBatches([5, 3, 8], 2, shuffle=False, rank=0, world_size=1)
