@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 import math
-import pickle
 import re
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from any_records import records
 from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Metrics, base_of, better
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, base_of, better
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
@@ -28,7 +27,6 @@ from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.report import curve
-from flytekitplugins.daskpytorch.report.curve import MAX_POINTS
 from flytekitplugins.daskpytorch.report.html import shared
 from test_report import ODD_NAMES, Parts, chart_data, rows_of
 
@@ -64,7 +62,7 @@ def usage(rank: int, time: float, num_steps: int, **changes: Any) -> RankUsage:
 
 def by_step(recorder: Recorder) -> dict[str, Points]:
     """Every line over the steps."""
-    return {name: points for chart in recorder._metrics.charts() for name, points in chart.by_step.items()}
+    return {name: points for chart in recorder._training.metrics.charts() for name, points in chart.by_step.items()}
 
 
 def body(recorder: Recorder, places: Mapping[str, str] | None = None) -> str:
@@ -105,35 +103,6 @@ def test_only_rank_0s_values_are_kept() -> None:
                 record(step, rank=rank, loss=float(rank), note="text", of_1=0.5) if rank else record(step, loss=2)
             )
     assert by_step(recorder) == {"loss": [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0)]}
-
-
-def test_what_is_kept_does_not_grow_with_the_steps() -> None:
-    metrics, sizes = Metrics(), []
-    for step in range(40_000):
-        metrics.take(step, {"loss": math.sin(step), "epoch": step // 10})
-        metrics.take(step, {"held_out_loss": math.cos(step), "epoch": step})
-        if step + 1 in (20_000, 40_000):
-            sizes.append(len(pickle.dumps(metrics)))
-    assert max(sizes) < 1.1 * min(sizes)
-
-
-def test_short_curves_are_kept_as_they_are() -> None:
-    values = [float(step % 7) for step in range(MAX_POINTS // 2)]
-    assert fed(values) == list(enumerate(values))
-
-
-@pytest.mark.parametrize("num_values", [MAX_POINTS + 1, 2 * MAX_POINTS - 1, 2 * MAX_POINTS, 7_777])
-def test_long_curves_have_no_more_points_than_are_meant(num_values: int) -> None:
-    points = fed([math.sin(step) for step in range(num_values)])
-    assert MAX_POINTS // 4 <= len(points) <= MAX_POINTS
-    assert [x for x, _ in points] == sorted(x for x, _ in points)
-
-
-@pytest.mark.parametrize("value", [9.0, -9.0])
-def test_no_spike_is_lost(value: float) -> None:
-    values = [math.sin(step) for step in range(7_777)]
-    values[5_001] = value
-    assert (5_001.0, value) in fed(values)
 
 
 def test_the_newest_value_of_a_level_curve_is_shown() -> None:
@@ -196,7 +165,7 @@ def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
         recorder.logged(record(step, epoch=1 + step // 3, loss=float(step)))
         if step % 3 == 2:
             recorder.logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
-    [chart] = recorder._metrics.charts()
+    [chart] = recorder._training.metrics.charts()
     assert chart.title == "loss"
     assert chart.by_step == {
         "loss": [(float(step), float(step)) for step in range(6)],
@@ -212,7 +181,7 @@ def test_an_epochs_value_is_the_mean_of_its_steps_where_nothing_sums_it_up() -> 
         recorder.logged(record(step, epoch=1 + step // 2, loss=float(step)))
         if step % 2:
             recorder.logged(record(step, val_loss=0.25))
-    [chart] = recorder._metrics.charts()
+    [chart] = recorder._training.metrics.charts()
     assert chart.by_epoch == {
         "loss": [(1.0, 0.5), (2.0, 2.5), (3.0, 4.5)],
         "val_loss": [(1.0, 0.25), (2.0, 0.25), (3.0, 0.25)],
@@ -226,7 +195,7 @@ def test_a_restart_keeps_the_means_of_the_epochs_before_it() -> None:
     recorder.restarting("lost", 3)
     for step in range(4, 6):
         recorder.logged(record(step, epoch=1 + step // 2, loss=9.0))
-    [chart] = recorder._metrics.charts()
+    [chart] = recorder._training.metrics.charts()
     assert chart.by_epoch == {"loss": [(1.0, 0.5), (2.0, 2.5), (3.0, 9.0)]}
 
 
@@ -248,7 +217,7 @@ def test_a_restart_keeps_the_means_of_the_epochs_before_it() -> None:
 def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[str], title: str | None) -> None:
     recorder = Recorder()
     recorder.logged(record(0, **dict.fromkeys(names, 1.0)))
-    charts = list(recorder._metrics.charts())
+    charts = list(recorder._training.metrics.charts())
     if title is None:
         assert [list(chart.by_step) for chart in charts] == [[name] for name in names]
     else:
@@ -450,15 +419,6 @@ def test_a_notice_of_many_lines_is_an_event_with_details() -> None:
     page = body(recorder)
     assert events(page) == ["rank 1 raised"]
     assert "Traceback (most recent call last):\nValueError" in page
-
-
-def test_the_story_does_not_grow_without_end() -> None:
-    recorder = Recorder()
-    for number in range(5_000):
-        recorder.noted(f"train: notice {number}")
-        recorder.restarting(f"reason {number}", number)
-    assert len(recorder._story.events) <= 2_000
-    assert len(body(recorder)) < 300_000
 
 
 # ---- Fast, who, with what, where

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from rich.console import Console
 from traitlets.config import Config
 
-from flytekitplugins.daskpytorch import Goodput, StoppedEarlyError
+from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.sweep import table
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
@@ -101,14 +100,6 @@ def test_one_bad_model_does_not_withhold_the_others_results(models: ModelFutures
     assert all(isinstance(error, CancelledError) for error in found[4:])
     with pytest.raises(LookupError, match="no good"):
         models.result()
-
-
-def test_where_its_time_has_gone_is_known_while_it_trains_and_then() -> None:
-    log = Log()
-    model = ModelFuture(0, None, log, lambda: True)
-    assert model.goodput is None
-    log.accounted(Goodput(total=4.0, stepping=3.0, starting=1.0))
-    assert model.goodput == Goodput(total=4.0, stepping=3.0, starting=1.0)
 
 
 def test_a_result_that_is_an_exception_is_a_result() -> None:
@@ -243,11 +234,3 @@ def test_a_table_shows_what_is_of_interest_and_no_secrets(models: ModelFutures) 
     assert "and 50 more" in html
     assert "hush" not in html
     assert "&lt;i&gt;" in html
-
-
-def test_where_there_is_no_kernel_there_is_no_notebook() -> None:
-    assert not table.is_notebook()
-
-
-def test_a_frame_is_pandas(models: ModelFutures) -> None:
-    assert isinstance(models.to_frame(), pd.DataFrame)

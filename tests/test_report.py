@@ -250,10 +250,6 @@ def test_columns_of_numbers_are_aligned() -> None:
     assert re.findall(r'<th(?: class="(.*?)")? scope', page) == ["", "dpt-num", "dpt-num"]
 
 
-def test_a_table_may_have_no_rows() -> None:
-    assert "<tbody></tbody>" in report.table(("a", "b"), [])
-
-
 def test_a_figure_that_is_no_number_is_red() -> None:
     page = bare(report.figures({"loss": math.nan, "step": (1_234, "of 2,000"), "note": "nan"}))
     assert '<dd class="dpt-bad">nan</dd>' in page

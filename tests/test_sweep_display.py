@@ -27,7 +27,7 @@ def shown(*, terminal: bool = False) -> str:
     for step in range(4):
         lines[0].logged(record(step, epoch=1 + step // 2, loss=1.0))
         lines[0].logged(record(step, rank=1, epoch=1, loss=77.0))
-    board._bars.refresh()  # as its thread does ten times a second
+    board.bars.refresh()  # as its thread does ten times a second
     lines[0].wrote(1, ["[brackets] stay"])
     lines[0].ended(None)
     lines[1].noted("train: going on from step 4")

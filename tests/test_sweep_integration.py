@@ -235,8 +235,3 @@ def test_every_model_has_a_run_in_one_group(client: Client, tmp_path: Path) -> N
     assert [run["exit_code"] for run in (ended, failed, stopped)] == [0, 1, 0]
     assert stopped["summary"]["stopped_early"] == str(models[2].exception())
     assert "stopped_early" not in ended["summary"]
-
-
-def test_an_id_for_all_runs_is_refused(client: Client) -> None:
-    with pytest.raises(ValueError, match="each has a run of its own"):
-        dispatch.map(client, len, ["a"], wandb=Wandb(project="sweeps", id="one"))

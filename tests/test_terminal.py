@@ -284,7 +284,7 @@ def test_any_records_can_be_shown(terminal: bool, records: list[LogRecord]) -> N
         try:
             for each in records:
                 observer.logged(each)
-                console.print(display._bar if observer is display else board._bars)  # as its thread does
+                console.print(display._bar if observer is display else board.bars)  # as its thread does
         finally:
             observer.ended(None)
 

@@ -4,18 +4,21 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart, Points
-from flytekitplugins.daskpytorch.display.pace import num_done, seconds_left
-from flytekitplugins.daskpytorch.display.usage import GIB, STEPS, RankSpeed
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart, Metrics
+from flytekitplugins.daskpytorch.display.story import Story
+from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left
+from flytekitplugins.daskpytorch.display.usage import GIB, STEPS, RankSpeed, Usages
 from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
+from flytekitplugins.daskpytorch.report import Curve
 
 MAX_FIGURES = 6
 """Metrics among the key figures."""
@@ -40,39 +43,46 @@ class State:
     is_over: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training:
-    """All that a page shows, at one moment."""
+    """What the Deck tells of a training. The recorder changes it, and hands a copy to the page."""
 
     name: str
-    state: State
-    failure: str
-    """Why it has ended, if it has not as it should."""
-    now: float
-    """When this is so, in seconds since the epoch; of one that has ended, when it did."""
-    seconds: float
-    """Since the gang was asked for, or how long it took."""
-    spans: Sequence[report.Span]
-    events: Sequence[report.Event]
-    restarts: Sequence[tuple[int, str]]
-    """From which step, and why."""
-    restart_epochs: Sequence[float]
-    """In which epochs that was, as far as it is known."""
-    shape: Shape | None
-    record: LogRecord | None
-    """Rank 0's newest."""
-    epoch: float | None
-    steps_per_second: float | None
-    newest: Mapping[str, float]
-    charts: Sequence[Chart]
-    is_crowded: bool
-    pace: Points
-    """Steps per second over the seconds since the beginning."""
-    usage: Sequence[tuple[str, Mapping[str, Points]]]
-    ranks: Sequence[RankSpeed]
-    goodput: Goodput | None
     inputs: Mapping[str, Any]
-    checkpoints: Sequence[SavedCheckpoint]
+    story: Story
+    metrics: Metrics = field(default_factory=Metrics)
+    usages: Usages
+    goodput: Goodput | None = None
+    checkpoints: Sequence[SavedCheckpoint] = ()
+    record: LogRecord | None = None
+    """Rank 0's newest."""
+    rate: Pace = field(default_factory=Pace)
+    """Steps per second of rank 0, by its newest records."""
+    pace: Curve = field(default_factory=Curve)
+    """Steps per second over the seconds since the beginning."""
+    outcome: State | None = None
+    """State at the end; None until then."""
+    failure: str = ""
+    """Reason for the end of a training that has not finished."""
+
+    @property
+    def state(self) -> State:
+        """How it stands now."""
+        if self.outcome is not None:
+            return self.outcome
+        if self.story.is_training:
+            return State("training", "busy")
+        return State("starting again", "warn") if self.story.restarts else State("starting", "idle")
+
+    @property
+    def ranks(self) -> Sequence[RankSpeed]:
+        """Newest samples, by rank."""
+        return sorted(self.usages.newest.values(), key=lambda speed: speed.usage.rank)
+
+    @cached_property
+    def charts(self) -> Sequence[Chart]:
+        """Charts of the metrics. For the page, whose copy changes no more."""
+        return list(self.metrics.charts())
 
 
 def page_of(training: Training, places: Mapping[str, str]) -> str:
@@ -81,8 +91,8 @@ def page_of(training: Training, places: Mapping[str, str]) -> str:
         *_how_it_goes(training),
         *_learning(training),
         *_speed(training),
-        report.section("What happened", report.timeline(training.spans, training.events)),
-        *_who(training.shape),
+        report.section("What happened", report.timeline(training.story.spans, training.story.events)),
+        *_who(training.story.shape),
         *_with_what(training.inputs),
         *_where(training.checkpoints, places),
     ]
@@ -94,7 +104,7 @@ def _how_it_goes(training: Training) -> Iterable[str]:
     share = None
     if record is not None and record.num_steps:
         share = 1.0 if state.tone == "good" else num_done(record) / record.num_steps
-    moment = time.strftime("%H:%M:%S %Z", time.localtime(training.now))
+    moment = time.strftime("%H:%M:%S %Z", time.localtime(training.story.now))
     note = f"ended at {moment}" if state.is_over else f"as of {moment}"
     title = training.name.rpartition(".")[2] or "Training"
     yield report.status(state.word, title, tone=state.tone, note=note, done=share)
@@ -107,8 +117,8 @@ def _how_it_goes(training: Training) -> Iterable[str]:
 def _figures(training: Training) -> dict[str, object]:
     figures: dict[str, object] = {}
     record = training.record
-    if training.epoch is not None:
-        figures["epoch"] = training.epoch
+    if training.metrics.epoch is not None:
+        figures["epoch"] = training.metrics.epoch
     if record is not None:
         figures["step"] = (record.step, f"of {record.num_steps:,}" if record.num_steps else "")
         left = _seconds_left(training)
@@ -116,25 +126,26 @@ def _figures(training: Training) -> dict[str, object]:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
     elif num_steps := max((rank.usage.num_steps for rank in training.ranks), default=0):
         figures["optimizer steps"] = num_steps
-    figures["took" if training.state.is_over else "running for"] = report.duration(training.seconds)
+    figures["took" if training.state.is_over else "running for"] = report.duration(training.story.seconds)
     if training.goodput is not None and training.goodput.total >= MIN_TOTAL:
         figures["goodput"] = (f"{training.goodput.share:.0%}", "of the time in steps")
     figures |= _newest(training)
-    if training.steps_per_second is not None:
-        figures["steps per second"] = training.steps_per_second
-    if training.restarts:
-        figures["restarts"] = len(training.restarts)
+    if training.rate.per_second:
+        figures["steps per second"] = training.rate.per_second
+    if training.story.restarts:
+        figures["restarts"] = len(training.story.restarts)
     return figures
 
 
 def _newest(training: Training) -> dict[str, object]:
     """The newest values of what is drawn first, with the best."""
     found: dict[str, object] = {}
+    newest = training.metrics.newest
     best = {name: _best_of(chart, name) for chart in training.charts for name in chart.best}
     for name in (name for chart in training.charts for name in chart.by_step):
-        if name in training.newest and len(found) < MAX_FIGURES:
-            found[name.replace("_", " ")] = (training.newest[name], best.get(name, ""))
-    spoilt = {name.replace("_", " "): value for name, value in training.newest.items() if not math.isfinite(value)}
+        if name in newest and len(found) < MAX_FIGURES:
+            found[name.replace("_", " ")] = (newest[name], best.get(name, ""))
+    spoilt = {name.replace("_", " "): value for name, value in newest.items() if not math.isfinite(value)}
     return spoilt | found
 
 
@@ -147,7 +158,7 @@ def _best_of(chart: Chart, name: str) -> str:
 
 
 def _seconds_left(training: Training) -> float | None:
-    record, speed = training.record, training.steps_per_second
+    record, speed = training.record, training.rate.per_second
     return None if training.state.tone != "busy" or record is None else seconds_left(record, speed)
 
 
@@ -159,16 +170,15 @@ def _learning(training: Training) -> Iterable[str]:
         return
     charts.sort(key=_is_level)
     num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in training.charts)
-    steps = [float(step) for step, _ in training.restarts]
-    marks = {
-        label: [(x, "started again") for x in at] for label, at in (("step", steps), ("epoch", training.restart_epochs))
-    }
+    steps = [step for step, _ in training.story.restarts]
+    epochs = [epoch for step in steps if (epoch := training.metrics.epoch_at(step)) is not None]
+    marks = {label: [(float(x), "started again") for x in at] for label, at in (("step", steps), ("epoch", epochs))}
     budget = max(50, MAX_PAGE_POINTS // num_lines)
     drawn = [piece for chart in charts for piece in _draw(chart, marks, budget)]
     pieces = [report.grid(*drawn[:NUM_OPEN])]
     if more := drawn[NUM_OPEN:]:
         pieces.append(report.details(f"{len(more)} more charts", report.grid(*more)))
-    if training.is_crowded:
+    if training.metrics.is_crowded:
         pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
     yield report.section("Is it learning?", *pieces)
 
@@ -202,10 +212,10 @@ def _speed(training: Training) -> Iterable[str]:
         if SPEEDS.search(chart.title.replace(" ", "_"))
         for name, points in chart.by_step.items()
     ]
-    usage = dict(training.usage)
-    if training.pace and STEPS not in usage:
+    usage = dict(training.usages.charts())
+    if (pace := training.pace.points) and STEPS not in usage:
         charts.append(
-            report.line_chart("steps per second", {"rank 0": training.pace}, "seconds", from_zero=True, max_points=500)
+            report.line_chart("steps per second", {"rank 0": pace}, "seconds", from_zero=True, max_points=500)
         )
     charts += [
         report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in usage.items() if lines

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import socket
 import threading
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Picture
@@ -121,7 +123,8 @@ class _Run(Run):
         with _one_at_a_time.setdefault(client.tracking_uri, threading.Lock()):
             self._call(self._begin, training)
         known = self._run.data.params
-        params = [Param(name, value) for name, value in _params(config).items() if name not in known]
+        given = {_key(name): str(value)[:MAX_TEXT] for name, value in flat(config, ".").items()}
+        params = [Param(name, value) for name, value in given.items() if name not in known]
         while params:
             self._call(client.log_batch, self._run.info.run_id, params=params[:MAX_TAGS])
             params = params[MAX_TAGS:]
@@ -160,23 +163,11 @@ class _Run(Run):
         while self._metrics or self._tags:
             metrics, tags = self._metrics[:MAX_METRICS], dict(islice(self._tags.items(), MAX_TAGS))
             entities = [RunTag(name, value) for name, value in tags.items()]
-            try:
+            with _dropping(partial(self._drop, metrics, tags)):
                 self._call(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=entities)
-            except ConnectionError:
-                raise
-            except Exception:
-                self._drop(metrics, tags)
-                raise
-            self._drop(metrics, tags)
         while self._pictures:
-            try:
+            with _dropping(partial(self._pictures.pop, 0)):
                 self._call(self._log_image, *self._pictures[0])
-            except ConnectionError:
-                raise
-            except Exception:
-                self._pictures.pop(0)
-                raise
-            self._pictures.pop(0)
 
     def _log_image(self, picture: Picture, name: str, step: int, at: int) -> None:
         from PIL import Image
@@ -194,8 +185,8 @@ class _Run(Run):
             self._tags[REASON_TAG] = reason[:MAX_TEXT]
             self.flush()
         self._call(self._client.set_terminated, self._run.info.run_id, STATUS[state])
-        if self._parent is not None:
-            self._call(_parents.leave, self._client, self._parent)
+        if self._parent is not None:  # which the next model to begin opens again
+            self._call(self._client.set_terminated, self._parent, STATUS["finished"])
 
     def _begin(self, training: Training) -> None:
         """Find the run, or make it; called again, it finds what it has made."""
@@ -206,8 +197,7 @@ class _Run(Run):
             tags["daskpytorch.execution"] = training.link
         name = self._asked.name or training.name.rpartition(".")[2]
         if training.group is not None:
-            if self._parent is None:
-                self._parent = _parents.enter(self._client, experiment, training.group, name, tags)
+            self._parent = str(_found(self._client, experiment, training.group, name, tags).info.run_id)
             tags[PARENT_TAG] = self._parent
             name = f"{name}-{training.index}"
         self._run = _found(self._client, experiment, training.id, name, tags)
@@ -231,29 +221,6 @@ class _Run(Run):
             raise ConnectionError(_public(f"{self._client.tracking_uri} does not answer ({error})")) from error
 
 
-class _Parents:
-    """The runs in which those of many models are nested; each is open while one of these is."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_open: Counter[str] = Counter()
-
-    def enter(self, client: MlflowClient, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> str:
-        """Its id."""
-        with self._lock:
-            run_id = str(_found(client, experiment, id_, name, tags).info.run_id)
-            self._num_open[run_id] += 1
-            return run_id
-
-    def leave(self, client: MlflowClient, run_id: str) -> None:
-        """End it with the last of them."""
-        with self._lock:
-            if self._num_open[run_id] == 1:
-                client.set_terminated(run_id, STATUS["finished"])
-            self._num_open[run_id] -= 1
-
-
-_parents = _Parents()
 _one_at_a_time: dict[str, threading.Lock] = {}
 """By server, of many models that begin at once: the first makes the database's tables, and the experiment."""
 
@@ -322,12 +289,14 @@ def _key(name: str) -> str:
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
-def _params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The configuration as parameters; what lies within has its name behind a dot."""
-    params: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            params |= _params(value, f"{prefix}{name}.")
-        else:
-            params[_key(f"{prefix}{name}")] = str(value)[:MAX_TEXT]
-    return params
+@contextlib.contextmanager
+def _dropping(drop: Callable[[], object]) -> Iterator[None]:
+    """Drop what was sent or refused; what has not got through is sent again."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except Exception:
+        drop()
+        raise
+    drop()

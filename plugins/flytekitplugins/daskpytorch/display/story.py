@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flytekitplugins.daskpytorch.display.training import size_of
+from flytekitplugins.daskpytorch.display.training import count, size_of
 from flytekitplugins.daskpytorch.driver.brain import GROWS
 from flytekitplugins.daskpytorch.protocol.observer import Shape
 from flytekitplugins.daskpytorch.report import Event, Span, Tone
@@ -35,9 +35,14 @@ class Story:
         self.ended_at: float | None = None
 
     @property
+    def now(self) -> float:
+        """The present, or the moment of the end (seconds since the epoch)."""
+        return self.ended_at or self.clock()
+
+    @property
     def seconds(self) -> float:
         """How long it has lasted."""
-        return (self.ended_at or self.clock()) - self.began_at
+        return self.now - self.began_at
 
     @property
     def spans(self) -> list[Span]:
@@ -60,9 +65,9 @@ class Story:
         text = size_of(shape)
         before = self.shape.world_size if self.shape is not None else shape.world_size
         if shape.world_size < before:
-            self.tell(f"shrunk: {text}, where there were {_count(before, 'rank')}", "warn")
+            self.tell(f"shrunk: {text}, where there were {count(before, 'rank')}", "warn")
         elif shape.world_size > before:
-            self.tell(f"grown: {text}, where there were {_count(before, 'rank')}", "good")
+            self.tell(f"grown: {text}, where there were {count(before, 'rank')}", "good")
         else:
             self.tell(f"starting {text}")
         self.shape = shape
@@ -107,7 +112,7 @@ class Story:
 
     def _current(self) -> Span:
         text, tone = self._now or ("", "idle")
-        return Span(start=self._since, end=self.ended_at or self.clock(), text=text, tone=tone)
+        return Span(start=self._since, end=self.now, text=text, tone=tone)
 
     def _enter(self, now: tuple[str, Tone] | None) -> None:
         if self._now is not None:
@@ -118,7 +123,3 @@ class Story:
         self.events.append(event)
         if len(self.events) > MAX_EVENTS:
             del self.events[MAX_EVENTS // 2]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

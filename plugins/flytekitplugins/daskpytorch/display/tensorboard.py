@@ -13,6 +13,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.extras import require_extra
@@ -90,7 +91,8 @@ class _EventFiles(Run):
         self.where = self._storage or str(self._folder.absolute())
         self._writer = EventFileWriter(str(self._folder), filename_suffix=f".{training.id}")
         self.rewind(step)
-        self._summary(hparams_pb(_flat(config), trial_id=training.id), 0)
+        given = {name: _hyperparameter(value) for name, value in flat(config, "/").items()}
+        self._summary(hparams_pb(given, trial_id=training.id), 0)
 
     def rewind(self, step: int | None) -> None:
         """Have TensorBoard forget what was drawn beyond that step."""
@@ -196,14 +198,7 @@ def _sub_folder(asked: TensorBoard, training: Training) -> str:
     return f"{asked.name or training.group}/{training.index}"
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
-    """The configuration as hyper-parameters: what lies within has its name behind a slash."""
-    flat: dict[str, bool | float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}/")
-        elif isinstance(value, (list, tuple)):
-            flat[f"{prefix}{name}"] = ", ".join(map(str, value))
-        else:
-            flat[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
+def _hyperparameter(value: Any) -> bool | float | str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

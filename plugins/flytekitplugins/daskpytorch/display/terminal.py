@@ -22,8 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display.pace import Pace, num_done, seconds_left
-from flytekitplugins.daskpytorch.display.training import size_of
+from flytekitplugins.daskpytorch.display.training import Pace, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.goodput import MIN_TOTAL, Goodput
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
@@ -53,12 +52,66 @@ MAX_LEFT = 1e9
 """Seconds that may be left; what comes to more is no estimate."""
 
 
-class ProgressDisplay(Observer):
+class Echo(Observer):
+    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = _short(name)
+        self._goodput: Goodput | None = None
+        self._held: deque[str] | None = None
+        """Lines to be written once a rank's debugger leaves the terminal."""
+
+    def placed(self, shape: Shape) -> None:
+        """Know its name."""
+        self._name = _short(shape.name)
+
+    def accounted(self, goodput: Goodput) -> None:
+        """Remember it for the end."""
+        self._goodput = goodput
+
+    def noted(self, text: str) -> None:
+        """Say it."""
+        self._print(text)
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        """Pass on a rank's output."""
+        self._print("\n".join(f"[rank {rank}] {line}" for line in lines))
+
+    def debugging(self, rank: int | None) -> None:
+        """Keep quiet until the debugger has left the terminal."""
+        held, self._held = self._held or (), deque(maxlen=MAX_HELD) if rank is not None else None
+        for text in held:
+            self._print(text)
+
+    def ended(self, error: Exception | None) -> None:
+        """Say in a line who failed, and how, since perhaps nobody asks the futures; and where the time went."""
+        self.debugging(None)
+        told = error if isinstance(error, GangError) else error and error.__cause__
+        if isinstance(told, GangError):
+            self._print(one_line(str(told).partition("\n")[0], MAX_LINE))
+        if self._name:
+            self._tell_goodput()
+
+    def _tell_goodput(self) -> None:
+        if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
+            self._print(f"{self._name}: {self._goodput}")
+
+    def _print(self, text: str) -> None:
+        if self._held is not None:
+            self._held.append(text)
+        else:
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        Screen().write(f"{text}\n")
+
+
+class ProgressDisplay(Echo):
     """Shows rank 0's metrics as they come, and every rank's output marked with its rank, on standard error."""
 
     def __init__(self, console: Console | None = None, name: str = "") -> None:
+        super().__init__(name)
         self._console = console or terminal()
-        self._name = _short(name)
         self._began_at = time.monotonic()
         self._bar: Progress | None = None
         """From the moment that all have met; in a terminal it is to be seen, elsewhere it only counts."""
@@ -69,13 +122,10 @@ class ProgressDisplay(Observer):
         self._newest: LogRecord | None = None
         """With the newest value of each metric."""
         self._newest_names: set[str] = set()
-        self._goodput: Goodput | None = None
-        self._held: deque[str] | None = None
-        """What is to be said once a rank's debugger leaves the terminal."""
 
     def placed(self, shape: Shape) -> None:
         """Say what is being started."""
-        self._name = _short(shape.name)
+        super().placed(shape)
         devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
         self._print(f"{self._name}: starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
 
@@ -86,11 +136,6 @@ class ProgressDisplay(Observer):
         self._task = self._bar.add_task("", name=self._name, text="", pace="", total=None)
         if self._console.is_terminal:
             self._bar.start()
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass on a rank's output."""
-        for line in lines:
-            self._print(f"[rank {rank}] {line}")
 
     def logged(self, record: LogRecord) -> None:
         """Show rank 0's newest values."""
@@ -114,10 +159,6 @@ class ProgressDisplay(Observer):
             self._shown_at = time.monotonic()
             self._print(f"{self._name}: {describe_record(record)}{pace and f'  {pace}'}")
 
-    def noted(self, text: str) -> None:
-        """Say it."""
-        self._print(text)
-
     def say(self, text: str) -> None:
         """Say it of this training."""
         self._print(f"{self._name}: {text}")
@@ -125,12 +166,8 @@ class ProgressDisplay(Observer):
     def debugging(self, rank: int | None) -> None:
         """Step aside: no live display, and nothing said, until the debugger has left the terminal."""
         if rank is not None:
-            self.ended(None)
-            self._held = self._held or deque(maxlen=MAX_HELD)
-            return
-        held, self._held = self._held or deque(), None
-        for text in held:
-            self._print(text)
+            self._stop()
+        super().debugging(rank)
 
     def restarting(self, reason: str, step: int | None) -> None:
         """Take the live display away until the ranks have met again."""
@@ -138,16 +175,10 @@ class ProgressDisplay(Observer):
         self._bar = self._newest = None
         self._pace.clear()
 
-    def accounted(self, goodput: Goodput) -> None:
-        """Remember it for the end."""
-        self._goodput = goodput
-
     def ended(self, error: Exception | None) -> None:
         """Leave the terminal as it was."""
-        if self._held is not None:
-            self.debugging(None)
-        if self._bar is not None and self._console.is_terminal:  # elsewhere it writes an empty line
-            self._bar.stop()
+        self.debugging(None)
+        self._stop()
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
         """Say how it has ended, when, with which values, what to do, where things are, and last where the time went."""
@@ -156,60 +187,14 @@ class ProgressDisplay(Observer):
         self._print(text if advice is None else f"{text}; {advice}")
         for what, where in places.items():
             self._print(f"  {what}: {where}")
-        if self._goodput is not None and self._goodput.total >= MIN_TOTAL:
-            self._print(f"{self._name}: {self._goodput}")
+        self._tell_goodput()
 
-    def _print(self, text: str) -> None:
-        if self._held is not None:
-            self._held.append(text)
-            return
+    def _stop(self) -> None:
+        if self._bar is not None and self._console.is_terminal:  # elsewhere it writes an empty line
+            self._bar.stop()
+
+    def _show(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
-
-
-class Echo(Observer):
-    """Writes what the ranks write to this process's standard error, with their ranks, and what happens to the gang."""
-
-    def __init__(self) -> None:
-        self._held: deque[str] | None = None
-        """What is to be written once a rank's debugger leaves the terminal."""
-        self._name = ""
-        self._goodput: Goodput | None = None
-
-    def placed(self, shape: Shape) -> None:
-        """Know its name."""
-        self._name = _short(shape.name)
-
-    def accounted(self, goodput: Goodput) -> None:
-        """Remember it for the end."""
-        self._goodput = goodput
-
-    def noted(self, text: str) -> None:
-        """Say it."""
-        self._write(f"{text}\n")
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass it on."""
-        self._write("".join(f"[rank {rank}] {line}\n" for line in lines))
-
-    def debugging(self, rank: int | None) -> None:
-        """Keep quiet until the debugger has left the terminal."""
-        held, self._held = self._held or deque(), deque(maxlen=MAX_HELD) if rank is not None else None
-        self._write("".join(held))
-
-    def _write(self, text: str) -> None:
-        if self._held is not None:
-            self._held.append(text)
-        else:
-            Screen().write(text)
-
-    def ended(self, error: Exception | None) -> None:
-        """Say in a line who failed, and how, since perhaps nobody asks the futures; and where the time went."""
-        self.debugging(None)
-        told = error if isinstance(error, GangError) else error and error.__cause__
-        if isinstance(told, GangError):
-            Screen().write(one_line(str(told).partition("\n")[0], MAX_LINE) + "\n")
-        if self._goodput is not None and self._goodput.total >= MIN_TOTAL and self._name:
-            Screen().write(f"{self._name}: {self._goodput}\n")
 
 
 def terminal(*, is_plain: bool = False) -> Console:

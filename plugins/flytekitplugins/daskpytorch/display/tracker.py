@@ -1,4 +1,4 @@
-"""A tracker's run, fed in the driver by a thread, so that a slow server, or none, never slows the training.
+"""A tracker's run, fed in the driver.
 
 In the driver rather than in rank 0: there it outlives every rank and every attempt, knows what the gang goes back to
 and how it ends, and no worker needs to reach the server.
@@ -6,40 +6,29 @@ and how it ends, and no worker needs to reach the server.
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.display.training import gang_config
 from flytekitplugins.daskpytorch.display.usage import GIB
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
-from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Training
 
 State = Literal["finished", "failed", "killed"]
 
-MAX_WAITING = 10_000
-"""Records that wait for the tracker before further ones are dropped, with a notice."""
-INTERVAL = 2.0
-"""Seconds after which what has come goes on at the latest."""
-STALL = 10.0
-"""Seconds at the end for a server that does not answer, before the rest is given up."""
 CLOSE_TIMEOUT = 60.0
 """Seconds at the end for all that waits."""
 PREEMPTED_TIMEOUT = 3.0
 """The same where the task is told to end."""
 MAX_RANKS = 8
 """Whose use of their machines is recorded: of larger gangs that of the first ranks."""
-FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
-"""Seconds before an attempt to reach a server again."""
 
 
 class Run:
@@ -81,20 +70,12 @@ class Tracker(Observer):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._waiting: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._thread = threading.Thread(target=self._feed, name=f"daskpytorch-{run.label}", daemon=True)
+        self._feeder = Feeder(run.label, run.flush)
         self._training: Training | None = None
-        self._open: Callable[[], None] | None = None
+        self._is_placed = False
         self._resumed_at: int | None = None
         self._newest: LogRecord | None = None
         self._goodput: Goodput | None = None
-        self._num_dropped = 0
-        self._num_done = 0
-        self._is_unanswered = False
-        """The last call did not reach the server."""
-        self._said: set[str] = set()
-        self._is_over = False
-        self._is_given_up = threading.Event()
 
     def places(self) -> Mapping[str, str]:
         """The run's."""
@@ -110,21 +91,21 @@ class Tracker(Observer):
 
     def placed(self, shape: Shape) -> None:
         """Open the run, if it is not open."""
-        if self._training is not None and self._open is None:
+        if self._training is not None and not self._is_placed:
+            self._is_placed = True
             config = {**self._training.inputs, "gang": gang_config(shape)}
-            self._open = partial(self._run.open, self._training, config, self._resumed_at)
-            self._thread.start()
+            self._feeder.start(partial(self._run.open, self._training, config, self._resumed_at))
 
     def restarting(self, reason: str, step: int | None) -> None:
         """Go back."""
         self._newest = None
-        self._waiting.put(partial(self._run.rewind, step))
+        self._feeder.put(partial(self._run.rewind, step))
 
     def logged(self, record: LogRecord) -> None:
         """Queue a record of rank 0."""
         if record.rank == 0:
             self._newest = record
-            self._offer(partial(self._run.log, record))
+            self._feeder.offer(partial(self._run.log, record))
 
     def used(self, usage: RankUsage) -> None:
         """Queue what a rank uses, as metrics of the newest step."""
@@ -138,91 +119,22 @@ class Tracker(Observer):
     def _add(self, metrics: Mapping[str, float]) -> None:
         """Queue metrics of our own, if there is a step that they can belong to."""
         if (newest := self._newest) is not None:
-            self._offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
+            self._feeder.offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 
     def noted(self, text: str) -> None:
         """Queue it."""
-        self._offer(partial(self._run.note, text))
+        self._feeder.offer(partial(self._run.note, text))
 
     def ended(self, error: Exception | None) -> None:
         """Close the run, and wait until all has got through, or nothing does any more."""
-        if self._open is None or not self._thread.is_alive():
+        if not self._feeder.is_feeding:
             return
         if self._goodput is not None:
             account = {"share": self._goodput.share, **self._goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})
-        self._waiting.put(self._run.flush)
-        self._waiting.put(partial(self._end, error))
-        self._wait(PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT)
-        self._is_given_up.set()
-        if self._thread.is_alive():
-            self._say(f"{self._waiting.qsize() + 1} of the last records and notes were not taken in time")
-        if self._num_dropped:
-            self._say(f"too slow; {self._num_dropped} records were dropped")
-
-    def _wait(self, limit: float) -> None:
-        deadline = time.monotonic() + limit
-        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            before = self._num_done
-            self._thread.join(min(left, STALL))
-            if self._is_unanswered and self._num_done == before:
-                return
-
-    def _offer(self, job: Callable[[], None]) -> None:
-        if self._open is not None and not self._thread.is_alive():  # it could not be opened
-            return
-        if self._waiting.qsize() >= MAX_WAITING:
-            self._num_dropped += 1
-        else:
-            self._waiting.put(job)
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            say(f"{self._run.label}: {text}")
-
-    # ---- in the thread
-
-    def _feed(self) -> None:
-        try:
-            if self._open is not None:
-                self._until_it_answers(self._open)
-        except Exception as error:  # whatever a tracker's library raises
-            self._say(f"{type(error).__name__}: {error}. Nothing is recorded; the training goes on.")
-            return
-        flushed_at = time.monotonic()
-        while not self._is_over:
-            with contextlib.suppress(queue.Empty):
-                self._try(self._waiting.get(timeout=INTERVAL))
-            if time.monotonic() - flushed_at >= INTERVAL:
-                self._try(self._run.flush)
-                flushed_at = time.monotonic()
-
-    def _try(self, job: Callable[[], None]) -> None:
-        try:
-            self._until_it_answers(job)
-        except Exception as error:  # the same
-            self._say(f"{type(error).__name__}: {error}. Such records are left out; the training goes on.")
-        self._num_done += 1
-
-    def _until_it_answers(self, job: Callable[[], None]) -> None:
-        pause = FIRST_PAUSE
-        while not self._is_given_up.is_set():
-            try:
-                job()
-            except ConnectionError as error:
-                self._is_unanswered = True
-                self._say(f"{error}; what is logged waits for it, and the training goes on")
-            else:
-                self._is_unanswered = False
-                return
-            self._is_given_up.wait(pause)
-            pause = min(2 * pause, MAX_PAUSE)
-        self._is_over = True
-
-    def _end(self, error: Exception | None) -> None:
-        self._is_over = True
-        self._run.close(*_state(error))
+        self._feeder.put(self._run.flush)
+        limit = PREEMPTED_TIMEOUT if isinstance(error, PreemptedError) else CLOSE_TIMEOUT
+        self._feeder.end(partial(self._run.close, *_state(error)), limit)
 
 
 def _amounts(usage: RankUsage) -> dict[str, float]:

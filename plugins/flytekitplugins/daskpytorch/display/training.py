@@ -1,12 +1,14 @@
-"""What trackers are told of a training: its name in all of its attempts, its inputs, its shape. Runs in the driver."""
+"""What displays and trackers know of a training: its name in all attempts, inputs, shape, pace. Runs in the driver."""
 
 import dataclasses
 import inspect
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
@@ -18,6 +20,10 @@ MAX_TEXT = 500
 """Characters of an input."""
 MAX_ID = 120
 LINK_VARIABLE = "FLYTE_EXECUTION_URL"
+WINDOW = 10.0
+"""Seconds over which steps are counted; more where two reports are further apart."""
+MIN_DISTANCE = WINDOW / 100
+"""Seconds between two reports that are kept."""
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:
@@ -73,17 +79,35 @@ def run_id(execution: str | None, task: str) -> str:
     return re.sub(r"[^\w-]", "-", f"{execution}-{task}")[:120]
 
 
-def inputs_of(experiment: Any) -> Mapping[str, Any]:
-    """What a model's configuration has of its experiment: a dictionary's items, a dataclass's fields, or itself."""
-    if isinstance(experiment, Mapping):
-        return {str(name): value for name, value in experiment.items()}
-    is_shown = dataclasses.is_dataclass(experiment) or isinstance(experiment, (str, int, float))
-    return {"experiment": experiment if is_shown else repr(experiment)}
+def fields_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return the named parts of a mapping, a dataclass, a named tuple or a model of Pydantic; None of all else."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    return dict(value) if callable(getattr(type(value), "model_copy", None)) else None
+
+
+def inputs_of(experiment: Any) -> dict[str, Any]:
+    """Return a model's inputs: the fields of its experiment, or the experiment itself."""
+    fields = fields_of(experiment)
+    return {"experiment": experiment} if fields is None else {str(name): value for name, value in fields.items()}
 
 
 def run_config(inputs: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """The run's configuration: a task's inputs, and the gang's shape."""
     return {**plain_inputs(inputs), "gang": gang_config(shape)}
+
+
+def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Return a configuration in one level: what lies within another value has that one's name before its own."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inner = flat(value, separator) if isinstance(value, Mapping) else None
+        found |= {name: value} if inner is None else {f"{name}{separator}{each}": inner[each] for each in inner}
+    return found
 
 
 def gang_config(shape: Shape) -> dict[str, Any]:
@@ -100,13 +124,14 @@ def gang_config(shape: Shape) -> dict[str, Any]:
 def size_of(shape: Shape) -> str:
     """Return how many ranks a gang has, and on how many workers and hosts where these are several."""
     num_hosts = len({node.host for node in shape.nodes})
-    parts = [_count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
-    parts += [_count(num_hosts, "host")] if num_hosts > 1 else []
-    ranks = _count(shape.world_size, "rank")
+    parts = [count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
+    parts += [count(num_hosts, "host")] if num_hosts > 1 else []
+    ranks = count(shape.world_size, "rank")
     return f"{ranks} on {', '.join(parts)}" if parts else ranks
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
@@ -123,3 +148,49 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shown[name] = text if len(text := str(value)) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
     return shown
+
+
+# ---- How fast it goes: one computation for the terminal, the Deck's figures, charts and tables
+
+
+class Pace:
+    """Steps per second over the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, int]] = deque()
+        """Seconds on any clock, and the number of steps by then."""
+
+    def add(self, moment: float, num_steps: int) -> None:
+        """Take a report; one with fewer steps than the last one begins afresh."""
+        reports = self._reports
+        if reports and num_steps < reports[-1][1]:
+            reports.clear()
+        if len(reports) > 1 and reports[-1][0] - reports[-2][0] < MIN_DISTANCE:
+            reports.pop()
+        reports.append((max(moment, reports[-1][0]) if reports else moment, num_steps))
+        while len(reports) > 2 and reports[1][0] <= moment - WINDOW:
+            reports.popleft()
+
+    @property
+    def per_second(self) -> float | None:
+        """Steps per second; None before two reports have come."""
+        if not self._reports or self._reports[-1][0] <= self._reports[0][0]:
+            return None
+        (begin, before), (end, after) = self._reports[0], self._reports[-1]
+        return (after - before) / (end - begin)
+
+    def clear(self) -> None:
+        """Begin afresh."""
+        self._reports.clear()
+
+
+def num_done(record: LogRecord) -> int:
+    """Steps that are done by a record, where the record says how many there are; else its step."""
+    return record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
+
+
+def seconds_left(record: LogRecord, per_second: float | None) -> float | None:
+    """Return how long the remaining steps take; None where their number or the pace is not known."""
+    if not record.num_steps or not per_second:
+        return None
+    return max(0.0, (record.num_steps - num_done(record)) / per_second)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from flytekitplugins.daskpytorch.display.pace import Pace
+from flytekitplugins.daskpytorch.display.training import Pace
 from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.report import Curve
 

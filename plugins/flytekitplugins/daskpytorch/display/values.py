@@ -1,6 +1,5 @@
 """Values of any type as HTML: redacted, escaped, long ones as tables. Reads no file, and calls no repr."""
 
-import dataclasses
 import datetime as dt
 import decimal
 import enum
@@ -12,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.display.training import fields_of
 from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
 from flytekitplugins.daskpytorch.report.html import element, text_of
 from flytekitplugins.daskpytorch.report.pieces import cells_table, folded
@@ -70,7 +70,7 @@ def _cell(value: Any, depth: int) -> str:
         return _frame(value)
     if (line := _line(value)) is not None:
         return text_of(line)
-    if (fields := _fields(value)) is not None:
+    if (fields := fields_of(value)) is not None:
         return _table(("name", "value"), fields.items(), len(fields), depth)
     return _sequence(value, depth) if isinstance(value, (list, tuple, set, frozenset)) else ""
 
@@ -101,17 +101,6 @@ def _array(value: Any) -> str:
     return f"{value.dtype} {shape}{size}"
 
 
-def _fields(value: Any) -> Mapping[Any, Any] | None:
-    """Return the named parts of a mapping, a dataclass, a named tuple or a model of Pydantic."""
-    if isinstance(value, Mapping):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return dict(value._asdict())
-    return dict(value) if callable(getattr(type(value), "model_copy", None)) else None
-
-
 def _sequence(values: Collection[Any], depth: int) -> str:
     """Show short lists of plain values in a line, records of the same fields by columns, others by their places."""
     first = list(itertools.islice(values, MAX_ROWS))
@@ -119,7 +108,7 @@ def _sequence(values: Collection[Any], depth: int) -> str:
         line = ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in first)
         if len(values) <= MAX_ROWS and len(line) <= MAX_SHORT and "\n" not in line:
             return text_of(f"[{line}]")
-    records = [_fields(each) for each in first]
+    records = [fields_of(each) for each in first]
     names = list(records[0]) if records and records[0] else None
     if names and len(names) <= MAX_FRAME_COLUMNS and all(each is not None and list(each) == names for each in records):
         rows: Iterable[Sequence[Any]] = (list(each.values()) for each in records if each is not None)

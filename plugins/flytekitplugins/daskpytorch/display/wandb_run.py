@@ -1,22 +1,23 @@
-"""A Weights & Biases run, fed from rank 0 by a thread, so that a slow server never slows the training."""
+"""A Weights & Biases run, opened and fed in rank 0. The user's own wandb calls meet it there."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import io
 import itertools
 import os
-import queue
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord
-from flytekitplugins.daskpytorch.display.wandb_shared import SharedRun
+from flytekitplugins.daskpytorch.display.feeder import Feeder
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
+from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.observer import RankObserver
 from flytekitplugins.daskpytorch.settings import Wandb
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 
-RUN_IS = "Weights & Biases run: "
+LABEL = "Weights & Biases"
+RUN_IS = f"{LABEL} run: "
 """Begins the line that rank 0 writes once its run is open, and that says where that is."""
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
@@ -38,8 +40,6 @@ OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
 """Seconds that the function waits for the run: wandb's import and its own process take some, too."""
 CLOSE_TIMEOUT = 60.0
 """Seconds for what is queued when the run is closed."""
-MAX_WAITING = 10_000
-"""Records that wait for Weights & Biases before further ones are dropped, with a notice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,45 +73,31 @@ def _shown(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    exit_code: int
-    reason: str | None
-    """Why a training that did not fail ends early."""
-
-
 class Tracker(RankObserver):
     """Rank 0's run. Calls return at once; a thread opens the run and feeds it; no failure reaches the training."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._waiting: queue.Queue[LogRecord | Goodput | _End | threading.Event] = queue.Queue()
+        self._shared: SharedRun | None = None
         self._histograms: dict[str, Histogram] = {}
-        """Of gradients, since the last record."""
-        self._num_dropped = 0
+        """Histograms of gradients since the last record."""
         self._num_late = 0
         """Records after the user's own `wandb.finish()`."""
         self._has_refused = False
-        self._is_settled = threading.Event()
-        """Set once the run is open, or could not be opened."""
-        self._finishing = threading.Lock()
-        self._thread = threading.Thread(target=self._feed, name="daskpytorch-wandb", daemon=True)
-        self._thread.start()
+        self._feeder = Feeder(LABEL)
+        self._feeder.start(self._open)
 
     def begins(self) -> None:
         """Wait for the run, so that the function finds it in `wandb.run`."""
-        if not self._is_settled.wait(OPEN_TIMEOUT):
-            _say(f"the run is not open after {OPEN_TIMEOUT:g} s. The training begins without it.")
+        if not self._feeder.has_begun.wait(OPEN_TIMEOUT):
+            say(f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s. The training begins without it.")
 
     def logged(self, record: LogRecord) -> None:
         """Queue a record."""
-        if self._waiting.qsize() >= MAX_WAITING:
-            self._num_dropped += 1
-            return
         if self._histograms:
             record = dataclasses.replace(record, metrics={**record.metrics, **self._histograms})
             self._histograms = {}
-        self._waiting.put(record)
+        self._feeder.offer(functools.partial(self._record, record))
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Take histograms of the model's gradients before every so many steps of its optimizer.
@@ -135,73 +121,49 @@ class Tracker(RankObserver):
 
     def accounted(self, goodput: Goodput) -> None:
         """Have it in the run's summary."""
-        self._waiting.put(goodput)
+        self._feeder.put(functools.partial(self._sum_up, GOODPUT, {"share": goodput.share, **goodput.as_dict()}))
 
     def close(self, exit_code: int, stopped_early: str | None = None) -> None:
         """Close the run with this exit code; where the training was stopped early, with the reason in its summary."""
-        if self._finishing.acquire(blocking=False):  # the first to call decides; a stop order may come meanwhile
-            self._waiting.put(_End(exit_code=exit_code, reason=stopped_early))
-        self._thread.join(CLOSE_TIMEOUT)
+        self._feeder.end(functools.partial(self._end, exit_code, stopped_early), CLOSE_TIMEOUT)
 
-    def _drain(self) -> None:
-        """Wait until all that is queued is in the run."""
-        is_drained = threading.Event()
-        self._waiting.put(is_drained)
-        is_drained.wait(CLOSE_TIMEOUT)
+    # ---- in the thread
 
-    def _feed(self) -> None:
-        end: _End | None = None
-        try:
-            import wandb
+    def _sum_up(self, name: str, value: Any) -> None:
+        if self._shared is not None and not self._shared.is_finished:
+            self._shared.run.summary[name] = value
 
-            run = self._open()
-            with SharedRun(wandb, run, self._drain) as shared:
-                self._is_settled.set()
-                end = self._take_all(run, shared)
-                if end.reason is not None and not shared.is_finished:
-                    run.summary[STOPPED_EARLY] = end.reason
-                shared.finish(end.exit_code)
-            wandb.teardown(end.exit_code)  # `finish` may return before the run's file is whole
-        except Exception as error:
-            self._is_settled.set()
-            _say(f"{type(error).__name__}: {error}. The training goes on.")
-            while end is None:
-                if isinstance(item := self._waiting.get(), threading.Event):
-                    item.set()
-                elif isinstance(item, _End):
-                    end = item
-        if self._num_dropped:
-            _say(f"too slow; {self._num_dropped} records were dropped.")
+    def _end(self, exit_code: int, stopped_early: str | None) -> None:
+        import wandb
+
+        if self._shared is None:
+            return
+        with contextlib.closing(self._shared):
+            if stopped_early is not None:
+                self._sum_up(STOPPED_EARLY, stopped_early)
+            self._shared.finish(exit_code)
+        wandb.teardown(exit_code)  # `finish` may return before the run's file is whole
         if self._num_late:
-            _say(
-                f"wandb.finish() had ended the run; {self._num_late} records that were logged after it are not in it. "
-                "Leave it out: the run ends with the task."
+            say(
+                f"{LABEL}: wandb.finish() had ended the run; {self._num_late} records that were logged after it are "
+                "not in it. Leave it out: the run ends with the task."
             )
 
-    def _take_all(self, run: Any, shared: SharedRun) -> _End:
-        """Feed the run until its end."""
-        while not isinstance(item := self._waiting.get(), _End):
-            if isinstance(item, threading.Event):
-                item.set()
-            elif shared.is_finished:
-                self._num_late += isinstance(item, LogRecord)
-            elif isinstance(item, Goodput):
-                run.summary[GOODPUT] = {"share": item.share, **item.as_dict()}
-            else:
-                self._record(run, item)
-        return item
-
-    def _record(self, run: Any, record: LogRecord) -> None:
+    def _record(self, record: LogRecord) -> None:
+        if self._shared is None or self._shared.is_finished:
+            self._num_late += 1
+            return
+        run = self._shared.run
         try:
             run.log({"step": record.step, **{name: _shown(value) for name, value in record.metrics.items()}})
         except Exception as error:
             if not self._has_refused:
-                _say(f"{error}. Of such records only the numbers are kept.")
+                say(f"{LABEL}: {error}. Of such records only the numbers are kept.")
             self._has_refused = True
             with contextlib.suppress(Exception):  # it may be a name
                 run.log({"step": record.step, **record.numbers})
 
-    def _open(self) -> Any:
+    def _open(self) -> None:
         import wandb
 
         if self._settings.key is not None:  # for the user's own `wandb.Api()`; with the server that the key is for
@@ -213,14 +175,14 @@ class Tracker(RankObserver):
         except Exception as error:
             if self._settings.mode in ("offline", "disabled"):
                 raise
-            _say(f"{type(error).__name__}: {error}. The run is recorded offline; send it later with `wandb sync`.")
+            say(f"{LABEL}: {error!r}. The run is recorded offline; send it later with `wandb sync`.")
             wandb.teardown(0)
             run = self._init("offline")
         run.define_metric("*", step_metric="step")
         if self._settings.mode != "disabled":
             where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
             print(f"{RUN_IS}{where}", file=Screen(), flush=True)
-        return run
+        self._shared = SharedRun(wandb, run, functools.partial(self._feeder.drain, CLOSE_TIMEOUT))
 
     def _init(self, mode: str) -> Any:
         import wandb
@@ -244,5 +206,70 @@ class Tracker(RankObserver):
         )
 
 
-def _say(text: str) -> None:
-    print(f"Weights & Biases: {text}", file=Screen())
+class SharedRun:
+    """A run that the task has opened, and that code of the user's may use."""
+
+    def __init__(self, wandb: Any, run: Any, drain: Callable[[], object]) -> None:
+        """Share a run.
+
+        Args:
+            wandb: The module, whose `init` joins the run from now on.
+            run: The run.
+            drain: Waits until all that was logged by now is in the run.
+        """
+        self.is_finished = False
+        """The user's code has finished the run."""
+        self.run = run
+        self._wandb = wandb
+        self._drain = drain
+        self._init = wandb.init
+        wandb.init = functools.wraps(wandb.init)(functools.partial(self._join))
+        # `finish()` and the end of `with wandb.init()` both call this (wandb 0.19 to 0.31).
+        self._finish = run._finish  # noqa: SLF001
+        run._finish = self._finish_for_user  # noqa: SLF001
+
+    def close(self) -> None:
+        """Leave wandb as it was: the process may go on, as in debug mode."""
+        self._wandb.init = self._init
+
+    def finish(self, exit_code: int) -> None:
+        """Finish the run, for the task."""
+        if not self.is_finished:
+            self._finish(exit_code)
+
+    def _finish_for_user(self, *args: Any, **kwargs: Any) -> None:
+        if not self.is_finished:
+            self._drain()
+            self.is_finished = True
+        self._finish(*args, **kwargs)
+
+    def _join(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the run, with the configuration, name, notes and tags of this `wandb.init` added.
+
+        Raises:
+            ValueError: Another project, entity or id is asked for.
+        """
+        given = inspect.signature(self._init).bind_partial(*args, **kwargs).arguments
+        settings = given.get("settings") or {}
+        asked = {**(settings if isinstance(settings, Mapping) else vars(settings)), **given}
+        if self.is_finished or asked.get("reinit") in (True, "finish_previous", "create_new"):
+            return self._init(*args, **kwargs)
+        self._refuse_other(asked)
+        if given.get("config"):
+            self.run.config.update(given["config"], allow_val_change=True)
+        for name in ("name", "notes"):
+            if given.get(name):
+                setattr(self.run, name, given[name])
+        if given.get("tags"):
+            self.run.tags = tuple(dict.fromkeys((*(self.run.tags or ()), *given["tags"])))
+        return self.run
+
+    def _refuse_other(self, asked: Mapping[str, Any]) -> None:
+        for name, mine in {"project": self.run.project, "entity": self.run.entity, "id": self.run.id}.items():
+            wanted = asked.get(name) or (asked.get("run_id") if name == "id" else None)
+            if mine and wanted and wanted != mine:
+                raise ValueError(
+                    f"wandb.init({name}={wanted!r}): the task has opened a run with {name}={mine!r}, which wandb.init "
+                    f"joins. Leave {name} out of wandb.init, or give Wandb({name}={wanted!r}) in the task's config. "
+                    "wandb.init(reinit='create_new') opens another run beside the task's."
+                )

@@ -43,7 +43,7 @@ class SweepDisplay:
         self._num_failed = 0
         self._counted_at = time.monotonic()
         self._lock = threading.Lock()
-        self._bars = bars(self._console, TextColumn("{task.fields[name]}", markup=False))
+        self.bars = bars(self._console, TextColumn("{task.fields[name]}", markup=False))
 
     def line(self, index: int, experiment: object) -> Observer:
         """The watcher of one model's gang."""
@@ -65,21 +65,13 @@ class SweepDisplay:
     def add(self, label: str) -> TaskID:
         """Show a line for a model that begins to train."""
         with self._lock:
-            self._bars.start()
-            return self._bars.add_task("", name=label, text="", total=None)
-
-    def update(self, task: TaskID, record: LogRecord) -> None:
-        """Show a model's newest values."""
-        show(self._bars, task, record)
+            self.bars.start()
+            return self.bars.add_task("", name=label, text="", total=None)
 
     def tell(self, text: str) -> None:
         """Write a line about what a table has, too."""
         if not self._is_quiet:
             self.print(text)
-
-    def remove(self, task: TaskID) -> None:
-        """Take a model's line away."""
-        self._bars.remove_task(task)
 
     def count(self, error: Exception | None) -> None:
         """Note that a model has ended: well, early or with an error."""
@@ -90,7 +82,7 @@ class SweepDisplay:
             self._num_failed += error is not None and not is_early
             is_last = self._num_ended == self._num_models
             if is_last and self.is_live:  # elsewhere it writes an empty line
-                self._bars.stop()
+                self.bars.stop()
             if is_last or time.monotonic() - self._counted_at >= COUNT_INTERVAL:
                 self._counted_at = time.monotonic()
                 early = f", {self._num_early} of them early" if self._num_early else ""
@@ -143,7 +135,7 @@ class _Line(Observer):
         if record.rank != 0:
             return
         if self._task is not None:
-            self._board.update(self._task, record)
+            show(self._board.bars, self._task, record)
             return
         epoch, now = record.epoch or 0, time.monotonic()
         if epoch != self._epoch or now - self._shown_at >= PLAIN_INTERVAL:
@@ -152,7 +144,7 @@ class _Line(Observer):
 
     def ended(self, error: Exception | None) -> None:
         if self._task is not None:
-            self._board.remove(self._task)
+            self._board.bars.remove_task(self._task)
         if isinstance(error, StoppedEarlyError):
             how = f"was stopped early, after epoch {error.epoch}: {error.metric} {error.value:.4g}"
             self._board.tell(f"{self._name} {self._experiment} {how}")

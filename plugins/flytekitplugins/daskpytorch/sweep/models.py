@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
 """Seconds between looks at the workers while models wait."""
 
@@ -88,11 +89,7 @@ def train_all(
 class ModelFutures(Futures[ModelFuture]):
     """One future per experiment, in their order. Each is settled when its model's training ends."""
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        models: Sequence[Model],
-    ) -> None:
+    def __init__(self, sweep: Sweep, models: Sequence[Model]) -> None:
         self.cluster = sweep.cluster
         """All the workers."""
         self._sweep = sweep
@@ -134,12 +131,12 @@ class ModelFutures(Futures[ModelFuture]):
             return [
                 future.result() if error is None else error for future, error in zip(self._futures, errors, strict=True)
             ]
-        return [None if _was_stopped_early(future) else future.result() for future in self._futures]
+        return [None if future.status == STOPPED_EARLY else future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that `result` would raise, or None. That a model was stopped early is none."""
         self._wait(timeout)
-        failed = (future for future in self._futures if not _was_stopped_early(future))
+        failed = (future for future in self._futures if future.status != STOPPED_EARLY)
         return next((error for future in failed if (error := error_of(future)) is not None), None)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min", timeout: float | None = None) -> ModelFuture:
@@ -403,7 +400,3 @@ def _number(value: object) -> float:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return math.nan
-
-
-def _was_stopped_early(future: Future[Any]) -> bool:
-    return isinstance(error_of(future), StoppedEarlyError)

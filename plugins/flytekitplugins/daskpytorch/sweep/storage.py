@@ -19,6 +19,7 @@ import cloudpickle
 from dask.base import normalize_token, tokenize
 
 from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.driver.files import Files, unusable
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
@@ -27,7 +28,6 @@ from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.settings import shown
-from flytekitplugins.daskpytorch.sweep.table import fields_of
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
@@ -218,7 +218,7 @@ def _call_differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> Itera
 def _experiment_differences(kept: Mapping[int, Kept], experiments: Sequence[Any]) -> Iterator[str]:
     for index in sorted(kept):
         if index < len(experiments) and not _are_equal(kept[index].experiment, experiments[index]):
-            was, is_ = fields_of(kept[index].experiment), fields_of(experiments[index])
+            was, is_ = inputs_of(kept[index].experiment), inputs_of(experiments[index])
             yield next(_field_differences(f"experiment {index}: ", was, is_), f"experiment {index} is another")
 
 

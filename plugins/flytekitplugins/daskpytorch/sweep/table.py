@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
+from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.html import shared
@@ -51,21 +51,10 @@ def rows_of(models: Iterable[Model]) -> list[dict[str, Any]]:
     rows = []
     for model in models:
         row: dict[str, Any] = {"model": model.index, "status": model.status, "step": model.step}
-        for kind, values in (("experiment", fields_of(model.experiment)), ("metric", model.metrics)):
+        for kind, values in (("experiment", inputs_of(model.experiment)), ("metric", model.metrics)):
             row |= {f"{kind}.{name}" if name in row else name: value for name, value in values.items()}
         rows.append(row)
     return rows
-
-
-def fields_of(experiment: Any) -> dict[str, Any]:
-    """A dictionary's items, the fields of a dataclass or a named tuple, or the experiment itself."""
-    if isinstance(experiment, Mapping):
-        return {str(name): value for name, value in experiment.items()}
-    if dataclasses.is_dataclass(experiment):
-        return {field.name: getattr(experiment, field.name) for field in dataclasses.fields(experiment)}
-    if isinstance(experiment, tuple) and hasattr(experiment, "_asdict"):
-        return dict(experiment._asdict())
-    return {"experiment": experiment}
 
 
 def counted(models: Sequence[Model]) -> str:

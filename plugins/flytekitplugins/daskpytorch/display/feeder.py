@@ -1,0 +1,154 @@
+"""A thread that feeds a tracker, so that no slow server slows the training. Runs in the driver and in rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from flytekitplugins.daskpytorch.process.log import say
+
+Job = Callable[[], object]
+MAX_WAITING = 10_000
+"""Records that wait for the tracker before further ones are dropped, with a notice."""
+INTERVAL = 2.0
+"""Seconds after which what has come goes on at the latest."""
+STALL = 10.0
+"""Seconds at the end for a server that does not answer, before the rest is given up."""
+FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
+"""Seconds before an attempt to reach a server again."""
+
+
+class Feeder:
+    """Calls jobs in a thread, in their order. Callers never wait, and no error of a job reaches them.
+
+    A job that raises a `ConnectionError` is called again until it does not. After another error the job is left out.
+    """
+
+    def __init__(self, label: str, flush: Job | None = None) -> None:
+        """Prepare the thread.
+
+        Args:
+            label: Name of the tracker, in notices.
+            flush: Job that is called every two seconds.
+        """
+        self._label = label
+        self._flush = flush
+        self._begin: Job = lambda: None
+        self.has_begun = threading.Event()
+        """Set once the first job has returned or failed."""
+        self._waiting: queue.Queue[Job] = queue.Queue()
+        self._thread = threading.Thread(target=self._feed, name=f"daskpytorch-{label}", daemon=True)
+        self._num_dropped = 0
+        self._num_done = 0
+        self._is_unanswered = False
+        """True if the last call did not reach the server."""
+        self._said: set[str] = set()
+        self._is_over = False
+        self._is_given_up = threading.Event()
+
+    def start(self, begin: Job) -> None:
+        """Start the thread with its first job, after whose failure no other is called."""
+        self._begin = begin
+        self._thread.start()
+
+    @property
+    def is_feeding(self) -> bool:
+        """True from the start to the last job, unless the first has failed."""
+        return self._thread.is_alive()
+
+    def offer(self, job: Job) -> None:
+        """Queue a record, unless too many wait."""
+        if self.has_begun.is_set() and not self.is_feeding:
+            return
+        if self._waiting.qsize() >= MAX_WAITING:
+            self._num_dropped += 1
+        else:
+            self._waiting.put(job)
+
+    def put(self, job: Job) -> None:
+        """Queue a job, however many wait."""
+        self._waiting.put(job)
+
+    def drain(self, limit: float) -> None:
+        """Wait until all that was queued by now is done, at most so many seconds."""
+        is_done = threading.Event()
+        self.put(is_done.set)
+        if self.is_feeding:
+            is_done.wait(limit)
+
+    def end(self, job: Job, limit: float) -> None:
+        """Queue the last job and wait for it; of two calls the first counts.
+
+        Returns after so many seconds at the latest, or once the server has not answered for some. A notice says how
+        many jobs were dropped, or not done in time.
+        """
+        if not self.is_feeding:
+            return
+        self.put(partial(self._last, job))
+        self._wait(limit)
+        self._is_given_up.set()
+        if self.is_feeding:
+            self._say(f"{self._waiting.qsize() + 1} of the last records and notes were not taken in time")
+        if self._num_dropped:
+            self._say(f"too slow; {self._num_dropped} records were dropped")
+
+    def _wait(self, limit: float) -> None:
+        deadline = time.monotonic() + limit
+        while self.is_feeding and (left := deadline - time.monotonic()) > 0:
+            before = self._num_done
+            self._thread.join(min(left, STALL))
+            if self._is_unanswered and self._num_done == before:
+                return
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say(f"{self._label}: {text}")
+
+    # ---- in the thread
+
+    def _feed(self) -> None:
+        try:
+            self._until_it_answers(self._begin)
+        except Exception as error:  # whatever a tracker's library raises
+            self._say(f"{type(error).__name__}: {error}. Nothing is recorded. The training goes on.")
+            return
+        finally:
+            self.has_begun.set()
+        flushed_at = time.monotonic()
+        while not self._is_over:
+            with contextlib.suppress(queue.Empty):
+                self._try(self._waiting.get(timeout=INTERVAL))
+            if self._flush is not None and time.monotonic() - flushed_at >= INTERVAL:
+                self._try(self._flush)
+                flushed_at = time.monotonic()
+
+    def _try(self, job: Job) -> None:
+        try:
+            self._until_it_answers(job)
+        except Exception as error:  # the same
+            self._say(f"{type(error).__name__}: {error}. Such records are left out. The training goes on.")
+        self._num_done += 1
+
+    def _until_it_answers(self, job: Job) -> None:
+        pause = FIRST_PAUSE
+        while not self._is_given_up.is_set():
+            try:
+                job()
+            except ConnectionError as error:
+                self._is_unanswered = True
+                self._say(f"{error}; what is logged waits for it, and the training goes on")
+            else:
+                self._is_unanswered = False
+                return
+            self._is_given_up.wait(pause)
+            pause = min(2 * pause, MAX_PAUSE)
+        self._is_over = True
+
+    def _last(self, job: Job) -> None:
+        self._is_over = True
+        job()
