@@ -230,7 +230,7 @@ def test_wandb(values: dict[str, Any]) -> None:
     link = wandb_run.console_link(wandb)
     assert all(isinstance(value, str) and value.encode() for value in link.values())
     if wandb.mode is not None:
-        run = wandb_run.settings(wandb, task="flows.train", execution="f3a")
+        run = wandb_run.begin(wandb, task="flows.train", execution="f3a")()
         assert re.fullmatch(r"[^/\\#?%:]{1,128}", run.id)
 
 

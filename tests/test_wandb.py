@@ -75,7 +75,7 @@ def asks_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
     given: dict[str, Any] = {"task": "workflows.names.train", "execution": "f3a"}
-    return wandb_observer.settings(wandb or Wandb(project="names"), **{**given, **changes})
+    return wandb_observer.begin(wandb or Wandb(project="names"), **{**given, **changes})()
 
 
 # ---- Which run ------------------------------------------------------------------------------------------------------

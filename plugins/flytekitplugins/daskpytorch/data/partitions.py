@@ -208,10 +208,6 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
     for partition in sorted(range(num_partitions), key=lambda number: (-sizes[number], number)):
         holders = [rank for rank, has in zip(ranks, held, strict=True) if partition in has]
         _give(partition, sizes, min(holders or ranks, key=lambda rank: rank.load))
-    for rank in ranks:
-        most = max(ranks, key=lambda other: len(other.partitions))
-        if not rank.partitions and len(most.partitions) > 1:
-            _move(most.partitions[-1], sizes, most, rank)
     _level(ranks, sizes)
     return [sorted(rank.partitions) for rank in ranks]
 
@@ -227,23 +223,22 @@ def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def _level(ranks: Sequence[_Rank], sizes: Sequence[int]) -> None:
-    """Move partitions from the rank with most bytes to that with least, while it has more than the tolerance."""
+    """Move partitions from the rank with most bytes to that with least, while it has more than the tolerance.
+
+    A rank without any gets one in any case. A rank's last partition stays.
+    """
     average = sum(sizes) / len(ranks)
-    while True:
-        most, least = max(ranks, key=lambda rank: rank.load), min(ranks, key=lambda rank: rank.load)
+    while richer := [rank for rank in ranks if len(rank.partitions) > 1]:
+        most, least = max(richer, key=lambda rank: rank.load), min(ranks, key=lambda rank: rank.load)
         gap = most.load - least.load
-        # Half the gap would make both equal; all of it, or more, only changes their places. A rank's last partition is
-        # that much.
+        # Half the gap would make both equal; all of it, or more, only changes their places.
         movable = [partition for partition in most.partitions if sizes[partition] < gap]
-        if most.load <= TOLERANCE * average or not movable:
+        if not movable or (most.load <= TOLERANCE * average and least.partitions):
             return
-        _move(min(movable, key=lambda partition: abs(gap - 2 * sizes[partition])), sizes, most, least)
-
-
-def _move(partition: int, sizes: Sequence[int], source: _Rank, target: _Rank) -> None:
-    source.partitions.remove(partition)
-    source.load -= sizes[partition]
-    _give(partition, sizes, target)
+        partition = min(movable, key=lambda partition: (abs(gap - 2 * sizes[partition]), -partition))
+        most.partitions.remove(partition)
+        most.load -= sizes[partition]
+        _give(partition, sizes, least)
 
 
 def _give(partition: int, sizes: Sequence[int], rank: _Rank) -> None:

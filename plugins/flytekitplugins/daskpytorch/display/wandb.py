@@ -71,11 +71,6 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> Callable[[], Run
     return functools.cache(functools.partial(_settled, wandb, asking, key, task, execution, notes))
 
 
-def settings(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
-    """Decide id, name, mode and key; prints one line where there is no key."""
-    return begin(wandb, task=task, execution=execution)()
-
-
 def _settled(
     wandb: Wandb, asking: Asking, secret: str | None, task: str, execution: str | None, notes: str | None
 ) -> RunSettings:

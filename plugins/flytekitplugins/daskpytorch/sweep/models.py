@@ -204,14 +204,11 @@ class ModelFutures(Futures[ModelFuture]):
 
     def _wait(self, timeout: float | None) -> None:
         with deferred(self._end_all) as is_ending:
-            try:
-                for _ in as_completed(self._futures, timeout):
-                    pass
-            except TimeoutError:
-                if not is_ending():
-                    raise
+            not_done = wait(self._futures, timeout).not_done
             if is_ending():
                 wait(self._futures)
+            elif not_done:
+                raise TimeoutError(f"{len(not_done)} of {len(self)} models have not ended within {timeout:g} s")
 
     def _end_all(self) -> bool:
         """At Ctrl-C: have all gangs end, before the caller closes the client that they run on."""

@@ -45,6 +45,8 @@ class Trials:
         """Guards the study and all that follows: a trial's report and the look at all the others are one step."""
         self._trials: dict[int, optuna.Trial] = {}
         """Trials of the models that have begun, by their indexes."""
+        self._last_epochs: dict[int, int] = {}
+        """Newest epoch that the study has of models that began in an attempt before, by their indexes."""
         self._has_said = self.suggests
         """True if the notice of a missing metric is not needed, or was given."""
 
@@ -71,6 +73,7 @@ class Trials:
             if trial is None or trial.state.is_finished():
                 trial = self._add(kept.trial)
             self._trials[index] = Trial(self.study, trial._trial_id)  # noqa: SLF001 - there is no other way
+            self._last_epochs[index] = -1 if trial.last_step is None else trial.last_step
 
     def recall(self, index: int, kept: Kept) -> None:
         """Have the study know of a model that ended in an attempt before."""
@@ -101,7 +104,7 @@ class Trials:
         if not self.suggests:  # else it was asked for
             with self._lock:
                 self._trials[index] = self.study.ask()
-        return _Judge(self, self._trials[index], index, say, before, self.trial(index).last_step)
+        return _Judge(self, self._trials[index], index, say, before, self._last_epochs.get(index, -1))
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
         """Report a model's value; return True if the pruner wants the model to end."""
@@ -185,8 +188,8 @@ class _Judge(Observer):
     _index: int
     _say: Callable[[str], None]
     _before: Sequence[LogRecord]
-    _last_epoch: int | None
-    """Newest epoch that the study has of the model."""
+    _last_epoch: int
+    """Newest epoch that the study has of the model; -1 for none."""
     _names: set[str] = field(default_factory=set)
     """Metrics that were logged before the one that is compared."""
     _first_epoch: int | None = None
@@ -195,7 +198,7 @@ class _Judge(Observer):
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
-        self._rung = self._trials.next_rung(-1 if self._last_epoch is None else self._last_epoch)
+        self._rung = self._trials.next_rung(self._last_epoch)
         """Epoch from which on the next value is reported: after a restart some epochs come again."""
 
     def resumed(self, step: int) -> None:
