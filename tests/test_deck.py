@@ -542,11 +542,16 @@ def test_ranks_devices_and_versions_are_tables() -> None:
 
 
 def test_inputs_are_shown_without_secrets() -> None:
+    class Local(int):
+        """Cannot be pickled."""
+
     recorder = Recorder(
-        "train", {"lr": 0.003, "api_key": "sk-123", "options": {"password": "hush"}, "names": ["a"] * 99}
+        "train",
+        {"lr": 0.003, "api_key": "sk-123", "options": {"password": "hush"}, "names": ["a"] * 99, "own": Local(7)},
     )
     rows = rows_of(page := body(recorder))
     assert ["lr", "0.003"] in rows
+    assert ["own", "7"] in rows
     assert ["num_names", "99"] in rows
     assert "sk-123" not in page
     assert "hush" not in page

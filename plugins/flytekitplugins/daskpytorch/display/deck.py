@@ -33,15 +33,14 @@ class Recorder(Observer):
         self, name: str = "", inputs: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self._lock = threading.Lock()
+        self._inputs = plain_inputs(inputs or {})
         story = Story(clock)
-        self._training = Training(
-            name=name, inputs=plain_inputs(inputs or {}), story=story, usages=Usages(story.began_at)
-        )
+        self._training = Training(name=name, story=story, usages=Usages(story.began_at))
         self._paced: LogRecord | None = None
-        """Record at the newest point of that curve."""
+        """Record at the newest point of the curve of the pace."""
         self._spoilt: set[str] = set()
         self.num_changes = 0
-        """That something was kept; what a display that is up to date has seen."""
+        """Number of changes so far. A display that has seen this number is up to date."""
 
     def resumed(self, step: int) -> None:
         """Keep where it starts."""
@@ -131,7 +130,7 @@ class Recorder(Observer):
         with self._lock:  # as short as can be: the gang's thread waits for it
             copied = pickle.dumps(self._training)
         training = cast("Training", pickle.loads(copied))  # noqa: S301 - our own, of a moment ago
-        return page_of(training, places or {})
+        return page_of(training, self._inputs, places or {})
 
     def _changing(self) -> threading.Lock:
         self.num_changes += 1

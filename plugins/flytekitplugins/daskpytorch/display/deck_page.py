@@ -48,7 +48,6 @@ class Training:
     """What the Deck tells of a training. The recorder changes it, and hands a copy to the page."""
 
     name: str
-    inputs: Mapping[str, Any]
     story: Story
     metrics: Metrics = field(default_factory=Metrics)
     usages: Usages
@@ -85,7 +84,7 @@ class Training:
         return list(self.metrics.charts())
 
 
-def page_of(training: Training, places: Mapping[str, str]) -> str:
+def page_of(training: Training, inputs: Mapping[str, Any], places: Mapping[str, str]) -> str:
     """The page, whose most asked questions are answered first."""
     parts = [
         *_how_it_goes(training),
@@ -93,7 +92,7 @@ def page_of(training: Training, places: Mapping[str, str]) -> str:
         *_speed(training),
         report.section("What happened", report.timeline(training.story.spans, training.story.events)),
         *_who(training.story.shape),
-        *_with_what(training.inputs),
+        *_with_what(inputs),
         *_where(training.checkpoints, places),
     ]
     return report.page(*parts)
