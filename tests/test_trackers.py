@@ -484,6 +484,7 @@ def test_mlflow_server_that_comes_late_has_all(
     flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(feeder, "MAX_PAUSE", 0.5)
+    monkeypatch.setattr(feeder, "STALL", 60.0)  # a busy machine
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     server = serve()
     port = server.server_port
