@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docstring_examples import examples, needs, public_names, run
+from flytekitplugins.daskpytorch.testing import one_rank  # noqa: F401
 
 EXAMPLES = examples()
 
