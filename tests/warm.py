@@ -1,8 +1,8 @@
 """A Python that has torch and Dask imported, and runs programs in forks of itself, which spares each of them seconds.
 
 Besides, such a program is what `python program.py` or `python -c ...` is: a process of its own with its own `__main__`,
-its own command, and the mark of the test that started it, which imports all else itself; of flytekit it seems so, see
-`flytekit_aside`. Not for a program whose variables Python, torch or Dask read when they start.
+its own command, and the mark of the test that started it. It imports flytekit itself, and ends as Python ends. A test
+starts it cold where Python, torch or Dask read one of its variables when they start.
 
 Fork servers, and the processes that a Dask nanny starts, are such programs, too:
 
@@ -12,7 +12,6 @@ Fork servers, and the processes that a Dask nanny starts, are such programs, too
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import ctypes
@@ -34,8 +33,6 @@ from importlib import metadata
 from multiprocessing import popen_fork, util
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-
-import flytekit_aside
 
 if TYPE_CHECKING:
     import pytest
@@ -64,6 +61,15 @@ IMPORTED = (
     "s3fs",
     "pydantic.main",  # not wandb, which makes a folder when it is imported that the first program to end would remove
     "sklearn.datasets",
+    # What flytekit imports, which takes two thirds of its own import; flytekit itself reads variables.
+    "croniter",
+    "dataclasses_json",
+    "docker",
+    "flyteidl.service.admin_pb2_grpc",
+    "grpc_status",
+    "marshmallow_enum",
+    "mashumaro",
+    "rich_click",
     # Of the package under test what needs no flytekit, and reads no variable when it is imported.
     "flytekitplugins.daskpytorch.dispatch",
     "flytekitplugins.daskpytorch.node.agent",
@@ -240,60 +246,15 @@ def answer_for_pip() -> None:
 def serve_tests() -> None:
     """Be the warm Python of a process of tests."""
     gc.disable()
-    atexit.register(_leave, known := set[str]())  # the first to register is the last to be called
     sys.modules["triton"] = None  # type: ignore[assignment] # which says at the end of each program that it leaks
     for name in IMPORTED:
         importlib.import_module(name)
-    flytekit_aside.import_aside()
     del sys.modules["triton"]
-    known |= sys.modules.keys() - {"sys", "builtins", "__main__"}
     answer_for_pip()
     gc.collect()
     gc.freeze()
     gc.enable()
     _serve(socket.socket(fileno=int(sys.argv[1])))
-
-
-_program: tuple[int, int | None] = 0, None
-"""The process whose program's code has ended, and what it is to end with; None where by a signal."""
-
-
-def _leave(known: set[str]) -> None:
-    """Let a program end without taking anything apart; or, where a signal ends it, what it has not imported itself.
-
-    All of it would take most of a second, and what it has imported itself a tenth. What it has forked, as a fork server
-    its ranks, ends by itself without taking anything apart.
-    """
-    process, code = _program
-    if process != os.getpid():
-        return
-    if code is not None and _flushed():
-        os._exit(code)
-    modules = [module for name in known if (module := sys.modules.pop(name, None)) is not None]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
-
-
-def _flushed() -> bool:
-    """Whether all that it has said is out; else Python is to end as it does then."""
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    except Exception:
-        return False
-    return True
-
-
-def _code_for(end: BaseException | None) -> int | None:
-    """What Python ends with for it; None where it ends by a signal."""
-    match end:
-        case None | SystemExit(code=None):
-            return 0
-        case SystemExit(code=int(code)):
-            return code & 0xFF
-        case KeyboardInterrupt():
-            return None
-        case _:
-            return 1
 
 
 def _serve(orders: socket.socket) -> None:
@@ -334,8 +295,6 @@ def _run(order: dict[str, Any], files: Sequence[int]) -> None:
     """Be the program."""
     import dask
 
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # after Python's end, not after that of all of torch, which takes half a second
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])  # as its starter has it: not as the warm Python's had
@@ -354,20 +313,7 @@ def _run(order: dict[str, Any], files: Sequence[int]) -> None:
     _show(order["command"])
     if not _is_fork_server(order["command"]):
         _keep_spare()
-    _note_end_of(order["command"])
-
-
-def _note_end_of(command: Sequence[str]) -> None:
-    """Execute it, and keep what it ends with."""
-    global _program
-    end: BaseException | None = None
-    try:
-        _execute(command)
-    except BaseException as raised:
-        end = raised
-        raise
-    finally:
-        _program = os.getpid(), _code_for(end)
+    _execute(order["command"])
 
 
 def _take(files: Sequence[int], targets: Sequence[int]) -> None:
