@@ -1,16 +1,23 @@
-"""What a user may ask for: all problems at once, frozen keyword-only fields, and an import that costs nothing."""
+"""Promise: whatever a user asks for works, or is refused before anything starts, in words that name the wrong field."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from flytekit import Resources, Secret
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import (
     DaskCluster,
@@ -20,210 +27,133 @@ from flytekitplugins.daskpytorch import (
     Keep,
     Profile,
     Scheduler,
+    Search,
     SpawnDDP,
+    StrictInputs,
     Wandb,
     WorkerGroup,
-    settings,
+    dispatch,
 )
+from flytekitplugins.daskpytorch import settings as gang_settings
+from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
+from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.driver.request import Keys
+from flytekitplugins.daskpytorch.driver.retention import retained
+from flytekitplugins.daskpytorch.protocol.orders import Job, environment
+from flytekitplugins.daskpytorch.protocol.placement import Node, choose_backend, place_ranks
+from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 from processes import run_program
+from test_task import make, serialised
 
-NOT_A_COUNT = [0, -1, None, 1.5, True, "2"]
+# ---- Chosen values: what each field refuses, and what the error says
 
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("backend", "mpi", "one of auto, gloo, nccl"),
-        ("ranks_per_worker", 0, "'auto' or a whole number from 1 to 1000000"),
-        ("ranks_per_worker", "all", "'auto' or a whole number from 1 to 1000000"),
-        ("ranks_per_worker", True, "'auto' or a whole number from 1 to 1000000"),
-        ("min_workers", 0, "None or a whole number from 1 to 1000000"),
-        ("min_workers", 1.5, "None or a whole number from 1 to 1000000"),
-        ("start_timeout", 0, "seconds above 0 and at most 1209600"),
-        ("start_timeout", -3.5, "seconds above 0 and at most 1209600"),
-        ("start_timeout", float("nan"), "seconds above 0 and at most 1209600"),
-        ("start_timeout", "600", "seconds above 0 and at most 1209600"),
-        ("max_restarts", -1, "a whole number from 0 to 1000000"),
-        ("max_restarts", 1.5, "a whole number from 0 to 1000000"),
-        ("max_restarts", None, "a whole number from 0 to 1000000"),
-        ("hang_timeout", 0, "'auto', None or seconds from 0.1 to 1209600"),
-        ("start_timeout", float("inf"), "seconds above 0 and at most 1209600"),
-        ("start_timeout", 10**400, "seconds above 0 and at most 1209600"),
-        ("max_restarts", False, "a whole number from 0 to 1000000"),
-        ("max_restarts", 0.0, "a whole number from 0 to 1000000"),
-        ("max_restarts", 10**30, "a whole number from 0 to 1000000"),
-        ("hang_timeout", float("inf"), "'auto', None or seconds from 0.1 to 1209600"),
-        ("hang_timeout", 1e-9, "'auto', None or seconds from 0.1 to 1209600"),
-        ("key", "", "None or up to 100 of the characters"),
-        ("key", "../other", "None or up to 100 of the characters"),
-        ("key", 7, "None or up to 100 of the characters"),
-        ("hang_timeout", True, "'auto', None or seconds from 0.1 to 1209600"),
-        ("keep", 3, "a Keep"),
-        ("keep", None, "a Keep"),
-        ("profile", (1, 2), "None or a Profile"),
-        ("checkpoint_uri", "", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", 7, "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", Path("/kept"), "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", "s4://bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", "s3:/bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", "s3//bucket/kept", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", "s3://", "None, a folder or an fsspec URL such as s3://bucket/prefix"),
-        ("checkpoint_uri", "memory://kept", "None, a folder or an fsspec URL such as s3://bucket/prefix, which every"),
-    ],
-)
-def test_gang_error_has_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        Gang(**{field: value})
-    shown = repr(value) if value != 10**400 else f"1{'0' * 199}... (401 characters)"
-    assert f"Gang({field}={shown}): must be {allowed}" in str(caught.value)
-
-
-@pytest.mark.parametrize("uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept"])
-def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str | None) -> None:
-    assert Gang(checkpoint_uri=uri).checkpoint_uri == uri
-
-
-def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "is_installed", lambda _: False)
-    with pytest.raises(ValueError, match=r"Gang\(checkpoint_uri='oci://b/kept'\): must be reached by .* Install ocifs"):
-        Gang(checkpoint_uri="oci://b/kept")
-
-
-@pytest.mark.parametrize("value", ["x" * 100_000, 10**100_000, list(range(100_000))], ids=["text", "number", "list"])
-def test_a_large_value_makes_no_large_message(value: object) -> None:
-    with pytest.raises(ValueError, match=r"Gang\(backend=.*must be one of auto, gloo, nccl") as caught:
-        Gang(backend=value)  # type: ignore[arg-type]
-    assert len(str(caught.value)) < 1_000
-
-
-def test_gang_names_all_its_problems_in_one_error() -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        Gang(backend="mpi", ranks_per_worker=0, min_workers=-1, start_timeout=0)  # type: ignore[arg-type]
-    text = str(caught.value)
-    assert [
-        name for name in ("backend='mpi'", "ranks_per_worker=0", "min_workers=-1", "start_timeout=0") if name in text
-    ] == [
-        "backend='mpi'",
-        "ranks_per_worker=0",
-        "min_workers=-1",
-        "start_timeout=0",
-    ]
-    assert text.count("must be") == 4
-
-
-def test_gang_accepts_what_it_allows() -> None:
-    gang = Gang(backend="gloo", ranks_per_worker=4, min_workers=2, start_timeout=0.5)
-    assert (gang.backend, gang.ranks_per_worker, gang.min_workers, gang.start_timeout) == ("gloo", 4, 2, 0.5)
-
-
-def test_gang_starts_again_and_does_not_watch_for_hangs_unless_told() -> None:
-    assert (Gang().max_restarts, Gang().hang_timeout) == (3, "auto")
-    assert (Gang(max_restarts=0).max_restarts, Gang(hang_timeout=30).hang_timeout) == (0, 30)
-
-
-@pytest.mark.parametrize(
-    ("values", "refusal"),
-    [
-        ({"last": 0}, "Keep(last=0): must be a whole number from 1 to 1000000"),
-        ({"last": True}, "Keep(last=True): must be a whole number from 1 to 1000000"),
-        ({"best": -1}, "Keep(best=-1): must be a whole number from 0 to 1000000"),
-        ({"best": 1.0, "last": 2}, "Keep(best=1.0): must be a whole number from 0 to 1000000"),
-        ({"best": 2}, "Keep(best=2): must be 0 without a metric to be best by"),
-        ({"metric": "loss"}, "Keep(metric='loss'): must be None, unless best says how many are kept by it"),
-        ({"metric": " ", "best": 1}, "Keep(metric=' '): must be None or a metric's name"),
-        ({"mode": "least"}, "Keep(mode='least'): must be one of min, max"),
-    ],
-)
-def test_keep_error_has_field_value_and_what_is_allowed(values: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        Keep(**values)
-    assert str(caught.value) == refusal
-
-
-def test_by_default_the_last_two_checkpoints_stay_and_no_best_one() -> None:
-    assert Gang().keep == Keep(last=2, best=0, metric=None, mode="min")
-    assert Gang(keep=Keep(best=1, metric="loss")).keep.last == 2
-
-
-def test_early_stopping_names_all_its_problems_in_one_error() -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        EarlyStopping(metric="", mode="least", reduction_factor=1, grace_period=0)  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "EarlyStopping(metric=''): must be a metric's name; "
-        "EarlyStopping(mode='least'): must be one of min, max; "
-        "EarlyStopping(reduction_factor=1): must be a whole number from 2 to 1000000; "
-        "EarlyStopping(grace_period=0): must be a whole number from 1 to 1000000"
-    )
-
-
-@pytest.mark.parametrize("field", ["reduction_factor", "grace_period"])
-@pytest.mark.parametrize("number", NOT_A_COUNT)
-def test_early_stopping_counts_in_whole_numbers(field: str, number: Any) -> None:
-    with pytest.raises(ValueError, match="must be a whole number") as caught:
-        EarlyStopping(metric="loss", **{field: number})
-    assert f"EarlyStopping({field}={number!r})" in str(caught.value)
-
-
-def test_early_stopping_by_default_keeps_the_lowest_quarter_after_one_epoch() -> None:
-    stop = EarlyStopping(metric="loss")
-    assert (stop.mode, stop.reduction_factor, stop.grace_period) == ("min", 4, 1)
-
-
-def test_wandb_names_all_its_problems_in_one_error() -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        Wandb(project="", mode="sometimes")  # type: ignore[arg-type]
-    assert "Wandb(project=''): must be a project's name" in str(caught.value)
-    assert "Wandb(mode='sometimes'): must be None or one of online, offline, disabled" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("project", 5, "a project's name"),
-        ("project", " ", "a project's name"),
-        ("entity", b"me", "None or a text"),
-        ("secret", "key", "None or a flytekit.Secret"),
-        ("mode", ["online"], "None or one of online, offline, disabled"),
-        ("id", "a/b", r"None or a text of up to 128 characters without any of /\#?%:"),
-        ("name", 3, "None or a text"),
-        ("group", "a\0b", "None or a text"),
-        ("tags", "tag", "a tuple of texts"),
-        ("tags", ("a", 1), "a tuple of texts"),
-        ("config", [1], "a dictionary whose keys are texts"),
-        ("config", {1: 2}, "a dictionary whose keys are texts"),
-        ("host", None, "a server's address"),
-        ("dir", 4, "None or a folder's path"),
-    ],
-)
-def test_every_field_of_wandb_is_looked_at(field: str, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        Wandb(**{"project": "p", field: value})
-    assert f"Wandb({field}={value!r}): must be {allowed}" in str(caught.value)
-
-
-def test_wandb_accepts_what_it_allows() -> None:
-    secret = Secret(group="wandb", key="api_key")
-    Wandb(project="p", entity="me", secret=secret, id="f3a-n0", tags=("a", "b"), config={"x": 1}, dir="runs")
-
-
-CONFIGS: list[Any] = [DaskDDP, DaskCluster, SpawnDDP]
-HOLDERS = [
-    (config, entry.name)
-    for config in CONFIGS
-    for entry in dataclasses.fields(config)
-    if entry.name in ("scheduler", "workers", "gang", "wandb")
+NOT_A_COUNT = [0, -1, None, 1.5, True, "2", 10**30]
+A_COUNT = "a whole number from 1 to 1000000"
+SECONDS = "seconds above 0 and at most 1209600"
+A_URI = "None, a folder or an fsspec URL such as s3://bucket/prefix"
+MODES = "one of min, max"
+NO_URIS = ["", 7, Path("/kept"), "s4://bucket/kept", "s3:/bucket/kept", "s3//bucket/kept", "s3://", "memory://kept"]
+REFUSED: list[tuple[Any, str, list[Any], str]] = [
+    (Gang, "backend", ["mpi"], "one of auto, gloo, nccl"),
+    (Gang, "devices", ["some", 1], "one of own, all"),
+    (Gang, "ranks_per_worker", ["all", *NOT_A_COUNT], f"'auto' or {A_COUNT}"),
+    (Gang, "min_workers", [0, -1, 1.5, True], f"None or {A_COUNT}"),
+    (Gang, "max_restarts", [-1, 1.5, None, False, 0.0, 10**30], "a whole number from 0 to 1000000"),
+    (Gang, "start_timeout", [0, -3.5, float("nan"), float("inf"), "600"], SECONDS),
+    (Gang, "grace_period", [0, None, float("nan")], SECONDS),
+    (Gang, "hang_timeout", [0, True, 1e-9, float("inf")], "'auto', None or seconds from 0.1 to 1209600"),
+    (Gang, "key", ["", "../other", 7], "None or up to 100 of the characters"),
+    (Gang, "keep", [3, None], "a Keep"),
+    (Gang, "profile", [(1, 2)], "None or a Profile"),
+    (Gang, "checkpoint_uri", NO_URIS, A_URI),
+    (Gang, "shard_cache", ["kept", 7], "None or an absolute path"),
+    (Gang, "observers", [1, (1,)], "a tuple of classes of observers"),
+    (Keep, "last", NOT_A_COUNT, A_COUNT),
+    (Keep, "best", [-1, 1.0], "a whole number from 0 to 1000000"),
+    (Keep, "best", [2], "0 without a metric to be best by"),
+    (Keep, "metric", ["loss"], "None, unless best says how many are kept by it"),
+    (Keep, "mode", ["least"], MODES),
+    (EarlyStopping, "metric", [""], "a metric's name"),
+    (EarlyStopping, "mode", ["least"], MODES),
+    (EarlyStopping, "reduction_factor", [1, *NOT_A_COUNT], "a whole number from 2 to 1000000"),
+    (EarlyStopping, "grace_period", NOT_A_COUNT, A_COUNT),
+    (Profile, "steps", [(0, 1), (3, 2), (1,), 5, (1.0, 2)], "the first and the last step"),
+    (Profile, "ranks", [(-1,), 0], "a tuple of ranks, counted from 0"),
+    (Profile, "with_stack", [1], "True or False"),
+    (Profile, "folder", ["nowhere://x"], "None, a folder or an fsspec URL"),
+    (Search, "study", ["rates"], "an optuna.Study"),
+    (Search, "suggest", [5], "a function that makes an experiment of a trial"),
+    (Search, "num_models", NOT_A_COUNT, A_COUNT),
+    (Search, "metric", ["", 5], "None or a name"),
+    (Wandb, "project", ["", " ", 5], "a project's name"),
+    (Wandb, "entity", [b"me"], "None or a text"),
+    (Wandb, "secret", ["key"], "None or a flytekit.Secret"),
+    (Wandb, "mode", ["sometimes", ["online"]], "None or one of online, offline, disabled"),
+    (Wandb, "id", ["a/b"], r"None or a text of up to 128 characters without any of /\#?%:"),
+    (Wandb, "name", [3], "None or a text"),
+    (Wandb, "group", ["a\0b"], "None or a text"),
+    (Wandb, "tags", ["tag", ("a", 1)], "a tuple of texts"),
+    (Wandb, "config", [[1], {1: 2}], "a dictionary whose keys are texts"),
+    (Wandb, "host", [None], "a server's address"),
+    (Wandb, "dir", [4], "None or a folder's path"),
+    (DaskDDP, "scheduler", [{"a": 1}], "a Scheduler"),
+    (DaskDDP, "workers", [{"a": 1}], "a WorkerGroup"),
+    (DaskDDP, "gang", [{"a": 1}], "a Gang"),
+    (DaskDDP, "wandb", [{"a": 1}], "None or a Wandb"),
+    (DaskCluster, "start_timeout", [-1], SECONDS),
+    (SpawnDDP, "nproc", NOT_A_COUNT, f"'auto' or {A_COUNT}"),
+    (SpawnDDP, "start_method", ["fork"], "one of forkserver, spawn"),
 ]
+NEEDED: dict[Any, dict[str, Any]] = {
+    EarlyStopping: {"metric": "loss"},
+    Profile: {"steps": (1, 2)},
+    Search: {"study": optuna.create_study(), "suggest": len, "num_models": 1},
+    Wandb: {"project": "p"},
+}
 
 
-@pytest.mark.parametrize(("config", "field"), HOLDERS)
-def test_fields_hold_what_they_are_called(config: Any, field: str) -> None:
-    with pytest.raises(ValueError, match=rf"{config.__name__}\({field}=\{{'a': 1\}}\): must be .*a [A-Z]\w+"):
-        config(**{field: {"a": 1}})
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "allowed"),
+    [
+        pytest.param(kind, name, value, allowed, id=f"{kind.__name__}-{name}-{value!r:.20}")
+        for kind, name, values, allowed in REFUSED
+        for value in values
+    ],
+)
+def test_an_error_names_the_field_the_value_and_what_is_allowed(kind: Any, name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        kind(**NEEDED.get(kind, {}) | {name: value})
+    assert f"{kind.__name__}({name}={value!r}): must be {allowed}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "named"),
+    [
+        (Gang, {"backend": "mpi", "min_workers": -1, "start_timeout": 0}, ["backend", "min_workers", "start_timeout"]),
+        (EarlyStopping, {"metric": "", "mode": "least", "grace_period": 0}, ["metric", "mode", "grace_period"]),
+        (Wandb, {"project": "", "mode": "sometimes"}, ["project", "mode"]),
+        (
+            DaskCluster,
+            {"workers": WorkerGroup(number_of_workers=0), "start_timeout": -1},
+            ["workers.number_of_workers", "start_timeout"],
+        ),
+        (
+            SpawnDDP,
+            {"nproc": 0, "start_method": "fork", "gang": Gang(ranks_per_worker=2, min_workers=2)},
+            ["nproc", "start_method", "gang.ranks_per_worker", "gang.min_workers"],
+        ),
+    ],
+)
+def test_one_error_names_all_that_is_wrong(kind: Any, values: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        kind(**values)
+    assert re.findall(rf"{kind.__name__}\(([\w.]+)=", str(caught.value)) == named
 
 
 @pytest.mark.parametrize(
     ("pods", "said"),
     [
+        *((WorkerGroup(number_of_workers=number), rf"workers\.number_of_workers={number!r}") for number in NOT_A_COUNT),
         (WorkerGroup(number_of_workers=2, image=5), r"workers\.image=5"),  # type: ignore[arg-type]
         (WorkerGroup(number_of_workers=2, limits="2 GPUs"), r"workers\.limits='2 GPUs'"),  # type: ignore[arg-type]
         (WorkerGroup(number_of_workers=2, limits=Resources(gpu="two")), r"workers\.limits\.gpu='two'"),
@@ -236,115 +166,59 @@ def test_what_the_pods_are_given_is_looked_at(pods: Any, said: str) -> None:
         DaskDDP(**{"workers" if isinstance(pods, WorkerGroup) else "scheduler": pods})
 
 
-@pytest.mark.parametrize("config", [DaskDDP, DaskCluster])
-@pytest.mark.parametrize("number", NOT_A_COUNT)
-def test_workers_must_be_a_whole_number_from_one_up(config: Any, number: Any) -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        config(workers=WorkerGroup(number_of_workers=number))
-    assert str(caught.value) == (
-        f"{config.__name__}(workers.number_of_workers={number!r}): must be a whole number from 1 to 1000000"
-    )
-
-
-def test_spawn_names_all_its_problems_in_one_error() -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        SpawnDDP(nproc=0, start_method="fork", gang=Gang(ranks_per_worker=2, min_workers=2))  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "SpawnDDP(nproc=0): must be 'auto' or a whole number from 1 to 1000000; "
-        "SpawnDDP(start_method='fork'): must be one of forkserver, spawn; "
-        "SpawnDDP(gang.ranks_per_worker=2): must be left alone; nproc is the number of ranks; "
-        "SpawnDDP(gang.min_workers=2): must be left alone; there is one node"
-    )
-
-
 def test_min_workers_above_number_of_workers_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
+    with pytest.raises(ValueError, match=r"gang\.min_workers=3.*number_of_workers, which is 2"):
         DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(min_workers=3))
-    assert "gang.min_workers=3" in str(caught.value)
-    assert "number_of_workers, which is 2" in str(caught.value)
-
-
-def test_min_workers_may_equal_number_of_workers() -> None:
     assert DaskDDP(workers=WorkerGroup(number_of_workers=2), gang=Gang(min_workers=2)).num_workers == 2
 
 
-def test_dask_cluster_names_all_its_problems_in_one_error() -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        DaskCluster(workers=WorkerGroup(number_of_workers=0), start_timeout=-1)
-    assert "DaskCluster(workers.number_of_workers=0)" in str(caught.value)
-    assert "DaskCluster(start_timeout=-1)" in str(caught.value)
+@pytest.mark.parametrize("uri", [None, "kept", "/kept", "~/kept", "file:///kept", "s3://bucket/kept"])
+def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str | None) -> None:
+    assert Gang(checkpoint_uri=uri).checkpoint_uri == uri
 
 
-def test_default_is_two_workers_with_one_rank_each() -> None:
-    config = DaskDDP()
-    assert (config.num_workers, config.ranks_per_worker) == (2, 1)
+def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_settings, "is_installed", lambda _: False)
+    with pytest.raises(ValueError, match=r"Gang\(checkpoint_uri='oci://b/kept'\): must be reached by .* Install ocifs"):
+        Gang(checkpoint_uri="oci://b/kept")
+
+
+def test_what_nobody_has_said_is_the_default() -> None:
+    gang, stop = Gang(), EarlyStopping(metric="loss")
+    assert (gang.max_restarts, gang.hang_timeout, gang.keep) == (3, "auto", Keep(last=2, best=0, metric=None))
+    assert (stop.mode, stop.reduction_factor, stop.grace_period) == ("min", 4, 1)
+    assert (DaskDDP().num_workers, DaskDDP().ranks_per_worker) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("requests", "limits", "expected"),
     [
-        (None, Resources(gpu="2"), 2),
-        (Resources(gpu="3"), None, 3),
-        (Resources(gpu="3"), Resources(gpu="2"), 2),
-        (Resources(gpu="3"), Resources(mem="4Gi"), 3),
-        (Resources(cpu="4"), Resources(cpu="8"), 1),
-        (None, Resources(gpu="0"), 1),
+        (None, "2", 2),
+        ("3", None, 3),
+        ("3", "2", 2),
+        (None, "0", 1),
         (None, None, 1),
     ],
 )
 def test_auto_ranks_per_worker_is_the_gpus_in_limits_else_requests_else_one(
-    requests: Resources | None, limits: Resources | None, expected: int
+    requests: str | None, limits: str | None, expected: int
 ) -> None:
-    config = DaskDDP(workers=WorkerGroup(number_of_workers=2, requests=requests, limits=limits))
-    assert config.ranks_per_worker == expected
-
-
-def test_ranks_per_worker_as_asked_overrides_the_gpus() -> None:
-    workers = WorkerGroup(number_of_workers=1, limits=Resources(gpu="8"))
+    asked = {"requests": Resources(cpu="4", gpu=requests), "limits": Resources(mem="4Gi", gpu=limits)}
+    workers = WorkerGroup(number_of_workers=2, **asked)
+    assert DaskDDP(workers=workers).ranks_per_worker == expected
     assert DaskDDP(workers=workers, gang=Gang(ranks_per_worker=2)).ranks_per_worker == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        *(({"steps": steps}, "must be the first and the last step") for steps in [(0, 1), (3, 2), (1,), 5, (1.0, 2)]),
-        ({"ranks": (-1,)}, "must be a tuple of ranks, counted from 0"),
-        ({"ranks": 0}, "must be a tuple of ranks, counted from 0"),
-        ({"with_stack": 1}, "must be True or False"),
-        ({"folder": "nowhere://x"}, "must be None, a folder or an fsspec URL"),
-    ],
-)
-def test_profiles_that_make_no_sense_are_refused(values: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Profile(**{"steps": (1, 2)} | values)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [DaskDDP(), DaskCluster(), EarlyStopping(metric="m"), Gang(), Keep(), Profile(steps=(1, 2)), Wandb(project="p")],
-)
-def test_configs_are_frozen(config: Any) -> None:
-    name = dataclasses.fields(config)[0].name
+@pytest.mark.parametrize("kind", [DaskDDP, DaskCluster, SpawnDDP, EarlyStopping, Gang, Keep, Profile, Wandb])
+def test_configs_are_frozen_and_take_keywords_only(kind: Any) -> None:
+    config = kind(**NEEDED.get(kind, {}))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, name, None)
-
-
-@pytest.mark.parametrize(
-    ("config", "value"),
-    [
-        (DaskDDP, Scheduler()),
-        (DaskCluster, Scheduler()),
-        (EarlyStopping, "loss"),
-        (Gang, "gloo"),
-        (Keep, 3),
-        (Profile, (1, 2)),
-        (Wandb, "p"),
-    ],
-)
-def test_configs_take_keywords_only(config: Any, value: Any) -> None:
+        setattr(config, dataclasses.fields(config)[0].name, None)
     with pytest.raises(TypeError, match="positional argument"):
-        config(value)
+        kind("loss")
 
+
+# ---- Imports
 
 SLOW = {"torch", "distributed", "dask", "optuna", "flytekit", "wandb"}
 """Imports that take long, for those who do not need them."""
@@ -368,18 +242,303 @@ def test_import_loads_what_it_needs(statement: str, allowed: set[str]) -> None:
     assert loaded & SLOW == allowed
 
 
-@pytest.mark.parametrize("module", ["flytekitplugins.daskpytorch", "flytekitplugins.daskpytorch.flyte.config"])
-@pytest.mark.parametrize("name", ["DaskCluster", "DaskDDP", "SpawnDDP"])
-def test_a_task_is_of_its_type_wherever_its_config_comes_from(name: str, module: str, tmp_path: Path) -> None:
-    script = f"""
-from {module} import {name}
+def test_a_task_is_of_its_type_wherever_its_config_comes_from(tmp_path: Path) -> None:
+    script = """
 from flytekit import task
+from flytekitplugins import daskpytorch
+from flytekitplugins.daskpytorch.flyte import config
 
-@task(task_config={name}())
-def train() -> None: ...
+for name in ("DaskCluster", "DaskDDP", "SpawnDDP"):
+    for module in (daskpytorch, config):
+        @task(task_config=getattr(module, name)())
+        def train() -> None: ...
 
-print(type(train).__name__)
+        assert type(train).__name__ == f"{name}Task", (name, module)
 """
     (tmp_path / "flow.py").write_text(script)
     done = run_program(["flow.py"], cwd=tmp_path)
-    assert done.stdout.strip() == f"{name}Task", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+# ---- Random values: what is made of them is used as the engine uses it
+
+thoroughly = settings(
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+MAX_MESSAGE = 500
+"""Characters for each thing that is wrong."""
+
+
+class Unwritable:
+    """A value of a user's whose repr fails."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+HOSTILE = st.sampled_from(
+    [
+        *(0, -1, 1 << 31, 1 << 63, 10**400, 10**5_000, 1e308, 5e-324),
+        *("", " ", "\0", "\ud800", "auto", "x" * 100_000, "../..", "a\nb"),
+        *(b"", b"x" * 100_000, [None] * 50_000, {1: 2}, {"a"}, object(), Gang, Unwritable(), Gang(), Resources()),
+    ]
+)
+ANYTHING = st.one_of(
+    HOSTILE,
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.none(), max_size=2),
+)
+COUNTS = st.integers(1, 5)
+TIMES = st.floats(1e-3, 2_000_000) | st.integers(1, 2_000_000)
+WORDS = st.text(min_size=1, max_size=10)
+
+
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Values for some of the fields: mostly such as make sense, now and then any."""
+    mixed = {name: st.one_of(sensible, sensible, sensible, ANYTHING) for name, sensible in fields.items()}
+    return st.fixed_dictionaries({}, optional=mixed)
+
+
+GANG = some(
+    backend=st.sampled_from(["auto", "gloo", "nccl"]),
+    devices=st.sampled_from(["own", "all"]),
+    ranks_per_worker=COUNTS | st.just("auto"),
+    min_workers=COUNTS | st.none(),
+    max_restarts=st.integers(0, 5),
+    start_timeout=TIMES,
+    hang_timeout=TIMES | st.sampled_from(["auto", None]),
+    key=st.from_regex(r"\A\w[\w.-]{0,9}\Z", fullmatch=True) | st.none(),
+    keep=st.builds(Keep, last=COUNTS),
+)
+WANDB = st.builds(
+    lambda project, rest: {"project": project, **rest},
+    st.one_of(WORDS, WORDS, WORDS, ANYTHING),
+    some(
+        entity=WORDS,
+        secret=st.just(Secret(group="wandb", key="key")),
+        mode=st.sampled_from(["offline", "disabled"]),
+        id=WORDS,
+        name=WORDS,
+        group=WORDS,
+        tags=st.lists(WORDS, max_size=3).map(tuple),
+        config=st.dictionaries(WORDS, ANYTHING, max_size=3),
+        host=st.just("https://wandb.ai"),
+        dir=WORDS,
+    ),
+)
+RESOURCES = st.builds(Resources, cpu=st.sampled_from([None, "2", "500m"]), gpu=st.sampled_from([None, "0", "2", 4]))
+PODS = {"image": st.sampled_from([None, "image:v1"]), "requests": RESOURCES, "limits": RESOURCES}
+
+
+def tried(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What comes of it, or the text of the refusal."""
+    try:
+        return call(), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def built(kind: Any, values: dict[str, Any]) -> Any | None:
+    """What is made of them, or None where they are refused, as they should be."""
+    made, refusal = tried(lambda: kind(**values))
+    if refusal:
+        named = re.findall(r"(?:^|; )[\w.]+\((\w+)", refusal)
+        assert named, refusal[:1_000]
+        assert set(named) <= values.keys()
+        assert len(refusal) < MAX_MESSAGE * len(named)
+        assert "must be" in refusal
+    return made
+
+
+@thoroughly
+@given(GANG)
+def test_gangs(values: dict[str, Any]) -> None:
+    gang = built(Gang, values)
+    if gang is None:
+        return
+    assert pickle.loads(pickle.dumps(gang)) == gang
+    for seconds in (each for each in (gang.start_timeout, gang.hang_timeout) if each not in {None, "auto"}):
+        assert 0 < 1_000 * seconds < 2**31  # what waits for sockets counts in milliseconds
+    taken = Keys().take(len, gang.key, ["-0", "-1"], object())
+    assert all(re.fullmatch(r"[\w.-]+", key, re.ASCII) for key in taken)
+    ranks = 1 if gang.ranks_per_worker == "auto" else min(gang.ranks_per_worker, 8)
+    nodes = [_node(f"tcp://10.0.0.{index}:1", ranks) for index in range(2)]
+    places = place_ranks(nodes, ranks, gang.devices)
+    job = Job(
+        gang="gang",
+        attempt=0,
+        call=b"",
+        backend=choose_backend(gang.backend, nodes, places),
+        store=("127.0.0.1", 1),
+        timeout=gang.start_timeout,
+        devices=gang.devices,
+        max_restarts=gang.max_restarts,
+    )
+    variables = environment({}, places[1][0], job, "lo", Path("/scratch"))
+    assert variables["WORLD_SIZE"] == str(2 * ranks)
+    assert int(variables["LOCAL_RANK"]) < len(variables["CUDA_VISIBLE_DEVICES"].split(","))  # it names a device
+    assert all(isinstance(value, str) for value in variables.values())
+
+
+def _node(worker: str, num_gpus: int) -> Node:
+    gpus = tuple(map(str, range(num_gpus)))
+    return Node(
+        worker=worker, host=worker, num_cores=2, gpus=gpus, gpu_names=gpus, interface="lo", versions={"torch": "2"}
+    )
+
+
+@thoroughly
+@given(some(metric=WORDS, mode=st.sampled_from(["min", "max"]), reduction_factor=COUNTS, grace_period=COUNTS))
+def test_early_stopping(values: dict[str, Any]) -> None:
+    stop = built(EarlyStopping, {"metric": "loss", **values})
+    assert stop is None or pickle.loads(pickle.dumps(stop)) == stop
+
+
+@thoroughly
+@given(some(last=COUNTS, best=st.integers(0, 3), metric=WORDS | st.none(), mode=st.sampled_from(["min", "max"])))
+def test_keep(values: dict[str, Any]) -> None:
+    keep = built(Keep, values)
+    if keep is not None:
+        assert pickle.loads(pickle.dumps(keep)) == keep
+        rest: dict[str, Any] = {"attempt": 0, "parts": (), "items": (), "state": None}
+        entries = [
+            WrittenShards(number=step, step=step, metrics={str(keep.metric): 1.0 / step}, **rest)
+            for step in range(1, 9)
+        ]
+        staying = retained(entries, keep)
+        assert staying[-1] is entries[-1]
+        assert max(keep.last, keep.best) <= len(staying) <= keep.last + keep.best
+
+
+@thoroughly
+@given(WANDB)
+def test_wandb(values: dict[str, Any]) -> None:
+    wandb = built(Wandb, values)
+    if wandb is None:
+        return
+    link = wandb_run.console_link(wandb)
+    assert all(isinstance(value, str) and value.encode() for value in link.values())
+    if wandb.mode is not None:
+        run = wandb_run.begin(wandb, task="flows.train", execution="f3a")()
+        assert re.fullmatch(r"[^/\\#?%:]{1,128}", run.id)
+
+
+@thoroughly
+@given(
+    st.sampled_from([DaskDDP, DaskCluster, SpawnDDP]),
+    some(number_of_workers=COUNTS, **PODS),
+    some(**PODS),
+    st.one_of(GANG, ANYTHING),
+    st.one_of(WANDB, st.none(), ANYTHING),
+    some(nproc=COUNTS | st.just("auto"), start_method=st.just("spawn"), start_timeout=TIMES),
+)
+def test_task_configs(kind: Any, workers: Any, scheduler: Any, gang: Any, wandb: Any, rest: dict[str, Any]) -> None:
+    values = {
+        "workers": WorkerGroup(**{"number_of_workers": 2, **workers}),
+        "scheduler": Scheduler(**scheduler),
+        "gang": built(Gang, gang) or Gang() if isinstance(gang, dict) and gang.keys() <= vars(Gang()).keys() else gang,
+        "wandb": built(Wandb, wandb) if isinstance(wandb, dict) and "project" in wandb else wandb,
+        **rest,
+    }
+    allowed = kind.__dataclass_fields__.keys()
+    config = built(kind, {name: value for name, value in values.items() if name in allowed})
+    if config is None:
+        return
+    template = serialised(make(config))
+    assert template.to_flyte_idl().SerializeToString()
+    if kind is not SpawnDDP:
+        assert template.custom["workers"]["numberOfWorkers"] == config.num_workers
+    if kind is DaskDDP:
+        assert config.ranks_per_worker >= 1
+
+
+@thoroughly
+@given(
+    st.sampled_from([dispatch.run, dispatch.map]),
+    ANYTHING,
+    st.one_of(ANYTHING, st.just(len)),
+    ANYTHING,
+    some(gang=st.none(), pass_local_rank=st.booleans(), stop_early=st.none(), wandb=st.none()),
+)
+def test_calls_without_a_client(call: Any, client: Any, function: Any, experiments: Any, rest: dict[str, Any]) -> None:
+    """Nobody is asked anything: all are refused."""
+    own = {dispatch.run: ("gang", "pass_local_rank"), dispatch.map: ("gang", "stop_early", "wandb")}[call]
+    values = {"client": client, "pytorch_function": function, **{name: rest[name] for name in own if name in rest}}
+    if call is dispatch.map:
+        values["experiments"] = experiments
+    assert built(call, values) is None
+
+
+@dataclass
+class Inputs(StrictInputs):
+    """A user's, of every kind that JSON has."""
+
+    epochs: int = 1
+    rate: float = 0.1
+    shuffle: bool = False
+    name: str = ""
+    layers: list[int] = field(default_factory=list)
+    seed: int | None = None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+GIVEN = {
+    "epochs": st.integers() | JSON,
+    "rate": st.floats(allow_nan=False) | JSON,
+    "shuffle": st.booleans() | JSON,
+    "name": st.text() | JSON,
+    "layers": st.lists(st.integers()) | JSON,
+    "seed": st.integers() | JSON,
+    "epoch": st.just(1),
+}
+
+
+@thoroughly
+@given(st.fixed_dictionaries({}, optional=GIVEN))
+def test_inputs_are_what_was_given_or_refused(given_values: dict[str, Any]) -> None:
+    made, refusal = tried(lambda: Inputs.from_json(json.dumps(given_values)))
+    if refusal:
+        assert refusal.startswith("Inputs")
+        assert len(refusal) < MAX_MESSAGE
+        return
+    taken = asdict(made)
+    for name, value in given_values.items():
+        assert taken[name] == value
+        assert isinstance(taken[name], bool) == isinstance(value, bool)
+
+
+@thoroughly
+@given(
+    held_out=st.one_of(st.floats(0.1, 0.9), ANYTHING),
+    seed=st.one_of(st.integers(), ANYTHING),
+    batch_size=st.one_of(COUNTS, ANYTHING),
+    world_size=st.one_of(COUNTS, ANYTHING.filter(lambda value: value is not None)),
+    epoch=st.integers(0, 1_000),
+)
+def test_samplers(held_out: Any, seed: Any, batch_size: Any, world_size: Any, epoch: int) -> None:
+    sides, refusal = tried(lambda: split_by_class([0, 1] * 20, held_out, seed))
+    if not refusal:
+        training, tests = sides
+        assert sorted(training + tests) == list(range(40))
+        batches, refusal = tried(lambda: RankBatches(training, batch_size, seed=seed, rank=0, world_size=world_size))
+    if refusal:
+        assert re.search("(held_out|seed|batch_size|world_size|rank)=|items", refusal)
+        assert len(refusal) < 4 * MAX_MESSAGE
+        return
+    batches.set_epoch(epoch)
+    assert sum(map(len, batches)) <= len(training)

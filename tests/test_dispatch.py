@@ -227,20 +227,6 @@ def test_map_refuses_arguments_of_the_wrong_kind(unconnected: Client, name: str,
         dispatch.map(unconnected, len, **{"experiments": [], name: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ({"study": "rates"}, r"Search\(study='rates'\): must be an optuna.Study"),
-        ({"suggest": 5}, r"Search\(suggest=5\): must be a function that makes an experiment of a trial"),
-        ({"num_models": 0}, r"Search\(num_models=0\): must be a whole number from 1"),
-        ({"metric": ""}, r"Search\(metric=''\): must be None or a name"),
-    ],
-)
-def test_a_search_of_the_wrong_kind(field: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Search(**{"study": optuna.create_study(), "suggest": len, "num_models": 1, **field})
-
-
 def test_a_search_has_a_pruner_of_its_own(unconnected: Client) -> None:
     search = Search(study=optuna.create_study(), suggest=len, num_models=1)
     with pytest.raises(ValueError, match=r"stop_early=.*must be None with a Search, whose study has a pruner"):
