@@ -10,7 +10,7 @@
 #
 # BASE brings what lets drivers run a CUDA that is newer than they are; TORCH_INDEX is where torch and torchvision come
 # from (empty: from where pip finds all others).
-# `python tests/backend/image.py` builds it with buildah, measures it, and runs it as user 1000 on a read-only root.
+# `python tests/backend/image.py` builds it with Docker, and runs it as user 1000 on a read-only root.
 
 ARG BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
 

@@ -1,4 +1,4 @@
-"""The image: what its Dockerfile says, and what comes of it where buildah is."""
+"""Promise: the image holds no secret, runs as user 1000 on a read-only root, and has the backend's commands."""
 
 from __future__ import annotations
 
@@ -33,12 +33,6 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
-def test_hadolint_would_say_something(tmp_path: Path) -> None:
-    bad = tmp_path / "Dockerfile"
-    bad.write_text(TEXT.replace("${BASE}", "ubuntu:latest"))
-    assert "DL3007" in lint(bad).stdout
-
-
 def test_it_runs_as_nobody_in_particular() -> None:
     words = [word for word, _ in instructions()]
     assert "ENTRYPOINT" not in words
@@ -64,15 +58,10 @@ def test_it_holds_no_secret() -> None:
     assert {".git", ".env*", ".netrc"} <= set(ignored)
 
 
-def test_its_base_is_found_whatever_the_build_arguments() -> None:
-    assert image.bases(()) == ["nvidia/cuda:13.0.1-base-ubuntu24.04"]
-    assert image.bases(("BASE=ubuntu:26.04", "TORCH_INDEX=https://example.com")) == ["ubuntu:26.04"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_it_is_built_and_runs_on_a_read_only_root() -> None:
-    if lacking := image.missing():
-        pytest.skip(f"building the image needs {', '.join(lacking)}")
+    if not image.is_docker_there():
+        pytest.skip("building the image needs Docker")
     done = subprocess.run([sys.executable, image.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]

@@ -25,9 +25,7 @@ from flytekit.core.type_engine import TypeEngine
 
 from backend import render
 from backend.kube import Kube, argument, kubernetes, of_attempt
-from conftest import REPOSITORY
 from processes import MARK, nothing_left_behind, until
-from workflows import retrain
 
 JOB = "f3a-n0-0"
 
@@ -159,59 +157,7 @@ def test_a_job_trains_and_its_cluster_is_gone(
     training.check_clean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pet_names.train", "pet_names_sweep.sweep"])
-def test_the_workflows_jobs_run(name: str, kube: Kube, image: dict[str, str], tmp_path: Path) -> None:
-    image["PYTHONPATH"] = str(REPOSITORY)
-    image["WANDB_MODE"] = "offline"
-    module, _, function = name.partition(".")
-    workflow = import_module(f"workflows.{module}")
-    hp = workflow.Hyperparameters(epochs=1)
-    grid = {"batch_sizes": [1024], "learning_rates": [0.01, 0.02]} if module == "pet_names_sweep" else {}
-    names = workflow.prepare(data="", hp=hp, num_names=5, **grid)
-    made = render.golden("sandbox")["resources"][f"workflows.{name}"]
-    task, inputs = getattr(workflow, function), {"names": names, "hp": hp, **grid}
-    job = Execution(kube, tmp_path / "storage", made, task, inputs).start()
-    assert kube.ends(JOB) == "Successful", kube.logs()
-    assert {"epoch_losses", "model_state"} <= outputs(job).keys()
-
-
 # ---- A retraining
-
-
-@pytest.fixture
-def retraining(kube: Kube, image: dict[str, str], tmp_path: Path) -> Execution:
-    """The retraining's job on the embedded names, which lasts long enough to be disturbed."""
-    image["PYTHONPATH"] = str(REPOSITORY)
-    image["WANDB_MODE"] = "offline"
-    hp = retrain.Hyperparameters(epochs=2, batch_size=64, checkpoint_interval=10)
-    newest = retrain.prepare(
-        data="",
-        registry=str(tmp_path / "registry"),
-        start_from="champion",
-        hp=hp,
-        limits=retrain.Limits(),
-        kickoff_time=retrain.NOW,
-    )
-    made = render.golden("sandbox")["resources"]["workflows.retrain.train"]
-    inputs = {"names": newest.names, "start": newest.start, "hp": hp}
-    return Execution(kube, tmp_path / "storage", made, retrain.train, inputs)
-
-
-@pytest.mark.slow
-def test_a_retraining_whose_worker_is_deleted_is_tried_again_and_goes_on(retraining: Execution) -> None:
-    first = retraining.start()
-    kube, checkpoints = retraining.kube, argument(first, "--checkpoint-path")
-    until(lambda: any(checkpoints.rglob("*")), lambda: f"a checkpoint\n{kube.logs()}")
-    kube.delete("pods", kube.pods("worker")[0])
-    assert kube.ends(JOB) == "Successful", kube.logs()  # the task has left an error for Flyte
-    assert is_tried_again_by_flyte(first)
-    until(lambda: not kube.pods("worker") + kube.pods("scheduler"), "the cluster to be gone")
-    second = retraining.start(1, str(checkpoints))
-    assert kube.ends("f3a-n0-1") == "Successful", kube.logs()
-    assert len(outputs(second)["epoch_losses"].collection.literals) == 2
-    assert Path(outputs(second)["model_state"].scalar.blob.uri).stat().st_size > 0
-    assert "of the attempt before" in (argument(second, "--output-prefix") / "deck.html").read_text()
 
 
 # ---- Workers

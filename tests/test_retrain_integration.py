@@ -18,19 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from flytekit.core.context_manager import FlyteContextManager
-from flytekit.core.type_engine import TypeEngine
 
 from conftest import REPOSITORY
-from processes import MARK, SCRIPTS, dask_cluster, marked, nothing_left_behind, run_program, until
-from propeller import Propeller
+from processes import MARK, SCRIPTS, marked, nothing_left_behind, run_program, until
 from seaweed import Weed
 from tasks.challenger import STATE
-from tasks.char_lstm import CharLSTM, Hyperparameters, evaluate, windows
+from tasks.char_lstm import CharLSTM, evaluate, windows
 from tasks.embedded_names import EMBEDDED_NAMES
 from tasks.names import split_by_hash
 from tasks.registry import Registry
-from workflows.retrain import retrain_daily
 
 HP = {"epochs": 1, "batch_size": 64, "learning_rate": 0.005}
 FEW = EMBEDDED_NAMES[::3]
@@ -258,31 +254,3 @@ def test_names_that_have_drifted_end_the_day_and_the_champion_stays(story: Story
 def _objects(folder: Path, prefix: str) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {f"{prefix}/{path.relative_to(folder)}": path.read_bytes() for path in files}
-
-
-@pytest.mark.slow
-def test_three_days_by_the_commands_of_the_containers(tmp_path: Path) -> None:
-    names = tmp_path / "names.json"
-    ctx = FlyteContextManager.current_context()
-    given = {"data": str(names), "registry": str(tmp_path / "registry"), "hp": Hyperparameters(**HP)}
-    literals = TypeEngine.dict_to_literal_map(ctx, given, {name: type(value) for name, value in given.items()})
-    versions, outcomes, registry = [], [], Registry(given["registry"])
-    with dask_cluster(tmp_path / "cluster") as cluster:
-        env = {"DASK_SCHEDULER_ADDRESS": cluster.address, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
-        propeller = Propeller(folder=tmp_path, env=env)
-        for some in (FEW, FEW[::-1], MORE):
-            names.write_text(json.dumps(list(some)))
-            outputs = propeller.run(retrain_daily, dict(literals.to_flyte_idl().literals))
-            versions.append(outputs["version"].scalar.primitive.string_value)
-            outcomes.append(outputs["outcome"].scalar.primitive.string_value)
-    first, second, third = outcomes
-    assert first == "promoted: there was no champion (promotion 1)"
-    assert second == "not promoted: it is the champion itself: nothing has changed"
-    assert third.startswith("promoted: ")
-    trained = ["prepare", "train", "evaluate", "register", "promote", "report"]
-    # On the second day only the comparison is new, since the champion is another: itself.
-    assert propeller.executed == [*trained, "prepare", "evaluate", "register", "keep", "report", *trained]
-    registry.roll_back(reason="by hand")
-    assert [promotion.version for promotion in registry.history()] == [versions[0], versions[2], versions[0]]
-    card = registry.card(versions[2])
-    assert (card["registered_version"], card["execution"], card["start"]) == ("v7", "f3a", versions[0])
