@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import socket
 import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -53,9 +54,19 @@ def denied(code: str) -> Fault:
     return _error("403 Forbidden", code, f"{code}, says the proxy.")
 
 
-def late(seconds: float) -> Fault:
-    """Say nothing for so long, then answer rightly."""
-    return lambda right: Answer(head=right.head, body=right.body, delay=seconds)
+def late(seconds: float, then: Fault = lambda right: right) -> Fault:
+    """Say nothing for so long, then answer; rightly, unless that is a fault, too."""
+    return lambda right: replace(then(right), delay=seconds)
+
+
+def in_turns(*faults: Fault) -> Fault:
+    """Each time the next one."""
+    turns = itertools.cycle(faults)
+
+    def answer(right: Answer) -> Answer:
+        return next(turns)(right)
+
+    return answer
 
 
 def stalled_body(seconds: float) -> Fault:
@@ -92,6 +103,8 @@ class _Rule:
     key: str
     fault: Fault
     left: float
+    methods: tuple[str, ...]
+    passes_on: bool
 
 
 class FaultProxy:
@@ -121,9 +134,25 @@ class FaultProxy:
         self._thread.join()
         self._loop.close()
 
-    def fail(self, fault: Fault, key: str = "", times: float = float("inf")) -> None:
-        """Answer the next so many requests for keys that contain `key` wrongly; the first rule that fits counts."""
-        self._rules.append(_Rule(key=key, fault=fault, left=times))
+    def fail(
+        self,
+        fault: Fault,
+        key: str = "",
+        times: float = float("inf"),
+        methods: tuple[str, ...] = (),
+        *,
+        passes_on: bool = True,
+    ) -> None:
+        """Answer the next so many requests for keys that contain `key` wrongly; the first rule that fits counts.
+
+        Args:
+            fault: How.
+            key: Part of the keys.
+            times: How many.
+            methods: Only requests by these; empty: by any.
+            passes_on: The server gets the request all the same.
+        """
+        self._rules.append(_Rule(key=key, fault=fault, left=times, methods=methods, passes_on=passes_on))
 
     def heal(self) -> None:
         """From now on answer rightly, and count anew."""
@@ -171,14 +200,22 @@ class FaultProxy:
         method, target, _ = head.split(b" ", 2)
         path = unquote(target.partition(b"?")[0].decode())
         self.requests[path] += 1
-        server_writer.write(head + body)
-        await server_writer.drain()
-        right = await _response(server_reader, has_body=method != b"HEAD")
-        rule = next((rule for rule in self._rules if rule.key in path and rule.left > 0), None)
-        if rule is None:
-            return await _send(writer, right)
-        rule.left -= 1
-        return await _send(writer, rule.fault(right))
+        rule = self._rule_for(method.decode(), path)
+        right = Answer()
+        if rule is None or rule.passes_on:
+            server_writer.write(head + body)
+            await server_writer.drain()
+            right = await _response(server_reader, has_body=method != b"HEAD")
+        answer = right if rule is None else rule.fault(right)
+        return await _send(writer, replace(answer, body=b"") if method == b"HEAD" else answer)
+
+    def _rule_for(self, method: str, path: str) -> _Rule | None:
+        """Which counts, once less from now on."""
+        for rule in self._rules:
+            if rule.key in path and rule.left > 0 and (not rule.methods or method in rule.methods):
+                rule.left -= 1
+                return rule
+        return None
 
     def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

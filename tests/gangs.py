@@ -1,8 +1,9 @@
-"""Gangs of real processes without a driver, whose checkpoints a test can lay its hands on."""
+"""Gangs of real ranks on this machine: with this process as their driver, or without a driver."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,57 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from flytekitplugins.daskpytorch import context
+from flytekitplugins.daskpytorch import Gang, Observer, context
 from flytekitplugins.daskpytorch.context import Link, LogRecord, RankContext, current_rank
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
+from flytekitplugins.daskpytorch.driver.request import named, request_for
+from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.orders import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.protocol.program import Program
 from processes import nothing_left_behind
+
+
+class Notes(Observer):
+    """What was said of a gang, by whom ever."""
+
+    def __init__(self) -> None:
+        self.kept_steps: list[int] = []
+        self.resumed_steps: list[int | None] = []
+        self.texts: list[str] = []
+
+    def kept(self, step: int) -> None:
+        self.kept_steps.append(step)
+
+    def resumed(self, step: int) -> None:
+        self.resumed_steps.append(step)
+
+    def restarting(self, reason: str, step: int | None) -> None:
+        self.resumed_steps.append(step)
+
+    def noted(self, text: str) -> None:
+        self.texts.append(text)
+
+    def wrote(self, rank: int, lines: list[str]) -> None:
+        self.texts.extend(lines)
+
+    def told(self, pattern: str) -> list[str]:
+        return [text for text in self.texts if re.search(pattern, text)]
+
+
+def driver_of(
+    function: Callable[..., Any], *args: Any, num_ranks: int = 2, observers: Sequence[Observer] = (), **settings: Any
+) -> Supervisor:
+    """The driver of a gang of so many ranks on this machine."""
+    request = request_for(function, args, {}, Gang(ranks_per_worker=num_ranks, **settings))
+    return Supervisor(named(request, "gang"), OwnNode(), list(observers))
+
+
+def on_this_machine(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **how: Any) -> GangFutures:
+    """The futures of such a gang, which runs."""
+    return GangFutures(driver_of(function, *args, num_ranks=num_ranks, **how), num_ranks)
 
 
 class KilledError(Exception):

@@ -312,6 +312,20 @@ def ends() -> tuple[Connection, Connection]:
     return Connection(ours), Connection(theirs)
 
 
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str = "1m") -> Iterator[Path]:
+    """A file system of this size; skips where none can be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 def refuse(*_: object) -> Any:
     """In place of what takes files or results, where none is sent."""
     raise ConnectionRefusedError("neither files nor results are taken here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = Path(sys.executable).parent / "weed"
+MARK = "DASKPYTORCH_TEST_MARK"
+"""By which a test knows the processes that it caused; as in `warm.py`, which benchmarks do without."""
 PUBLIC = "public"
 """The bucket that anybody may read and list."""
 REGION = "us-east-1"
@@ -171,7 +174,8 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     }
     command = [COMMAND, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        env = {name: value for name, value in os.environ.items() if name != MARK}  # it is no single test's
+        process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     return process, f"http://127.0.0.1:{s3}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import torch
@@ -12,34 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flytekitplugins.daskpytorch import Observer, current_rank
-
-
-class Notes(Observer):
-    """What was said of a gang, by whom ever."""
-
-    def __init__(self) -> None:
-        self.kept_steps: list[int] = []
-        self.resumed_steps: list[int | None] = []
-        self.texts: list[str] = []
-
-    def kept(self, step: int) -> None:
-        self.kept_steps.append(step)
-
-    def resumed(self, step: int) -> None:
-        self.resumed_steps.append(step)
-
-    def restarting(self, reason: str, step: int | None) -> None:
-        self.resumed_steps.append(step)
-
-    def noted(self, text: str) -> None:
-        self.texts.append(text)
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        self.texts.extend(lines)
-
-    def told(self, pattern: str) -> list[str]:
-        return [text for text in self.texts if re.search(pattern, text)]
+from flytekitplugins.daskpytorch import current_rank
 
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -18,13 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, Keep, current_rank
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import agent, fork_client
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from gangs import on_this_machine
 from processes import nothing_left_behind, until
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -123,8 +120,8 @@ def test_agent_and_driver_of_one_machine_have_one_file_together_of_which_not_a_b
     monkeypatch.setattr(Connection, "read", counting)
     if is_elsewhere:  # the driver, as its agent sees it
         monkeypatch.setattr(agent, "link_file", lambda *_: False)
-    request = request_for(train_until_kept, (str(tmp_path),), {}, Gang(max_restarts=1))
-    [(mean, num_names)] = GangFutures(Supervisor(request, OwnNode(), [Watch()]), 1).result()
+    gang = on_this_machine(train_until_kept, str(tmp_path), num_ranks=1, observers=[Watch()])
+    [(mean, num_names)] = gang.result()
     assert (mean, num_names) == (3.0, 1 if is_elsewhere else 2)
     assert (sum(sizes) > 4 << 20) == is_elsewhere
 

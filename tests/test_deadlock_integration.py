@@ -11,19 +11,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from flytekitplugins.daskpytorch import Gang, GangHungError, current_rank
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch import GangHungError, current_rank
+from gangs import on_this_machine
 
 LIMIT = 250.0
 """Seconds that keep a hang out: without a proof these gangs take more, and another attempt after it."""
-
-
-def futures_of(function: Callable[[], object]) -> GangFutures:
-    gang = Gang(ranks_per_worker=2)
-    return GangFutures(Supervisor(request_for(function, (), {}, gang), OwnNode()), 2)
 
 
 def return_before_a_barrier() -> None:
@@ -80,7 +72,7 @@ def call_two_groups_in_another_order() -> None:
 )
 def test_deadlock_is_proved_within_seconds(function: Callable[[], None], rank: int | None, told: str) -> None:
     began = time.monotonic()
-    error = futures_of(function).exception()
+    error = on_this_machine(function).exception()
     assert time.monotonic() - began < LIMIT
     assert isinstance(error, GangHungError)
     assert rank in (None, error.rank)
@@ -99,4 +91,4 @@ def evaluate_on_one_rank() -> int:
 
 
 def test_ranks_that_wait_for_one_that_works_are_left_alone() -> None:
-    assert futures_of(evaluate_on_one_rank).result() == [0, 1]
+    assert on_this_machine(evaluate_on_one_rank).result() == [0, 1]

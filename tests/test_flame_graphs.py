@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch import Gang, Observer, __main__, current_rank, flame_graphs
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch import __main__, current_rank, flame_graphs
 from flytekitplugins.daskpytorch.protocol.orders import flame_graph_request
 from flytekitplugins.daskpytorch.rank import flame_graph
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
+from gangs import Notes, on_this_machine
 from processes import Cluster, until
 
 
@@ -81,15 +78,6 @@ def test_without_py_spy_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: py
     assert note.endswith('pip install "flytekitplugins-daskpytorch[profile]"')
 
 
-class Notes(Observer):
-    """Remembers them."""
-
-    taken: list[str] = []  # noqa: RUF012 - of the one gang here
-
-    def noted(self, text: str) -> None:
-        self.taken.append(text)
-
-
 def be_busy(gate: str) -> None:
     Path(gate, f"started-{current_rank().rank}").touch()
     while not Path(gate, "enough").exists():
@@ -97,17 +85,16 @@ def be_busy(gate: str) -> None:
 
 
 def test_flame_graph_of_a_running_rank_is_among_the_results(temporary: Path, tmp_path: Path) -> None:
-    gang = Gang(ranks_per_worker=2, max_restarts=0, observers=(Notes,))
     (gate := tmp_path / "gate").mkdir()
-    futures = GangFutures(Supervisor(request_for(be_busy, (str(gate),), {}, gang), OwnNode()), 2)
+    futures = on_this_machine(be_busy, str(gate), max_restarts=0, observers=[notes := Notes()])
     try:
         until((gate / "started-1").exists, "rank 1")
         assert flame_graphs.ask(1, 1) == 1
-        until(lambda: any("py-spy" in note for note in Notes.taken), "the flame graph")
+        until(lambda: any("py-spy" in note for note in notes.texts), "the flame graph")
     finally:
         (gate / "enough").touch()
     DaskResultsHandler().process_results(tmp_path / "results", futures)
     [picture] = (tmp_path / "results" / "profiles").iterdir()
     assert picture.name.startswith("rank-1-flame-graph-")
     assert "be_busy" in picture.read_text()
-    assert any(f"rank 1 was watched by py-spy for 1 s: profiles/{picture.name}" in note for note in Notes.taken)
+    assert any(f"rank 1 was watched by py-spy for 1 s: profiles/{picture.name}" in note for note in notes.texts)

@@ -10,19 +10,15 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, current_rank
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch import GangError, GangHungError, current_rank
+from gangs import on_this_machine
 
 IN_ALL_REDUCE = "all_reduce of float32 [3], waiting, called from:\n    File "
 
 
 def error_of(function: Callable[[], None], **settings: float) -> BaseException:
     """What two ranks on this machine end with."""
-    gang = Gang(ranks_per_worker=2, max_restarts=0, **settings)
-    error = GangFutures(Supervisor(request_for(function, (), {}, gang), OwnNode()), 2).exception()
+    error = on_this_machine(function, max_restarts=0, **settings).exception()
     assert error is not None
     return error
 

@@ -9,17 +9,13 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from gangs import on_this_machine
 from processes import num_open_files, until
 
 
 def start() -> GangFutures:
-    request = request_for(os.getpid, (), {}, Gang(ranks_per_worker=2, max_restarts=0))
-    return GangFutures(Supervisor(request, OwnNode()), 2)
+    return on_this_machine(os.getpid, max_restarts=0)
 
 
 def test_cancels_in_the_start_up_leave_no_agent_no_thread_and_no_file() -> None:

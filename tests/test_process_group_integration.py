@@ -20,22 +20,17 @@ import torch
 from torch import distributed as dist
 from torch.distributed import init_process_group  # what a module imports ahead of its ranks
 
-from flytekitplugins.daskpytorch import Gang, current_rank
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import process_group
+from gangs import on_this_machine
 from processes import run_program
 
 
 def gang(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
     """What two ranks on this machine return."""
-    settings = {"ranks_per_worker": 2, "max_restarts": 0} | settings
-    supervisor = Supervisor(request_for(function, args, {}, Gang(**settings)), OwnNode())
-    return GangFutures(supervisor, 2).result()
+    return on_this_machine(function, *args, **{"max_restarts": 0} | settings).result()
 
 
 def total() -> float:
@@ -196,8 +191,7 @@ def fit_alone() -> float:
 
 
 def test_a_gang_of_one_has_nobody_to_meet_and_fits_too() -> None:
-    supervisor = Supervisor(request_for(fit_alone, (), {}, Gang(max_restarts=0)), OwnNode())
-    assert GangFutures(supervisor, 1).result() == [1.0]
+    assert gang(fit_alone, num_ranks=1) == [1.0]
 
 
 # ---- Beside torchrun

@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from flytekitplugins.daskpytorch import Gang, Observer, Profile
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from flytekitplugins.daskpytorch import Profile
 from flytekitplugins.daskpytorch.rank.profiler import StepProfiler
+from gangs import Notes, on_this_machine
 
 
 @pytest.fixture(autouse=True)
@@ -91,20 +88,10 @@ def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
     assert note.startswith("could not be profiled (")
 
 
-class Notes(Observer):
-    """Remembers them."""
-
-    taken: list[str] = []  # noqa: RUF012 - of the one gang here
-
-    def noted(self, text: str) -> None:
-        self.taken.append(text)
-
-
 def test_gang_leaves_the_traces_of_the_ranks_that_were_named(tmp_path: Path) -> None:
     profile = Profile(steps=(2, 3), ranks=(1, 7), folder=str(tmp_path / "traces"))
-    gang = Gang(ranks_per_worker=2, max_restarts=0, profile=profile, observers=(Notes,))
-    GangFutures(Supervisor(request_for(train, (4,), {}, gang), OwnNode()), 2).result()
+    on_this_machine(train, 4, max_restarts=0, profile=profile, observers=[notes := Notes()]).result()
     [trace] = (tmp_path / "traces").iterdir()
     assert trace.name == "rank-1-steps-2-3.pt.trace.json.gz"
     assert num_steps_in(trace.read_bytes()) == 2
-    assert any(f"rank 1 has recorded its steps 2 to 3: {trace}" in note for note in Notes.taken)
+    assert any(f"rank 1 has recorded its steps 2 to 3: {trace}" in note for note in notes.texts)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,15 +17,12 @@ import torch.distributed as dist
 from s3fs import S3FileSystem
 
 from fault_proxy import FaultProxy, denied
-from flytekitplugins.daskpytorch import Gang, current_rank
+from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
-from processes import nothing_left_behind, until
+from gangs import Notes, on_this_machine
+from processes import nothing_left_behind, small_disk, until
 from seaweed import READER, Keys, Weed
-from sharded_states import Notes
 
 DOOMED_STEP = 3
 
@@ -86,8 +83,7 @@ def doom(moment: str) -> None:
 def run(uri: str, *args: Any, **how: Any) -> tuple[GangFutures, Notes]:
     """A gang of two ranks that keeps its checkpoints there."""
     notes = Notes()
-    request = request_for(train, args, how, Gang(ranks_per_worker=2, checkpoint_uri=uri))
-    return GangFutures(Supervisor(named(request, "gang"), OwnNode(), [notes]), 2), notes
+    return on_this_machine(functools.partial(train, **how), *args, checkpoint_uri=uri, observers=[notes]), notes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,13 +169,9 @@ def test_storage_that_may_only_be_read_costs_the_checkpoints_and_not_the_trainin
 
 
 def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
-    disk, gates = tmp_path / "disk", tmp_path / "gates"
-    disk.mkdir()
+    gates = tmp_path / "gates"
     gates.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False, capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    try:
+    with small_disk(tmp_path / "disk", "8m") as disk:
         futures, notes = run(str(disk), 3, size=1 << 18, gates=str(gates))
         (gates / "1").touch()
         until(lambda: notes.kept_steps == [1] or futures.done(), "the first checkpoint")
@@ -193,8 +185,6 @@ def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: P
         assert futures.result() == [[0, 6]] * 2
         assert notes.kept_steps == [1, 3]
         assert notes.told(r"could not write its part \(OSError: \[Errno 28\] No space left on device")
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_state_whose_structure_has_changed_is_an_error_that_says_in_what(tmp_path: Path) -> None:

@@ -22,22 +22,18 @@ from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.data_persistence import FileAccessProvider
 from s3fs import S3FileSystem
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flytekitplugins.daskpytorch import Gang, GangStartError, Keep, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
-from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.driver.request import named, request_for
-from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.node.own_node import OwnNode
+from gangs import Notes, driver_of, on_this_machine
 from processes import dask_cluster, nothing_left_behind, until
 from seaweed import Weed
-from sharded_states import Notes, assert_same, make, state_of, whole
+from sharded_states import assert_same, make, state_of, whole
 
 NUM_STEPS = 24
 MOST_DEATHS = 8
@@ -97,33 +93,10 @@ def count(steps: int, pids: str | None = None) -> list[int]:
     return [first, int(state["sum"])]
 
 
-def count_and_die(base: str) -> list[int]:
-    """As `count` does; once step 3 is committed a rank damages all that is stored, and dies."""
-    rank, state = current_rank(), {"sum": torch.zeros(1)}
-    first = rank.checkpoint.load_sharded(state) or 0
-    for step in range(first, 5):
-        dist.all_reduce(torch.ones(1))
-        state["sum"] += step + 1
-        rank.checkpoint.save_sharded(state, step + 1)
-        if first == 0 and step == 2:
-            until(lambda: any(kept.step == 3 for kept in rank.checkpoint.list()), "the commit")
-            if rank.rank == 1:
-                for part in Path(base).rglob("*.distcp"):
-                    part.write_bytes(bytes(part.stat().st_size))
-                os.kill(os.getpid(), signal.SIGKILL)
-    return [first, int(state["sum"])]
-
-
-def gang(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **settings: Any) -> tuple[Supervisor, Notes]:
-    notes = Notes()
-    request = request_for(function, args, {}, Gang(ranks_per_worker=num_ranks, **settings))
-    return Supervisor(named(request, "gang"), OwnNode(), [notes]), notes
-
-
 def run(*args: Any, **how: Any) -> tuple[list[dict[str, Any]], Notes]:
     """What `train` returns on each rank of a gang."""
-    supervisor, notes = gang(train, *args, **how)
-    return GangFutures(supervisor, how.get("num_ranks", 2)).result(), notes
+    notes = Notes()
+    return on_this_machine(train, *args, observers=[notes], **how).result(), notes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,16 +141,9 @@ def test_gang_whose_ranks_are_killed_at_any_moment_ends_like_one_that_was_left_a
     [killed, _], notes = run(NUM_STEPS, 7, 0.05, **where, max_restarts=30)
     assert_same(killed["end"], alone["end"])
     assert len(notes.resumed_steps) >= 2, notes.texts
-    assert killed["first"] == notes.resumed_steps[-1]
+    assert killed["first"] == (notes.resumed_steps[-1] or 0)  # where all were killed before the first commit
     assert notes.kept_steps[-1] == NUM_STEPS
     until(lambda: not list(cache.glob("*")), "the ranks, which end once they have delivered, to clear up")
-
-
-def test_gang_that_starts_again_reads_its_nodes_copies(tmp_path: Path) -> None:
-    where = {"checkpoint_uri": str(tmp_path / "kept"), "shard_cache": str(tmp_path / "cache")}
-    supervisor, notes = gang(count_and_die, where["checkpoint_uri"], **where)
-    assert GangFutures(supervisor, 2).result()[0] == [3, 15]
-    assert notes.resumed_steps == [3]
 
 
 @pytest.mark.parametrize("kind", ["folder", "S3"])
@@ -203,8 +169,7 @@ def test_a_gang_that_a_flyte_task_starts_itself_keeps_its_shards_by_flytes_keys(
     state = here.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     with FlyteContextManager.with_context(here.with_file_access(access).with_execution_state(state)):
         for stop, expected in ((2, [0, 3]), (3, [2, 6])):
-            supervisor, notes = gang(count, stop, checkpoint_uri="s3://flytes/kept")
-            assert GangFutures(supervisor, 2).result() == [expected] * 2, notes.texts
+            assert on_this_machine(count, stop, checkpoint_uri="s3://flytes/kept").result() == [expected] * 2
 
 
 def train_for_the_best() -> dict[str, Any]:
@@ -234,29 +199,16 @@ def train_for_the_best() -> dict[str, Any]:
 
 
 def test_all_ranks_load_their_parts_of_the_best() -> None:
-    supervisor, _ = gang(train_for_the_best, keep=Keep(last=1, best=1, metric="loss"))
-    for result in GangFutures(supervisor, 2).result():
+    for result in on_this_machine(train_for_the_best, keep=Keep(last=1, best=1, metric="loss")).result():
         assert result["found"] == [2, 2, 4]
         for key, value in result["then"].items():
             assert value.equal(result["best"][key]) if isinstance(value, torch.Tensor) else value == result["best"][key]
         assert "the checkpoint of step 3 is not kept; those of these steps are: 2, 4" in result["refused"]
 
 
-def test_what_a_gang_leaves_plain_torch_reads_too(tmp_path: Path) -> None:
-    results, _ = run(4, checkpoint_uri=str(tmp_path))
-    there = sorted(path.name for path in (tmp_path / "gang").iterdir())
-    assert there[0] == "manifest.json"
-    assert there[2:] == ["step-4"]  # and the one before, which need not be that of step 3
-    newest = max((tmp_path / "gang").glob("step-4/*"))
-    state = {key: value for key, value in results[0]["end"].items() if isinstance(value, torch.Tensor)}
-    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
-    dcp.load(loaded, checkpoint_id=newest)
-    for key, value in state.items():
-        assert value.equal(loaded[key]), key
-
-
 def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: Path) -> None:
-    supervisor, notes = gang(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path))
+    notes = Notes()
+    supervisor = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path), observers=[notes])
     told = threading.Thread(
         target=lambda: (
             until(lambda: max(notes.kept_steps, default=0) >= 5, "five steps"),  # a busy rank leaves some out
@@ -318,7 +270,8 @@ def test_rank_that_was_suspended_with_its_agent_wakes_up_and_writes_nothing_that
 
 
 def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_checkpoints(tmp_path: Path) -> None:
-    first, notes = gang(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path))
+    notes = Notes()
+    first = driver_of(train, 1_000_000, None, 0.01, checkpoint_uri=str(tmp_path), observers=[notes])
     ended: list[BaseException] = []
 
     def see_through() -> None:
@@ -331,7 +284,7 @@ def test_a_second_gang_at_the_same_address_is_refused_and_the_first_keeps_its_ch
     thread.start()
     try:
         until(lambda: max(notes.kept_steps, default=0) >= 3, "three steps")
-        second, _ = gang(train, 3, checkpoint_uri=str(tmp_path))
+        second = driver_of(train, 3, checkpoint_uri=str(tmp_path))
         with pytest.raises(GangStartError, match=rf"{tmp_path}/gang is in use by .*train on .*, which began \d+ s ago"):
             second.run()
         kept = max(notes.kept_steps)

@@ -9,22 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from flytekit import FlyteContextManager
-from flytekit.configuration import DataConfig
-from flytekit.core.data_persistence import FileAccessProvider
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.flyte import context as flyte_context
-from flytekitplugins.daskpytorch.protocol import host
-from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, WrittenShards
 from gangs import run_ranks
-from seaweed import Weed
 from sharded_states import assert_same, make, state_of, whole
 from shards import Rank
 
@@ -139,44 +131,3 @@ def assert_written_once(written: list[WrittenShards]) -> None:
     sizes = [sum(part.size for part in shards.parts) for shards in written]
     assert max(sizes) < 1.5 * min(sizes)
     assert written[1].state is None
-
-
-def test_four_ranks_then_three_then_one_have_the_same_state(tmp_path: Path) -> None:
-    base = str(tmp_path / "base")
-    first = run(partial(save_and_train_on, base), 4, tmp_path / "four")[0]
-    three = run(partial(go_on, base, first["entry"]), 3, tmp_path / "three")[0]
-    one = run(partial(go_on, base, three["entry"]), 1, tmp_path / "one")[0]
-    for loaded in (three, one):
-        for name in ("by torch", "loaded"):
-            assert_same(loaded[name], first["saved"])
-
-
-def test_shards_go_to_a_bucket_and_come_back(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weed.make_bucket("shards")
-    for name, value in weed.env().items():
-        monkeypatch.setenv(name, value)
-    first = run(partial(save_and_train_on, "s3://shards/base"), 2, tmp_path / "first")[0]
-    again = run(partial(go_on, "s3://shards/base", first["entry"]), 2, tmp_path / "again")[0]
-    for name in ("by torch", "loaded"):
-        assert_same(again[name], first["saved"])
-    assert_same(again["trained"], first["trained"])
-
-
-def test_in_a_flyte_task_shards_go_where_flytes_credentials_allow_it(
-    weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that is in a Flyte task's context, in an environment without any of Amazon's variables."""
-    weed.make_bucket("flytes")
-    monkeypatch.setattr(host, "_hosts", [flyte_context.current])  # whatever other SDK the tests have imported
-    for name in weed.env():
-        monkeypatch.delenv(name, raising=False)
-    keys = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": weed.keys.access, "SECRET_ACCESS_KEY": weed.keys.secret}
-    for name, value in keys.items():
-        monkeypatch.setenv(f"FLYTE_AWS_{name}", value)
-    access = FileAccessProvider(str(tmp_path), "s3://flytes/raw", data_config=DataConfig.auto())
-    with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
-        assert isinstance(current_execution(), flyte_context.FlyteExecution)
-        entry = Rank("s3://flytes/base").save({"weights": torch.ones(3)}, 1)
-        content = {"weights": torch.zeros(3)}
-        assert Rank("s3://flytes/base", [entry]).checkpoints.load(content) == 1
-    assert content["weights"].equal(torch.ones(3))

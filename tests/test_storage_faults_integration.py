@@ -8,14 +8,9 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +20,12 @@ import torch
 from distributed import Client
 
 import fault_training as ft
+from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import checkpoints
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.rank import checkpoint as rank_checkpoint
-from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, until
+from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, small_disk, until
 from tasks import char_lstm
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, Process, execute, expected, result
 
@@ -187,21 +183,6 @@ def test_36_the_drivers_disk_is_full(
         until(lambda: not list(small.iterdir()), "the driver to clean up")
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @pytest.mark.parametrize("when", ["half-way", "without its name"])
 def test_37_a_rank_is_killed_while_it_writes(client: Client, launch: ft.Launch, when: str) -> None:
     watched = launch(client, die_while_writing, when)
@@ -270,78 +251,6 @@ def test_38_the_workers_own_copy_is_damaged(client: Client, launch: ft.Launch) -
 # ---- 39: S3 that answers badly
 
 
-class MoodyS3(ThreadingHTTPServer):
-    """Stands before an S3 server; answers badly for some seconds from the first such request on.
-
-    Args:
-        endpoint: The server behind.
-        methods: What it is moody about.
-        seconds: For how long.
-        statuses: What it answers then, in turns; nothing here: what the server behind answers.
-        delay: How long it waits before that.
-    """
-
-    daemon_threads = True
-
-    def __init__(
-        self, endpoint: str, *, methods: set[str], seconds: float, statuses: Sequence[int] = (), delay: float = 0.0
-    ) -> None:
-        super().__init__(("127.0.0.1", 0), _MoodyHandler)
-        self.address = endpoint.removeprefix("http://")
-        self.methods, self.seconds, self.statuses, self.delay = methods, seconds, statuses, delay
-        self.refused: list[str] = []
-        """What was answered badly."""
-        self.since: float | None = None
-        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, *_: Any) -> None:
-        """A client that went away."""
-
-
-class _MoodyHandler(BaseHTTPRequestHandler):
-    server: MoodyS3
-    protocol_version = "HTTP/1.1"
-
-    def handle_any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        mood = self.server
-        if self.command in mood.methods:
-            mood.since = mood.since or time.time()
-            if time.time() < mood.since + mood.seconds:
-                mood.refused.append(f"{self.command} {self.path}")
-                time.sleep(mood.delay)
-                if mood.statuses:
-                    status = mood.statuses[len(mood.refused) % len(mood.statuses)]
-                    self.answer(status, {}, b"<Error><Code>SlowDown</Code><Message>later</Message></Error>")
-                    return
-        behind = HTTPConnection(mood.address, timeout=30)
-        behind.request(self.command, self.path, body, dict(self.headers))
-        reply = behind.getresponse()
-        self.answer(reply.status, dict(reply.getheaders()), reply.read())
-        behind.close()
-
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
-
-    def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.send_response_only(status)
-        given = {name.lower(): value for name, value in headers.items()}
-        given = {"content-length": str(len(body))} | given  # that of a HEAD says what a GET would bring
-        for name, value in given.items():
-            if name not in {"transfer-encoding", "connection"}:
-                self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
 def run(cluster: Cluster, s3: Mapping[str, str], tmp_path: Path) -> Callable[..., Attempt]:
     """Runs the sample project's `resumable` with its checkpoints on S3, behind `endpoint` if one is given."""
@@ -373,22 +282,22 @@ def starts(tmp_path: Path, number: int) -> list[int]:
 
 def test_39_s3_takes_checkpoints_badly(run: Callable[..., Attempt], s3: Mapping[str, str], tmp_path: Path) -> None:
     """Training goes on meanwhile, and the newest checkpoint arrives when it can: before the task ends."""
-    mood = {"methods": {"PUT"}, "seconds": 600, "statuses": (503, 403), "delay": 0.5}  # busy, or not for us any more
+    busy_or_not_for_us = late(0.5, in_turns(UNAVAILABLE, denied("ExpiredToken")))
     traces = tmp_path / "traces"
 
     def num_epochs() -> int:
         return sum(path.read_text().count("\n") for path in traces.glob("epochs-0-0"))
 
     def end_it(process: Process) -> None:
-        until(lambda: moody.refused or process.poll() is not None, "a checkpoint on its way")
+        until(lambda: proxy.num_requests("") or process.poll() is not None, "a checkpoint on its way")
         before = num_epochs()  # who waited for S3 would make one or two more
         until(lambda: num_epochs() >= before + 5 or process.poll() is not None, "the training to go on")
-        moody.seconds = 0
+        proxy.heal()
         process.send_signal(signal.SIGTERM)
 
-    with nothing_left_behind(), MoodyS3(s3["FLYTE_AWS_ENDPOINT"], **mood) as moody:
-        attempt = run(endpoint=moody.endpoint, epochs=100_000, pace=0.1, meddle=end_it)
-    assert moody.refused
+    with nothing_left_behind(), FaultProxy(s3["FLYTE_AWS_ENDPOINT"]) as proxy:
+        proxy.fail(busy_or_not_for_us, methods=("PUT",), passes_on=False)
+        attempt = run(endpoint=proxy.endpoint, epochs=100_000, pace=0.1, meddle=end_it)
     assert attempt.seconds < MAX_SECONDS
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     stopped = int((traces / "stopped-0-0").read_text())
@@ -411,13 +320,15 @@ def test_39_s3_gives_the_previous_checkpoint_badly(
         (traces / "die-0").touch()
 
     with nothing_left_behind():
-        with MoodyS3(s3["FLYTE_AWS_ENDPOINT"], methods={"PUT"}, seconds=60, delay=1.0) as slow:
+        with FaultProxy(s3["FLYTE_AWS_ENDPOINT"]) as slow:
+            slow.fail(late(1.0), methods=("PUT",))
             first = run(endpoint=slow.endpoint, epochs=5, dies_in="4", meddle=end_it)
         assert (first.error.kind, first.error.origin) == (RECOVERABLE, SYSTEM)
         assert first.seconds < MAX_SECONDS
-        with MoodyS3(s3["FLYTE_AWS_ENDPOINT"], methods={"GET", "HEAD"}, seconds=4, statuses=(503,)) as moody:
+        with FaultProxy(s3["FLYTE_AWS_ENDPOINT"]) as moody:
+            moody.fail(UNAVAILABLE, times=20, methods=("GET", "HEAD"), passes_on=False)
             second = run(1, endpoint=moody.endpoint, epochs=5)
-    assert moody.refused
+            assert moody.num_requests("") > 20
     assert result(second) == expected(5)
     assert starts(tmp_path, 1) == [3, 3]
 
@@ -428,7 +339,7 @@ NAMES = [
     "luna",
     "max",
     "bella",
-    "charlie",
+    "charly",
     "lucy",
     "daisy",
     "cooper",
