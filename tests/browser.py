@@ -79,23 +79,6 @@ window.addEventListener("load", () => setTimeout(() => {
 </script>
 """
 """Says in the page itself by how much the files in its frames are too wide, and what they have asked of a network."""
-SEARCH = """
-<pre id="report"></pre>
-<script>
-window.addEventListener("load", () => setTimeout(() => {
-  const page = document.querySelector("iframe").contentDocument;
-  const field = page.querySelector("[data-md-component=search-query]");
-  field.focus();
-  field.value = WORDS;
-  field.dispatchEvent(new Event("keyup", {bubbles: true}));
-  setTimeout(() => {
-    const links = [...page.querySelectorAll("a.md-search-result__link")].map(link => link.getAttribute("href"));
-    document.getElementById("report").textContent = JSON.stringify(links);
-  }, 4000);
-}, 3000));
-</script>
-"""
-"""Types into the search of the page in its frame, and says in the page itself where what is found leads."""
 CATCH = "<script>window.errors = []; addEventListener('error', event => errors.push(event.message));</script>"
 
 
@@ -142,9 +125,7 @@ def open_deck(deck: Path, tab: str, folder: Path, *, height: int = 3000, picture
     dom = _chromium(folder, "--dump-dom", page.as_uri(), height=height)
     _chromium(folder, f"--screenshot={screenshot}", page.as_uri(), height=height)
     screen = np.asarray(Image.open(screenshot).convert("RGB"))
-    found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
-    assert found, dom[-2000:]
-    return [_shown(image, screen) for image in json.loads(html.unescape(found[1]))]
+    return [_shown(image, screen) for image in _report_in(dom)]
 
 
 def inspect(pages: Mapping[str, str], folder: Path, widths: Sequence[int]) -> dict[tuple[str, int], Inspected]:
@@ -155,10 +136,7 @@ def inspect(pages: Mapping[str, str], folder: Path, widths: Sequence[int]) -> di
         for width in widths
     )
     (folder / "host.html").write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{INSPECTION}</body>")
-    dom = _chromium(folder, "--dump-dom", (folder / "host.html").as_uri(), height=2000)
-    found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
-    assert found, dom[-2000:]
-    reports = json.loads(html.unescape(found[1]))
+    reports = _report_in(_chromium(folder, "--dump-dom", (folder / "host.html").as_uri(), height=2000))
     return {(name, width): Inspected(**reports[f"{name} {width}"]) for name in pages for width in widths}
 
 
@@ -169,21 +147,16 @@ def look_at_files(files: Mapping[str, Path], folder: Path, widths: Sequence[int]
         for name, path in files.items()
         for width in widths
     )
-    looked_at = _report_of_files(frames + LOOK_AT_FILES, folder)
+    host = folder / "host.html"
+    host.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{LOOK_AT_FILES}</body>")
+    looked_at = _report_in(
+        _chromium(folder, "--allow-file-access-from-files", "--dump-dom", host.as_uri(), height=2000)
+    )
     return {name: (overflow, requests) for name, overflow, requests in looked_at}
 
 
-def search(file: Path, words: str, folder: Path) -> list[str]:
-    """What the search of a page of the documentation finds, as addresses."""
-    frame = f'<iframe width="1200" height="900" src="{file.as_uri()}"></iframe>'
-    found: list[str] = _report_of_files(frame + SEARCH.replace("WORDS", json.dumps(words)), folder)
-    return found
-
-
-def _report_of_files(body: str, folder: Path) -> Any:
-    host = folder / "host.html"
-    host.write_text(f"<!doctype html><meta charset=utf-8><body>{body}</body>")
-    dom = _chromium(folder, "--allow-file-access-from-files", "--dump-dom", host.as_uri(), height=2000)
+def _report_in(dom: str) -> Any:
+    """What a page says of itself."""
     found = re.search(r'<pre id="report">([^<]+)</pre>', dom)
     assert found, dom[-2000:]
     return json.loads(html.unescape(found[1]))

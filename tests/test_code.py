@@ -107,26 +107,17 @@ def unpacked_elsewhere(code: code_module.Code, folder: Path) -> Path:
 # ---- The project's sources ------------------------------------------------------------------------------------------
 
 
-def test_packages_travel_whole_with_modules_that_are_not_imported_yet(project: Path) -> None:
+def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
+    """Also modules that nobody has imported yet, neighbours of modules, small resources, and code of any size."""
     assert "ship_project.later" not in sys.modules
+    (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_RESOURCE_BYTES + 1))
     names = names_in(code_module.pack_code())
-    assert {
-        "ship_project/__init__.py",
-        "ship_project/training.py",
-        "ship_project/later.py",
-        "ship_project/models/__init__.py",
-        "ship_project/models/net.py",
-    } <= names
-
-
-def test_top_level_modules_travel_with_their_neighbours(project: Path) -> None:
-    assert {"ship_entry.py", "ship_neighbour.py"} <= names_in(code_module.pack_code())
-
-
-def test_small_resources_of_packages_travel_and_large_ones_do_not(project: Path) -> None:
-    names = names_in(code_module.pack_code())
-    assert "ship_project/data/words.txt" in names
-    assert "ship_project/data/weights.bin" not in names
+    stay = {"ship_project/__pycache__/junk.cpython-311.pyc", "ship_project/.hidden/secret.py", ".env"}
+    stay |= {"unrelated_package/__init__.py"}
+    assert PROJECT.keys() - stay | {"ship_project/tables.py"} <= names
+    assert names.isdisjoint(stay | {"ship_project/data/weights.bin"})
+    tops = {name.partition("/")[0].removesuffix(".py") for name in names}
+    assert tops.isdisjoint({"flytekitplugins", "flytekit", "pytest", "_pytest", "cloudpickle", "json", "tarfile"})
 
 
 def test_small_files_beside_a_module_travel_up_to_a_limit_for_all(project: Path) -> None:
@@ -182,31 +173,6 @@ def test_copies_serve_where_one_folder_would_hide_a_file_of_another(project: Pat
         str(one),
         str(other),
     ]
-
-
-def test_two_readmes_make_no_copies(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
-        folder.mkdir()
-        (folder / "README.md").touch()
-    found = code_module._Project(files={"README.md": other / "README.md"}, roots={one, other}).folders()
-    assert found == [str(one), str(other)]
-
-
-def test_large_code_travels(project: Path) -> None:
-    (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_RESOURCE_BYTES + 1))
-    assert "ship_project/tables.py" in names_in(code_module.pack_code())
-
-
-def test_caches_hidden_folders_and_what_is_no_part_of_the_project_stay(project: Path) -> None:
-    names = names_in(code_module.pack_code())
-    assert not [name for name in names if "__pycache__" in name or ".hidden" in name or ".env" in name]
-    assert "unrelated_package/__init__.py" not in names
-
-
-def test_no_installed_package_and_no_part_of_this_plugin_travels(project: Path) -> None:
-    tops = {name.partition("/")[0].removesuffix(".py") for name in names_in(code_module.pack_code())}
-    assert tops.isdisjoint({"flytekitplugins", "flytekit", "pytest", "_pytest", "cloudpickle", "json", "tarfile"})
 
 
 def test_a_module_of_ones_own_in_the_place_of_an_installed_one_travels(

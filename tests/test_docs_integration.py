@@ -52,6 +52,14 @@ def run_example(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def run_script(mark: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The block that has this mark, as a script; it goes well."""
+    (folder / "script.py").write_text(block(mark))
+    done = run_warm(["python", "script.py", *arguments], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def test_the_example_trains(tmp_path: Path) -> None:
     example = block("# train.py: ")
     assert len(example.splitlines()) <= 25
@@ -136,24 +144,18 @@ def test_the_resuming_example_goes_on_from_what_it_is_given(tmp_path: Path) -> N
 
 
 def test_the_script_of_data_that_go_on_runs(tmp_path: Path) -> None:
-    script = block("# loader.py: python loader.py\n")
-    (tmp_path / "loader.py").write_text(script)
-    done = run_warm(["python", "loader.py"], tmp_path)
+    done = run_script("# loader.py: python loader.py\n", tmp_path)
     [loss] = re.findall(r"^loss (\d\.\d{4}) after 8 epochs of 500 items$", done.stdout, re.MULTILINE)
     assert float(loss) < 0.01, done.stdout + done.stderr
 
 
 def test_the_script_without_flyte_runs(tmp_path: Path) -> None:
-    script = block("trained {epochs} epochs")
-    (tmp_path / "script.py").write_text(script)
-    done = run_warm(["python", "script.py"], tmp_path)
+    done = run_script("trained {epochs} epochs", tmp_path)
     assert "'rank 0 of " in done.stdout, done.stdout + done.stderr
 
 
 def test_the_script_of_many_models_runs(tmp_path: Path) -> None:
-    script = block("trained with {experiment}")
-    (tmp_path / "script.py").write_text(script)
-    done = run_warm(["python", "script.py"], tmp_path)
+    done = run_script("trained with {experiment}", tmp_path)
     assert done.stdout.count("trained with {'batch_size': ") == 4, done.stdout + done.stderr
 
 
@@ -166,9 +168,7 @@ def test_the_task_that_sweeps_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
-    script = block("stop_early=")
-    (tmp_path / "script.py").write_text(script)
-    done = run_warm(["python", "script.py"], tmp_path)
+    done = run_script("stop_early=", tmp_path)
     found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
     assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01", "0.003", "0.001"], done.stdout + done.stderr
     assert found[0][2] == "8"  # the best is trained to its end
@@ -179,9 +179,7 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
-    script = block("optuna.create_study")
-    (tmp_path / "script.py").write_text(script)
-    done = run_warm(["python", "script.py"], tmp_path)
+    done = run_script("optuna.create_study", tmp_path)
     rows = re.findall(r"^(\d) +(finished|stopped early) +[\d.e+-]+ +[\d.e+-]+$", done.stdout, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(10)), done.stdout + done.stderr
     best = [literal_eval(found) for found in re.findall(r"\{.*?\}", done.stdout.splitlines()[-1])]
@@ -189,19 +187,14 @@ def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
 
 
 def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
-    script = block('storage="sweeps"')
-    (tmp_path / "script.py").write_text(script)
-    first, second = (run_warm(["python", "script.py"], tmp_path) for _ in range(2))
+    first, second = (run_script('storage="sweeps"', tmp_path) for _ in range(2))
     assert first.stdout == second.stdout, first.stderr + second.stderr
     assert len(literal_eval(first.stdout)) == 4
     assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
 
 
 def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
-    script = block("RankObserver")
-    (tmp_path / "script.py").write_text(script)
-    done = run_warm(["python", "script.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_script("RankObserver", tmp_path)
     assert done.stdout == "lowest loss: 0.25, error: None\n"
     assert done.stderr.count("[rank 0] ends with 0") == 1
 
@@ -217,9 +210,7 @@ def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: p
 
 
 def test_the_script_with_trackers_runs(tmp_path: Path) -> None:
-    (tmp_path / "tracked.py").write_text(block("# tracked.py"))
-    done = run_warm(["python", "tracked.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_script("# tracked.py", tmp_path)
     assert len(list(tmp_path.glob("runs/train-1-*/events.out.*"))) == 1, done.stderr
     assert len(list(tmp_path.glob("runs/train-2-*/[01]/events.out.*"))) == 2
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database:
@@ -242,15 +233,12 @@ def test_the_task_with_weights_and_biases_is_recorded_offline_without_a_key(
 
 
 def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
-    script = block("process_results")
-    (tmp_path / "script.py").write_text(script)
-    done = run_warm(["python", "script.py"], tmp_path)
+    done = run_script("process_results", tmp_path)
     assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
 
 
 def test_the_script_that_trains_on_what_dask_holds_runs(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(block("DaskPartitions"))
-    done = run_warm(["python", "script.py"], tmp_path)
+    done = run_script("DaskPartitions", tmp_path)
     shares = re.findall(r"(\d+) names in partitions (\[.*?\])", done.stdout)
     assert sum(int(num_names) for num_names, _ in shares) == 3 * 75, done.stdout + done.stderr
     assert sorted(number for _, numbers in shares for number in literal_eval(numbers)) == list(range(10))
@@ -260,8 +248,7 @@ def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeyp
     weed.put_all("readme", photos(20, 2, prefix="dogs"))
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "pictures.py").write_text(block("S3ImageFolder"))
-    done = run_warm(["python", "pictures.py", "s3://readme/dogs"], tmp_path)
+    done = run_script("S3ImageFolder", tmp_path, "s3://readme/dogs")
     assert "16 pictures, 4 held out, 2 classes" in done.stdout, done.stdout + done.stderr
 
 
@@ -330,9 +317,8 @@ def test_the_two_commands_install_and_start_what_they_say() -> None:
 
 def test_every_block_is_run_by_a_test() -> None:
     tests = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
-    marks = [
-        mark.partition("{library}")[0] for mark in re.findall(r"""(?:block|run_example)\(f?["'](.*?)["'][,)]""", tests)
-    ]
+    named = re.findall(r"""(?:block|run_example|run_script)\(f?["'](.*?)["'][,)]""", tests)
+    marks = [mark.partition("{library}")[0] for mark in named]
     wholly = re.findall(r"""blocks\("python", "(.*?)"\)""", tests)
     run_elsewhere = blocks("python", *wholly)
     assert wholly

@@ -22,60 +22,43 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other.py").write_text(OTHER)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+WORTH_IT = {
+    "pyflyte": [
         "/usr/bin/pyflyte run training.py train",
         "pyflyte run training.py train --file other.py",
         "pyflyte -v run --copy auto ./training.py train --steps 3",
     ],
-)
-def test_a_local_run_of_a_file_that_names_the_package_is_worth_it(line: str) -> None:
-    assert is_worthwhile(line.split(), "pyflyte")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    "flyte": [
+        "/usr/bin/flyte run --local training.py train",
+        "flyte -v run --tracked ./training.py train --steps 3",
+    ],
+}
+NOT_WORTH_IT = {
+    "pyflyte": [
         "pyflyte run other.py train --file training.py",
-        "pyflyte run --remote training.py train",
-        "pyflyte run -r training.py train",
-        "pyflyte run training.py train --help",
-        "pyflyte run training.py",
-        "pyflyte run nowhere.py train",
-        "pyflyte run",
+        *(f"pyflyte run {rest}" for rest in ("--remote training.py train", "-r training.py train", "training.py", "")),
+        *(f"pyflyte run {rest}" for rest in ("training.py train --help", "nowhere.py train")),
         "pyflyte register training.py run",
-        "pyflyte",
         "pyflyte-execute run training.py train",
         "python training.py run training.py train",
         "",
     ],
-)
-def test_nothing_else_is(line: str) -> None:
-    assert not is_worthwhile(line.split(), "pyflyte")
-
-
-@pytest.mark.parametrize(
-    "line", ["/usr/bin/flyte run --local training.py train", "flyte -v run --tracked ./training.py train --steps 3"]
-)
-def test_a_local_run_of_flyte_2_is_worth_it(line: str) -> None:
-    assert is_worthwhile(line.split(), "flyte", here=HERE)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "flyte run training.py train",
-        "flyte run training.py train --local",
-        "flyte run --local other.py train",
-        "flyte run --local training.py train --help",
-        "flyte run --local training.py",
+    "flyte": [
+        *(f"flyte run {rest}" for rest in ("training.py train", "training.py train --local")),
+        *(f"flyte run --local {rest}" for rest in ("other.py train", "training.py train --help", "training.py")),
         "flyte deploy --local training.py run",
         "pyflyte run --local training.py train",
     ],
-)
-def test_no_other_of_flyte_2_is(line: str) -> None:
-    assert not is_worthwhile(line.split(), "flyte", here=HERE)
+}
+
+
+@pytest.mark.parametrize("program", ["pyflyte", "flyte"])
+def test_a_local_run_of_a_file_that_names_the_package_is_worth_it_and_nothing_else(program: str) -> None:
+    here = {"here": HERE} if program == "flyte" else {}
+    for line in WORTH_IT[program]:
+        assert is_worthwhile(line.split(), program, **here), line
+    for line in NOT_WORTH_IT[program]:
+        assert not is_worthwhile(line.split(), program, **here), line
 
 
 LOOK = """

@@ -26,7 +26,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from flyte.io import DataFrame, Dir, File
-from flyte.models import SerializationContext
 from flyteidl2.core import execution_pb2, literals_pb2
 from flyteidl2.task import common_pb2
 from pydantic import BaseModel
@@ -203,16 +202,7 @@ def test_many_models_with_the_tasks_client(tmp_path: Path) -> None:
     assert run(many, tmp_path, numbers=[1, 2, 3]) == [1, 4, 9]
 
 
-# ---- What the tests of flyteplugins-pytorch demand of its `Elastic`, in words of our own -----------------------------
-
 KINDS = ("SpawnDDP", "DaskDDP")
-OF_THE_USER = {
-    "PYTHONUNBUFFERED": "0",
-    "OMP_NUM_THREADS": "42",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "999",
-}
 
 
 def environment_of(kind: str, num_ranks: int = 2, **of_environment: Any) -> flyte.TaskEnvironment:
@@ -220,41 +210,6 @@ def environment_of(kind: str, num_ranks: int = 2, **of_environment: Any) -> flyt
     if kind == "DaskDDP":
         config = DaskDDP(workers=WorkerGroup(number_of_workers=num_ranks))
     return flyte.TaskEnvironment(kind.lower(), plugin_config=config, **of_environment)
-
-
-def look(seconds: int | None) -> tuple[dict[str, str], float]:
-    if seconds is not None:
-        dist.init_process_group(timeout=timedelta(seconds=seconds))  # as under torchrun
-    patience = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
-    return {name: os.environ.get(name, "") for name in OF_THE_USER}, patience.total_seconds()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_flyte_is_told_of_the_ranks(kind: str) -> None:
-    context = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())
-    task = environment_of(kind, 3).task(look)
-    assert task.task_type == {"SpawnDDP": "python", "DaskDDP": "dask"}[kind]
-    asked = {"SpawnDDP": {}, "DaskDDP": {"scheduler": {}, "workers": {"numberOfWorkers": 3}}}[kind]
-    assert task.custom_config(context) == asked
-    assert (task.plugin_config.gang.max_restarts, task.plugin_config.gang.hang_timeout) == (3, "auto")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_have_threads_and_ways_to_end_a_stuck_collective(kind: str, tmp_path: Path) -> None:
-    seen, _ = run(environment_of(kind).task(look), tmp_path, seconds=None)
-    assert seen["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
-    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-
-
-def test_the_only_rank_has_all_threads(tmp_path: Path) -> None:
-    seen, _ = run(environment_of("SpawnDDP", 1).task(look), tmp_path, seconds=None)
-    assert seen["OMP_NUM_THREADS"] == str(os.cpu_count())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_variables_of_the_user_stay_and_so_does_a_collectives_timeout(kind: str, tmp_path: Path) -> None:
-    seen, patience = run(environment_of(kind, env_vars=OF_THE_USER).task(look), tmp_path, seconds=45)
-    assert (seen, patience) == (OF_THE_USER, 45.0)
 
 
 # ---- Kills -----------------------------------------------------------------------------------------------------------

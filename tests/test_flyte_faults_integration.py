@@ -308,19 +308,6 @@ def test_41_a_gang_that_may_shrink_goes_on_without_the_worker(tmp_path: Path) ->
     assert any("tcp://127.0.0.3" in note and "was told to end" in note for note in watched.notes)
 
 
-def test_42_the_same_error_twice_in_a_gang(client: Client, tmp_path: Path) -> None:
-    with ft.watching(tmp_path / "traces") as launch:
-        watched = launch(client, "raise", always=True)
-        began_at = time.monotonic()
-        error = watched.futures.exception()
-    assert time.monotonic() - began_at < MAX_SECONDS
-    assert type(error).__name__ == "SpoiltError"
-    assert str(error) == "the batch is spoilt"
-    assert error.__cause__.rank == 1
-    assert "the same error came at the same step twice" in str(error.__cause__)
-    assert watched.starts(0) == watched.starts(1) == [0, ft.SAVED_AT]
-
-
 def test_42_the_same_error_twice_in_a_task(execution: Execution) -> None:
     with nothing_left_behind():
         done = execution.attempts("stubborn")
@@ -344,41 +331,6 @@ def test_43_weights_and_biases_is_down(execution: Execution) -> None:
     assert ended_at - times[-1] < MAX_SECONDS
     assert "Weights & Biases: " in attempt.output
     assert "The run is recorded offline" in attempt.output
-
-
-@pytest.mark.slow
-def test_attempts_go_on_from_each_other(execution: Execution) -> None:
-    """The first attempt's own process is killed, and leaves no error.pb; of the second one the ranks, all at once.
-
-    The second saves nothing, and passes on what it was given.
-    """
-    deck = execution.folder / "attempt-0" / "out" / "deck.html"
-
-    def kill(process: Process) -> None:
-        until(lambda: "value by step" in deck.read_text() or process.poll() is not None, "a Deck of the training")
-        process.kill()
-
-    meddle = {
-        0: execution.when_dying(0, 2, kill, num_runs=1),
-        1: execution.when_dying(1, 2, num_runs=2),
-    }
-    with nothing_left_behind():
-        done = execution.attempts(epochs=5, dies_in="3 3", meddle=meddle)
-    assert len(done) == 3
-    assert not done[0].has_error
-    assert not done[0].has_outputs
-    assert 'aria-label="value by step: ' in done[0].deck  # what was published while it lived
-    assert (done[1].error.kind, done[1].error.origin) == (RECOVERABLE, SYSTEM)
-    assert "SIGKILL" in done[1].error.message
-    assert all(attempt.seconds < MAX_SECONDS for attempt in done[:2])
-    for number in (1, 2):
-        assert execution.starts(number) == [2, 2]
-        assert "going on from the previous attempt's checkpoint of step 2" in done[number].output
-    assert result(done[2]) == expected(5)
-    assert [path.stem for path in execution.runs()] == [f"run-{RUN_ID}"] * 3
-    resumed = read_run(execution.runs()[-1])
-    assert (resumed["id"], resumed["exit_code"]) == (RUN_ID, 0)
-    assert [item["step"] for item in resumed["history"]] == [3, 4, 5]
 
 
 def test_55_calls_find_their_checkpoints_in_another_process(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +59,8 @@ def make() -> Callable[[], None]:
 def test_each_function_has_numbers_of_its_own() -> None:
     task, own = object(), Keys()
     taken = [own.take(function, None, task=task) for function in (train, Model.train, make(), train, lambda: None)]
+    assert own.take(train, None, ["-0", "-1"], task) == ["train-3-0", "train-3-1"]  # the gangs of one call
+    assert own.take(train, "mine", ["-0", "-1"], task) == ["mine-0", "mine-1"]
     assert taken == [["train-1"], ["Model-train-1"], ["make-train-1"], ["train-2"], [f"{_test_name()}-lambda-1"]]
 
 
@@ -67,15 +68,9 @@ def _test_name() -> str:
     return test_each_function_has_numbers_of_its_own.__name__
 
 
-def test_the_gangs_of_one_call_share_a_number() -> None:
-    task, own = object(), Keys()
-    assert own.take(train, None, ["-0", "-1"], task) == ["train-1-0", "train-1-1"]
-    assert own.take(train, None, ["-0"], task) == ["train-2-0"]
-    assert own.take(train, "mine", ["-0", "-1"], task) == ["mine-0", "mine-1"]
-
-
 def test_a_key_is_given_once_in_a_task() -> None:
     task, own = object(), Keys()
+    assert [own.take(train, "mine") for _ in range(2)] == [["mine"]] * 2  # outside a task
     assert own.take(train, "mine", task=task) == ["mine"]
     with pytest.raises(ValueError, match=r"Gang\(key='mine'\): must be given to one gang of a task only"):
         own.take(train, "mine", task=task)
@@ -94,11 +89,6 @@ def test_another_task_of_the_same_process_begins_anew() -> None:
         assert own.take(train, None, task=task) == ["train-1"]
         assert own.take(train, None, task=None) == ["train-2"]  # a thread, which does not know its task
         assert own.take(train, None, task=task) == ["train-3"]
-
-
-def test_outside_a_task_a_key_may_come_again() -> None:
-    own = Keys()
-    assert [own.take(train, "mine") for _ in range(2)] == [["mine"]] * 2
 
 
 def test_a_call_that_is_equal_to_one_that_has_not_ended_well_has_its_key_once() -> None:
@@ -121,16 +111,3 @@ def test_calls_are_equal_by_function_arguments_and_place() -> None:
     assert call(*arguments) not in others
     assert call(*arguments, uri=None) is None
     assert call_of(train, (), {}, Gang(checkpoint_uri="here", key="mine")) is None
-
-
-def test_threads_get_keys_of_their_own() -> None:
-    task, own, taken = object(), Keys(), []
-    threads = [
-        threading.Thread(target=lambda: taken.extend(own.take(train, None, task=task)))  # one after the other takes it
-        for _ in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == sorted(f"train-{number}" for number in range(1, 21))

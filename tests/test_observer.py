@@ -60,13 +60,6 @@ def test_observer_that_fails_is_left_out_and_the_others_hear_of_it_once(caplog: 
     assert record.exc_info is not None
 
 
-def test_all_observers_may_fail(caplog: pytest.LogCaptureFixture) -> None:
-    observers = Observers([Broken(), Broken()])
-    observers.tell("logged", RECORD)
-    observers.tell("logged", RECORD)
-    assert len(caplog.records) == 2
-
-
 def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> None:
     choosy, steady = Choosy(), Steady()
     observers = Observers([choosy, steady])

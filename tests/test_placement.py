@@ -74,39 +74,26 @@ def test_ranks_of_one_host_are_counted_over_its_workers() -> None:
     assert [[place.host_rank for place in here] for here in places] == [[0, 1], [0, 1], [2, 3]]
 
 
-def test_ranks_without_gpus_have_none() -> None:
-    assert [place.gpu for place in flat(place_ranks([node("a"), node("b")], 1))] == [None, None]
+ALL, ROTATED = ("0", "1", "2"), [("0", "1", "2"), ("1", "2", "0"), ("2", "0", "1")]
 
 
-def test_ranks_of_one_worker_get_a_gpu_each() -> None:
-    assert [place.gpu for place in flat(place_ranks([node("a", gpus=("0", "1", "2"))], 3))] == ["0", "1", "2"]
-
-
-def test_workers_of_one_host_get_different_gpus() -> None:
-    workers = [node(name, host="h", gpus=("0", "1", "2", "3")) for name in "ab"]
-    assert [place.gpu for place in flat(place_ranks(workers, 2))] == ["0", "1", "2", "3"]
-
-
-def test_gpus_are_shared_in_turn_once_they_are_used_up() -> None:
-    workers = [node(name, host="h", gpus=("0", "1")) for name in "abcde"]
-    assert [place.gpu for place in flat(place_ranks(workers, 1))] == ["0", "1", "0", "1", "0"]
-
-
-def test_gpus_of_different_hosts_do_not_count_together() -> None:
-    workers = [node("a", gpus=("0", "1")), node("b", gpus=("0", "1"))]
-    assert [place.gpu for place in flat(place_ranks(workers, 2))] == ["0", "1", "0", "1"]
-
-
-def test_workers_with_rotated_gpu_lists_each_get_their_first() -> None:
-    # dask-cuda gives every worker of a host all GPUs, its own first.
-    rotated = [("0", "1", "2"), ("1", "2", "0"), ("2", "0", "1")]
-    workers = [node(f"w{i}", host="h", gpus=gpus) for i, gpus in enumerate(rotated)]
-    assert [place.gpu for place in flat(place_ranks(workers, 1))] == ["0", "1", "2"]
-
-
-def test_gpus_are_named_as_the_worker_names_them() -> None:
-    places = place_ranks([node("a", gpus=("GPU-8f2c", "MIG-77aa"))], 2)
-    assert [place.gpu for place in flat(places)] == ["GPU-8f2c", "MIG-77aa"]
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_worker", "gpus"),
+    [
+        pytest.param([node("a"), node("b")], 1, [None, None], id="none"),
+        pytest.param([node("a", gpus=ALL)], 3, ["0", "1", "2"], id="one each"),
+        pytest.param([node(name, host="h", gpus=tuple("0123")) for name in "ab"], 2, [*"0123"], id="of one host"),
+        pytest.param([node(name, host="h", gpus=("0", "1")) for name in "abcde"], 1, [*"01010"], id="in turn"),
+        pytest.param([node(name, gpus=("0", "1")) for name in "ab"], 2, [*"0101"], id="of different hosts"),
+        # dask-cuda gives every worker of a host all GPUs, its own first.
+        pytest.param([node(f"w{i}", host="h", gpus=each) for i, each in enumerate(ROTATED)], 1, [*"012"], id="rotated"),
+        pytest.param([node("a", gpus=("GPU-8f2c", "MIG-77aa"))], 2, ["GPU-8f2c", "MIG-77aa"], id="by their names"),
+    ],
+)
+def test_each_rank_has_a_gpu_where_there_are_enough(
+    nodes: list[Node], ranks_per_worker: int, gpus: list[str | None]
+) -> None:
+    assert [place.gpu for place in flat(place_ranks(nodes, ranks_per_worker))] == gpus
 
 
 def seen(nodes: list[Node], ranks_per_worker: int) -> list[tuple[str, int | None]]:
@@ -142,9 +129,6 @@ def test_ranks_that_share_a_gpu_see_it_at_the_same_place() -> None:
 def test_cores_are_shared_by_all_ranks_of_a_host() -> None:
     workers = [node("a", host="h", cores=8), node("b", host="h", cores=8), node("c", cores=8)]
     assert [place.num_threads for place in flat(place_ranks(workers, 2))] == [2, 2, 2, 2, 4, 4]
-
-
-def test_every_rank_has_at_least_one_thread() -> None:
     assert [place.num_threads for place in flat(place_ranks([node("a", cores=2)], 3))] == [1, 1, 1]
 
 
@@ -153,52 +137,29 @@ def backend(asked: str, nodes: list[Node], ranks_per_worker: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks_per_worker", "expected"),
+    ("nodes", "ranks_per_worker", "expected", "lacking"),
     [
-        ([node("a", gpus=("0", "1")), node("b", gpus=("0", "1"))], 2, "nccl"),
-        ([node("a", gpus=("0",)), node("b", gpus=("0",))], 1, "nccl"),
-        ([node("a"), node("b")], 1, "gloo"),
-        ([node("a", gpus=("0",)), node("b")], 1, "gloo"),
-        ([node("a", gpus=("0",))], 2, "gloo"),
-        ([node("a", host="h", gpus=("0",)), node("b", host="h", gpus=("0",))], 1, "gloo"),
+        ([node("a", gpus=("0", "1")), node("b", gpus=("0", "1"))], 2, "nccl", ""),
+        ([node("a", gpus=("0",)), node("b", gpus=("0",))], 1, "nccl", ""),
+        ([node("a"), node("b")], 1, "gloo", "no GPU for rank 0 on a, rank 1 on b"),
+        ([node("a", gpus=("0",)), node("b")], 1, "gloo", "no GPU for rank 1 on b"),
+        ([node("a", gpus=("5",))], 2, "gloo", "a GPU that another rank has for rank 1 on a (GPU 5)"),
+        ([node(each, host="h", gpus=("0",)) for each in "ab"], 1, "gloo", "rank 1 on b (GPU 0)"),
+        ([node("a", gpus=("0",)), node("b")], 2, "gloo", "no GPU for rank 2 on b, rank 3 on b"),
     ],
 )
-def test_auto_is_nccl_only_where_every_rank_has_a_gpu_to_itself(
-    nodes: list[Node], ranks_per_worker: int, expected: str
+def test_nccl_needs_a_gpu_of_its_own_for_every_rank(
+    nodes: list[Node], ranks_per_worker: int, expected: str, lacking: str
 ) -> None:
     assert backend("auto", nodes, ranks_per_worker) == expected
-
-
-def test_gloo_is_gloo_also_with_gpus() -> None:
-    assert backend("gloo", [node("a", gpus=("0",))]) == "gloo"
-
-
-def test_nccl_is_given_where_it_can_work() -> None:
-    assert backend("nccl", [node("a", gpus=("0", "1"))], 2) == "nccl"
-
-
-def test_nccl_without_gpus_names_the_ranks_and_workers_that_lack_one() -> None:
+    assert backend("gloo", nodes, ranks_per_worker) == "gloo"
+    if expected == "nccl":
+        assert backend("nccl", nodes, ranks_per_worker) == "nccl"
+        return
     with pytest.raises(ValueError, match="needs a GPU of its own for every rank") as caught:
-        backend("nccl", [node("tcp://a:1", gpus=("0",)), node("tcp://b:2")])
-    text = str(caught.value)
-    assert "no GPU for rank 1 on tcp://b:2" in text
-    assert "rank 0" not in text
-    assert "backend='gloo'" in text
-
-
-def test_nccl_on_shared_gpus_names_the_ranks_that_would_share() -> None:
-    with pytest.raises(ValueError, match="needs a GPU of its own for every rank") as caught:
-        backend("nccl", [node("tcp://a:1", gpus=("5",))], 2)
-    assert "a GPU that another rank has for rank 1 on tcp://a:1 (GPU 5)" in str(caught.value)
-    assert "no GPU for" not in str(caught.value)
-
-
-def test_nccl_error_names_lacking_and_shared_together() -> None:
-    with pytest.raises(ValueError, match="needs a GPU of its own for every rank") as caught:
-        backend("nccl", [node("tcp://a:1", gpus=("0",)), node("tcp://b:2")], 2)
-    text = str(caught.value)
-    assert "no GPU for rank 2 on tcp://b:2, rank 3 on tcp://b:2" in text
-    assert "rank 1 on tcp://a:1 (GPU 0)" in text
+        backend("nccl", nodes, ranks_per_worker)
+    assert lacking in str(caught.value)
+    assert "backend='gloo'" in str(caught.value)
 
 
 @pytest.mark.parametrize(

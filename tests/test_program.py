@@ -1,4 +1,4 @@
-"""A user's script in a rank: its `__main__`, command line, files and logging, on its machine and on another.
+"""Promise: in a rank a script has its `__main__`, command line, files and logging, on its machine and on another.
 
 The rank is an interpreter that does what one does before it joins its gang; it imports no torch.
 """
@@ -261,38 +261,26 @@ def place(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_plain_pickle_finds_what_main_defines(script: Script, place: str) -> None:
-    assert script.call("plain_pickle", place)[0] is True
-    assert script.call("class_of_an_argument", place)[0] is True
+FOUND = {
+    "plain_pickle": True,
+    "class_of_an_argument": True,
+    "class_in_a_file": "by name only",
+    "other_processes": True,
+    "sources": ["def double(settings)", "@dataclass\nclass Settings"],
+    "namespace": (True, False, "__main__", "train.py"),  # no line of the script's own part has run
+    "command_line": (3.0, ["train.py", "--rate", "3"]),
+    "file_beside": "width: 7",
+}
 
 
-def test_a_class_that_only_a_file_names_is_found(script: Script, place: str) -> None:
-    assert script.call("class_in_a_file", place)[0] == "by name only"
+@pytest.mark.parametrize("name", FOUND)
+def test_a_rank_finds_what_the_script_would_find(script: Script, place: str, name: str) -> None:
+    assert script.call(name, place)[0] == FOUND[name]
 
 
 def test_what_nothing_names_does_not_travel_with_large_values(script: Script) -> None:
     assert {"Settings", "Unnamed"} <= set(script.code.program.spare_parts)
     assert {"Heavy", "HoldsTensor"}.isdisjoint(script.code.program.spare_parts)
-
-
-def test_processes_that_a_rank_starts_find_what_main_defines(script: Script, place: str) -> None:
-    assert script.call("other_processes", place)[0] is True
-
-
-def test_sources_of_what_main_defines_are_found(script: Script, place: str) -> None:
-    assert script.call("sources", place)[0] == ["def double(settings)", "@dataclass\nclass Settings"]
-
-
-def test_main_is_the_script_of_which_no_line_has_run(script: Script, place: str) -> None:
-    assert script.call("namespace", place)[0] == (True, False, "__main__", "train.py")
-
-
-def test_ranks_have_the_command_line(script: Script, place: str) -> None:
-    assert script.call("command_line", place)[0] == (3.0, ["train.py", "--rate", "3"])
-
-
-def test_files_beside_the_script_are_found(script: Script, place: str) -> None:
-    assert script.call("file_beside", place)[0] == "width: 7"
 
 
 def test_ranks_on_this_machine_use_the_users_own_folder(script: Script) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
-import logging
 import pickle
 import re
 import shutil
@@ -20,7 +17,6 @@ from typing import Any, NamedTuple
 import click
 import pytest
 import torch
-from distributed.worker_memory import parse_memory_limit
 from flyteidl.core import literals_pb2
 from flytekit import ContainerTask, Deck, Documentation, PodTemplate, Resources, Secret, dynamic, eager, task
 from flytekit.configuration import DataConfig, Image, ImageConfig, SerializationSettings
@@ -47,7 +43,6 @@ from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.task import signals
 
 SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(
@@ -108,12 +103,6 @@ def test_type_and_custom_are_what_the_dask_plugin_makes_of_the_same_cluster(conf
     assert template.custom == reference.custom
     assert template.custom["workers"]["numberOfWorkers"] == 3
     assert template.custom["workers"]["resources"]["limits"]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_default_cluster_is_the_dask_plugins_with_two_workers(config: type) -> None:
-    reference = serialised(make(Dask(workers=WorkerGroup(number_of_workers=2))))
-    assert serialised(make(config())).custom == reference.custom
 
 
 def test_gang_and_wandb_leave_custom_alone() -> None:
@@ -483,31 +472,6 @@ def test_worker_command_takes_the_backends_arguments() -> None:
     assert params["memory_limit"] == "1536Mi"
 
 
-def test_worker_command_takes_no_more_than_a_name_where_there_are_no_limits() -> None:
-    params = parsed("dask-worker", ["--name", "f3a-default-worker-0"])
-    assert params["memory_limit"] == "auto"
-
-
-@pytest.mark.parametrize(
-    ("quantity", "num_bytes"),
-    [
-        ("0", None),
-        ("512Ki", 2**19),
-        ("1536Mi", 1536 * 2**20),
-        ("500M", 500 * 10**6),
-        ("1e9", 10**9),
-        ("128974848", 128974848),
-    ],
-)
-def test_worker_understands_what_kubernetes_writes_for_memory(quantity: str, num_bytes: int | None) -> None:
-    limit = parsed("dask-worker", ["--name", "w", "--nthreads", "0", "--memory-limit", quantity])["memory_limit"]
-    assert parse_memory_limit(limit, 1, 1, logger=logging.getLogger(__name__)) == num_bytes
-
-
-def test_scheduler_command_takes_no_arguments() -> None:
-    assert parsed("dask-scheduler", [])["port"] is None
-
-
 def test_a_generator_function_is_no_training() -> None:
     with pytest.raises(TypeError, match="train_slowly is a generator function"):
 
@@ -677,22 +641,6 @@ def test_a_local_dask_cluster_task_says_where_its_deck_is(
     page = Path(line.removeprefix("orchestrate: Deck: ")).read_text()
     assert "<p>so far</p>" in page
     assert re.findall(r"<li[^>]*>\s*(\w+)", page)[:2] == ["Mine", "Timeline"]  # the tabs
-
-
-def test_a_process_that_ran_a_task_looks_for_no_garbage_at_its_end(
-    without_processes: type[_Trained], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    signals.exit_quickly.cache_clear()
-    for _ in range(2):
-        with_deck(steps=8)
-    [leave_garbage] = [function for function in at_exit if function.__module__ == signals.__name__]
-    left: list[bool] = []
-    monkeypatch.setattr(gc, "freeze", lambda: left.append(True))
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
-    leave_garbage()
-    assert left == [True]
 
 
 def test_a_process_in_which_triton_is_imported_ends_without_a_list_of_its_garbage() -> None:

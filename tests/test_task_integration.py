@@ -252,12 +252,6 @@ def test_a_task_that_fails_locally_shows_the_ranks_own_error(project: Path, tmp_
     assert submitted(said)["last-words-1"] == b"value"
 
 
-def test_dask_cluster_gives_a_client(project: Path) -> None:
-    with nothing_left_behind():
-        done = pyflyte_run("flows/training.py", "orchestrate", "--factor", "3", cwd=project)
-    assert "[106.0, 106.0, 108.0, 108.0]" in done.stdout, done.stdout + done.stderr
-
-
 # Cases 44 and 45 of the project's list of faults: this test and the next.
 def test_the_containers_command_trains_on_workers_without_the_project(
     cluster: Cluster, project: Path, tmp_path: Path
@@ -321,13 +315,6 @@ def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> 
         attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=folder, env=env)
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     assert "1 of 2 Dask workers came" in attempt.error.message
-
-
-def test_a_scheduler_that_does_not_answer_is_named(project: Path, tmp_path: Path) -> None:
-    env, folder = {"START_TIMEOUT": "5"}, tmp_path / "run"
-    attempt = execute("fail", {"how": "value"}, cluster="tcp://127.0.0.1:9", cwd=project, folder=folder, env=env)
-    assert attempt.error.origin == SYSTEM
-    assert "no Dask scheduler answered at tcp://127.0.0.1:9" in attempt.error.message
 
 
 def test_the_driver_waits_for_workers_that_start_after_it(project: Path, tmp_path: Path) -> None:

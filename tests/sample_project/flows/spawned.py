@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
-from flytekit import Artifact, Deck, current_context, task, workflow
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit import Artifact, Deck, current_context, task
 from flytekit.types.file import FlyteFile
 from torch.utils.data import DataLoader
 
@@ -22,21 +20,10 @@ from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, current_rank
 Scores = Artifact(name="scores", partition_keys=["kind"])
 
 
-@dataclass
-class Shape:
-    """How the gang was formed."""
-
-    world_size: int
-    local_world_size: int
-
-
 class Found(NamedTuple):
     """Several types of output."""
 
     total: float
-    text: str
-    shape: Shape
-    weights: torch.Tensor
     seen: dict[str, str]
     file: FlyteFile
 
@@ -66,9 +53,6 @@ def look_around(number: float, text: str, path: Path) -> Found:
     }
     return Found(
         total=shifted(total),
-        text=text.upper(),
-        shape=Shape(rank.world_size, rank.local_world_size),
-        weights=torch.full((2, 3), total),
         seen=seen,
         file=FlyteFile(str(path)),
     )
@@ -76,19 +60,13 @@ def look_around(number: float, text: str, path: Path) -> Found:
 
 @task(task_config=SpawnDDP(nproc=2), enable_deck=True)
 def forked(number: float, text: str) -> Found:
-    """Ranks come from the fork server."""
+    """Ranks come from the fork server, and use the task's context as a plain task may."""
     context = current_context()
     if current_rank().is_main:
         Deck("Made in rank 0", "<p>rank 0 was here</p>")
         context.checkpoint.write(b"kept")
     current_rank().log({"loss": 0.5}, step=1)
     return look_around(number, text, Path(context.working_directory, "file.txt"))
-
-
-@task(task_config=SpawnDDP(nproc=3, start_method="spawn"))
-def fresh(number: float, text: str) -> Found:
-    """Ranks are fresh interpreters."""
-    return look_around(number, text, Path(current_context().working_directory, "file.txt"))
 
 
 @task(task_config=SpawnDDP(nproc=1))
@@ -127,7 +105,7 @@ def wrong_type() -> int:
 
 
 @task(task_config=SpawnDDP(nproc=2, gang=Gang(max_restarts=0)))
-def fail(how: str, folder: str) -> float:
+def fail(folder: str) -> None:
     """Rank 1 fails and says when; rank 0 does not even hear that it should end."""
     if current_rank().rank == 0:
         while not Path(folder, "joined").exists():  # rank 1 meets at rank 0's store, which stands still with it
@@ -138,14 +116,7 @@ def fail(how: str, folder: str) -> float:
     while not Path(folder, "waits").exists():
         time.sleep(0.01)
     Path(folder, "failed_at").write_text(str(time.time()))
-    match how:
-        case "value":
-            raise ValueError("the numbers do not add up")
-        case "recoverable":
-            raise FlyteRecoverableException("try again")
-        case "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-    return 0.0
+    raise ValueError("the numbers do not add up")
 
 
 # On a busy machine Weights & Biases takes longer to close a run than rank 0 has as a rule.
@@ -172,39 +143,6 @@ def joins() -> bool:
 
     opened = wandb.run
     return opened is not None and wandb.init(project="tests", config={"depth": 2}) is opened
-
-
-@task
-def describe(
-    totals: list[float],
-    shapes: list[Shape],
-    weights: list[torch.Tensor],
-    files: list[FlyteFile],
-    texts: list[str],
-    seen: list[dict[str, str]],
-) -> str:
-    """The outputs as the next node gets them, in a line."""
-    return " | ".join(
-        f"{total:g} {shape.world_size} {int(weight.sum())} {Path(file.download()).read_text()} {text} {one['threads']}"
-        for total, shape, weight, file, text, one in zip(totals, shapes, weights, files, texts, seen, strict=True)
-    )
-
-
-def _described(*found: Found) -> str:
-    return describe(
-        totals=[one.total for one in found],
-        shapes=[one.shape for one in found],
-        weights=[one.weights for one in found],
-        files=[one.file for one in found],
-        texts=[one.text for one in found],
-        seen=[one.seen for one in found],
-    )
-
-
-@workflow
-def both(number: float) -> str:
-    """Both start methods."""
-    return _described(forked(number=number, text="a"), fresh(number=number, text="b"))
 
 
 @task(task_config=SpawnDDP(nproc=2))

@@ -184,14 +184,6 @@ def _leave(folder: str, name: str, line: object) -> None:
 
 
 @task(task_config=DaskCluster())
-def orchestrate(factor: int) -> list[float]:
-    """Train twice from one driver."""
-    first = dispatch.run(current_client(), _scaled, factor)
-    second = dispatch.run(current_client(), _scaled, factor=factor + 1)
-    return first.result(60) + second.result(60)
-
-
-@task(task_config=DaskCluster())
 def orchestrate_twice(folder: str) -> list[int]:
     """Train by calls whose arguments are pickled otherwise in each process; the first attempt fails in the second."""
     words, weights = set("of which each process has its own order"), torch.ones(3)
@@ -216,12 +208,6 @@ def _resumed(folder: str, name: str, *_: object) -> int:
     while not Path(folder, "fail").exists():
         time.sleep(0.02)
     raise FlyteRecoverableException("try again")
-
-
-def _scaled(factor: int) -> float:
-    total = torch.tensor(float(factor))
-    dist.all_reduce(total)
-    return shifted(total.item())
 
 
 @task
