@@ -1,4 +1,4 @@
-"""What libraries that guess their place in the world are told, and which of their guesses are refused."""
+"""What libraries that guess their place in the world are told; test_libraries_integration.py has what they refuse."""
 
 from __future__ import annotations
 
@@ -69,10 +69,6 @@ class _SubprocessScriptLauncher:
     """Lightning's own name; in a gang it starts nothing."""
 
 
-class _MultiProcessingLauncher:
-    """That of ddp_spawn."""
-
-
 def strategy(devices: int | None = 2, num_nodes: int = 2, launcher: type = _SubprocessScriptLauncher) -> Any:
     one = {} if devices is None else {"parallel_devices": ["cpu"] * devices, "num_nodes": num_nodes}
     return SimpleNamespace(launcher=launcher(), **one)
@@ -90,45 +86,6 @@ def trainer_with(monkeypatch: pytest.MonkeyPatch, its: Any, version: str = "2.6"
     module_with(monkeypatch, "lightning.pytorch.trainer.trainer", version, Trainer=Trainer)
     libraries.guide()
     return Trainer()
-
-
-def test_a_trainer_that_fits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_with(monkeypatch, strategy())
-    trainer.fit("model")
-    assert trainer.has_trained == "model"
-
-
-@pytest.mark.parametrize(
-    ("its", "said"),
-    [
-        (strategy(None), r"devices=1, num_nodes=1\) does not fit the gang of 4 ranks, and would not train with all"),
-        (strategy(2, 1), r"devices=2, num_nodes=1\) does not fit the gang of 4 ranks"),
-        (strategy(4, 2), r"give devices=2, num_nodes=2; as strategy take 'auto' or 'ddp'"),
-        (strategy(launcher=_MultiProcessingLauncher), "would start processes of its own"),
-    ],
-)
-def test_a_trainer_that_does_not_fit_is_an_error_before_it_trains(
-    monkeypatch: pytest.MonkeyPatch, its: Any, said: str
-) -> None:
-    trainer = trainer_with(monkeypatch, its)
-    with pytest.raises(ValueError, match=said):
-        trainer.fit("model")
-    assert not hasattr(trainer, "has_trained")
-
-
-def test_a_fabric_that_does_not_fit_is_an_error_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fabric:
-        def __init__(self, devices: int) -> None:
-            self.strategy = strategy(devices)
-
-        def _validate_launched(self) -> None:
-            """As Fabric's own methods call it."""
-
-    module_with(monkeypatch, "lightning_fabric.fabric", Fabric=Fabric)
-    libraries.guide()
-    assert Fabric(2)
-    with pytest.raises(ValueError, match=r"this Fabric \(SimpleNamespace, devices=1, num_nodes=2\) does not fit"):
-        Fabric(1)
 
 
 def test_a_library_that_is_too_old_is_named_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +117,6 @@ def accelerate_with(monkeypatch: pytest.MonkeyPatch, version: str = "1.15") -> A
     module_with(monkeypatch, "accelerate.state", version, PartialState=PartialState, parse_flag_from_env=flag)
     libraries.guide()
     return PartialState
-
-
-@pytest.mark.parametrize("flag", ["true", "1", "yes"])
-def test_accelerate_counts_ranks_on_cpus(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
-    assert accelerate_with(monkeypatch)().num_processes == 4
 
 
 def test_accelerate_that_takes_itself_for_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
