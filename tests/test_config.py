@@ -32,9 +32,9 @@ from flytekitplugins.daskpytorch import (
     StrictInputs,
     Wandb,
     WorkerGroup,
+    checks,
     dispatch,
 )
-from flytekitplugins.daskpytorch import settings as gang_settings
 from flytekitplugins.daskpytorch.data.sampling import RankBatches, split_by_class
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.driver.request import Keys
@@ -84,7 +84,7 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Search, "study", ["rates"], "an optuna.Study"),
     (Search, "suggest", [5], "a function that makes an experiment of a trial"),
     (Search, "num_models", NOT_A_COUNT, A_COUNT),
-    (Search, "metric", ["", 5], "None or a name"),
+    (Search, "metric", ["", 5], "None or a metric's name"),
     (Wandb, "project", ["", " ", 5], "a project's name"),
     (Wandb, "entity", [b"me"], "None or a text"),
     (Wandb, "secret", ["key"], "None or a flytekit.Secret"),
@@ -178,8 +178,8 @@ def test_a_folder_and_a_url_of_what_is_installed_may_keep_checkpoints(uri: str |
 
 
 def test_the_package_that_a_url_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang_settings, "is_installed", lambda _: False)
-    with pytest.raises(ValueError, match=r"Gang\(checkpoint_uri='oci://b/kept'\): must be reached by .* Install ocifs"):
+    monkeypatch.setattr(checks, "is_installed", lambda _: False)
+    with pytest.raises(ValueError, match=r"Gang\(checkpoint_uri='oci://b/kept'\): must be None or a URL .* ocifs"):
         Gang(checkpoint_uri="oci://b/kept")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from browser import look_at_files
 from docstring_examples import MODULES, OF_FLYTES_DASK_PLUGIN, PACKAGE
+from docstring_examples import public_names as named_objects
 from pages import PAGES, REPOSITORY
 
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("docs/reference/")}
@@ -46,6 +48,20 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     there = {name for name in public_names() - OF_FLYTES_DASK_PLUGIN if f'id="{name}"' in pages}
     assert public_names() - OF_FLYTES_DASK_PLUGIN == there
     assert all(f"`{name.rpartition('.')[2]}`" in REFERENCE["docs/reference/tasks.md"] for name in OF_FLYTES_DASK_PLUGIN)
+
+
+def test_every_field_of_a_public_record_has_a_docstring() -> None:
+    package = pytest.importorskip("griffe").load(PACKAGE, search_paths=[REPOSITORY / "plugins"])
+    records = {value for value in named_objects().values() if dataclasses.is_dataclass(value)}
+    fields = {(record, field.name) for record in records for field in dataclasses.fields(record) if field.repr}
+    silent = []
+    for record, name in fields:
+        owner = next(each for each in record.__mro__ if name in vars(each).get("__annotations__", ()))
+        written = f"{owner.__module__}.{owner.__qualname__}.{name}".removeprefix(f"{PACKAGE}.")
+        if owner.__module__.startswith(PACKAGE) and not name.startswith("_") and not package[written].docstring:
+            silent.append(f"{owner.__name__}.{name}")
+    assert len(records) > 20
+    assert silent == []
 
 
 def test_every_error_has_its_cause_and_remedy() -> None:

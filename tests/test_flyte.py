@@ -132,7 +132,7 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
         state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(ctx.with_execution_state(state)):
             assert found() == (None, None)
-            with context.known_to_threads():
+            with host.known_to_threads():
                 assert found() == (str(tmp_path / "own" / "daskpytorch" / "gang"), state)
                 assert current_execution().task is state
     assert found() == (None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -114,6 +115,13 @@ def test_all_else_is_the_same_objects() -> None:
         for_flyte2.settings  # noqa: B018
 
 
+@pytest.mark.parametrize("package", [for_flyte2, for_flytekit])
+def test_type_checkers_see_the_names_that_are_there(package: ModuleType) -> None:
+    seen = re.findall(r"^    from \S+ import (\w+) as \1$", Path(package.__file__ or "").read_text(), re.MULTILINE)
+    assert sorted(seen) == sorted(package.__all__)
+    assert set(seen) < set(dir(package))
+
+
 def test_a_config_is_checked_as_flytekits() -> None:
     with pytest.raises(ValueError, match="number_of_workers"):
         DaskDDP(workers=WorkerGroup(number_of_workers=0))
@@ -135,6 +143,16 @@ def test_each_host_refuses_the_others_config() -> None:
             made(getattr(for_flytekit, name)())
         with pytest.raises(TypeError, match=f"from flytekitplugins.daskpytorch import {name}"):
             task(task_config=getattr(for_flyte2, name)())(one)
+
+
+@pytest.mark.parametrize("name", ["DaskDDP", "SpawnDDP", "DaskCluster"])
+def test_a_users_subclass_of_a_config_stands_for_the_same_task_with_its_host_alone(name: str) -> None:
+    own = type("Own", (getattr(for_flyte2, name),), {})
+    assert type(made(own())) is type(made(getattr(for_flyte2, name)()))
+    with pytest.raises(TypeError, match=f"from flyteplugins.daskpytorch import {name}"):
+        made(type("OfFlytekit", (getattr(for_flytekit, name),), {})())
+    with pytest.raises(TypeError, match=rf"{name} is a class.*: {name}\(\)$"):
+        made(getattr(for_flyte2, name))
 
 
 @pytest.mark.parametrize(
@@ -256,8 +274,14 @@ def caused(cause: GangError) -> Exception:
     return error
 
 
+REMOTE = SimpleNamespace(
+    mode="remote", output_path="memory://none", action=SimpleNamespace(run_name="r", name="a0"), report=object()
+)
+"""The context of a task on a backend."""
+
+
 def test_what_an_error_is_to_flyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote", output_path="memory://none"))
+    monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
     task = made(SpawnDDP())
     assert executed(task, None, monkeypatch) == "outputs"
     for lost in (WorkerLostError("gone"), PreemptedError("told"), for_flyte2.GangStartError("none came")):
@@ -283,7 +307,7 @@ class Preempted:
 
 
 def test_sigterm_ends_the_gang_through_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote", output_path="memory://none"))
+    monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
     before = signal.getsignal(signal.SIGTERM)
     gang, task = Preempted(), made(SpawnDDP())
 
@@ -304,7 +328,7 @@ def test_sigterm_ends_the_gang_through_the_event_loop(monkeypatch: pytest.Monkey
 
 
 def test_sigterm_without_a_gang_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: SimpleNamespace(mode="remote", output_path="memory://none"))
+    monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
     task = made(SpawnDDP())
 
     async def run(_: object) -> None:

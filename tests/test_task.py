@@ -93,6 +93,21 @@ def ours(config: type, **options: Any) -> TaskTemplate:
     return serialised(make(config(scheduler=SCHEDULER, workers=WORKERS), **options))
 
 
+# ---- Which task a config stands for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [DaskDDP, SpawnDDP, DaskCluster])
+def test_a_users_subclass_of_a_config_stands_for_the_same_task(config: type) -> None:
+    own = type("Own", (config,), {})
+    assert type(make(own())) is type(make(type("Nested", (own,), {})())) is type(make(config()))
+
+
+@pytest.mark.parametrize("config", [DaskDDP, SpawnDDP, DaskCluster])
+def test_a_config_without_brackets_is_refused_where_the_task_is_defined(config: type) -> None:
+    with pytest.raises(TypeError, match=rf"{config.__name__} is a class.*: {config.__name__}\(\)$"):
+        make(config)
+
+
 # ---- What the backend gets ------------------------------------------------------------------------------------------
 
 
@@ -110,13 +125,6 @@ def test_gang_and_wandb_leave_custom_alone() -> None:
         scheduler=SCHEDULER, workers=WORKERS, gang=Gang(min_workers=1, start_timeout=5), wandb=Wandb(project="names")
     )
     assert serialised(make(config)).custom == plain_dask().custom
-
-
-def test_command_is_flytekits_own() -> None:
-    template, reference = ours(DaskDDP), plain_dask()
-    assert template.container.args[0] == "pyflyte-execute"
-    assert template.container.args == reference.container.args
-    assert template.container.image == reference.container.image == "registry.example/image:v1"
 
 
 @pytest.mark.parametrize(
@@ -232,12 +240,6 @@ def test_environment_of_the_user_wins_and_is_kept(config: type) -> None:
     assert env["MINE"] == "1"
 
 
-def test_users_dictionary_is_left_as_it_was() -> None:
-    mine = {"MINE": "1"}
-    make(DaskDDP(), environment=mine)
-    assert mine == {"MINE": "1"}
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_environment_given_at_registration_wins_too(config: type) -> None:
     env = serialised(make(config()), env={DAEMON: "True", "MINE": "1"}).container.env
@@ -256,27 +258,18 @@ def test_config_has_what_the_consoles_link_is_made_from() -> None:
     assert template.config["link_type"]
 
 
-def test_config_without_wandb_is_as_the_dask_plugins() -> None:
-    assert (ours(DaskDDP).config or {}) == (plain_dask().config or {})
-
-
 def test_wandbs_secret_is_requested_once() -> None:
     secret, other = Secret(group="wandb", key="api_key"), Secret(group="aws", key="id")
-    config = DaskDDP(wandb=Wandb(project="names", secret=secret))
+    config, mine = DaskDDP(wandb=Wandb(project="names", secret=secret)), [other]
     for given, expected in (
         (None, [("wandb", "api_key")]),
         ([secret], [("wandb", "api_key")]),
         ([Secret(group="wandb", key="api_key")], [("wandb", "api_key")]),
-        ([other], [("aws", "id"), ("wandb", "api_key")]),
+        (mine, [("aws", "id"), ("wandb", "api_key")]),
     ):
         requested = serialised(make(config, secret_requests=given)).security_context.secrets
         assert [(item.group, item.key) for item in requested] == expected
-
-
-def test_list_of_secrets_of_the_user_is_left_as_it_was() -> None:
-    mine = [Secret(group="aws", key="id")]
-    make(DaskDDP(wandb=Wandb(project="names", secret=Secret(group="wandb", key="api_key"))), secret_requests=mine)
-    assert len(mine) == 1
+    assert mine == [other]  # the user's list is left as it was
 
 
 # ---- What a task may be ---------------------------------------------------------------------------------------------

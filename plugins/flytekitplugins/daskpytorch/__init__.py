@@ -1,7 +1,8 @@
 """Distributed PyTorch training, on ephemeral Dask clusters or on one node, as typed, cached, retryable Flyte tasks.
 
-Importing it costs next to nothing, since every Dask worker and every rank does: flytekit, Dask and torch are imported
-when they are needed. The task types are registered with flytekit when one of their configs is first made.
+Importing this package costs next to nothing, since every Dask worker and every rank does: flytekit, Dask and torch are
+imported when a name that needs them is first used. The task types are registered with flytekit when one of their
+configs is.
 """
 
 from __future__ import annotations
@@ -9,124 +10,90 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext, SavedCheckpoint, current_rank
-from flytekitplugins.daskpytorch.errors import (
-    GangError,
-    GangHungError,
-    GangStartError,
-    PreemptedError,
-    StoppedEarlyError,
-    WorkerLostError,
-)
-from flytekitplugins.daskpytorch.extras import require_flytekit
-from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
-from flytekitplugins.daskpytorch.media import Histogram, Picture
+from flytekitplugins.daskpytorch import extras
 from flytekitplugins.daskpytorch.process import log, streams
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Keep, Profile, Search, Wandb
+
+if TYPE_CHECKING:  # the public names, for type checkers and editors
+    from flytekitplugins.dask import Scheduler as Scheduler
+    from flytekitplugins.dask import WorkerGroup as WorkerGroup
+
+    from flytekitplugins.daskpytorch.context import LogRecord as LogRecord
+    from flytekitplugins.daskpytorch.context import RankContext as RankContext
+    from flytekitplugins.daskpytorch.context import SavedCheckpoint as SavedCheckpoint
+    from flytekitplugins.daskpytorch.context import current_rank as current_rank
+    from flytekitplugins.daskpytorch.dask.cluster import current_client as current_client
+    from flytekitplugins.daskpytorch.display.mlflow import MLflow as MLflow
+    from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard as TensorBoard
+    from flytekitplugins.daskpytorch.errors import GangError as GangError
+    from flytekitplugins.daskpytorch.errors import GangHungError as GangHungError
+    from flytekitplugins.daskpytorch.errors import GangStartError as GangStartError
+    from flytekitplugins.daskpytorch.errors import PreemptedError as PreemptedError
+    from flytekitplugins.daskpytorch.errors import StoppedEarlyError as StoppedEarlyError
+    from flytekitplugins.daskpytorch.errors import WorkerLostError as WorkerLostError
+    from flytekitplugins.daskpytorch.flyte.config import DaskCluster as DaskCluster
+    from flytekitplugins.daskpytorch.flyte.config import DaskDDP as DaskDDP
+    from flytekitplugins.daskpytorch.flyte.config import SpawnDDP as SpawnDDP
+    from flytekitplugins.daskpytorch.goodput import Goodput as Goodput
+    from flytekitplugins.daskpytorch.goodput import RankUsage as RankUsage
+    from flytekitplugins.daskpytorch.media import Histogram as Histogram
+    from flytekitplugins.daskpytorch.media import Picture as Picture
+    from flytekitplugins.daskpytorch.protocol.host import url_to_fs as url_to_fs
+    from flytekitplugins.daskpytorch.protocol.observer import Observer as Observer
+    from flytekitplugins.daskpytorch.protocol.observer import RankObserver as RankObserver
+    from flytekitplugins.daskpytorch.protocol.observer import Shape as Shape
+    from flytekitplugins.daskpytorch.protocol.observer import Training as Training
+    from flytekitplugins.daskpytorch.rank.export import export_safetensors as export_safetensors
+    from flytekitplugins.daskpytorch.settings import EarlyStopping as EarlyStopping
+    from flytekitplugins.daskpytorch.settings import Gang as Gang
+    from flytekitplugins.daskpytorch.settings import Keep as Keep
+    from flytekitplugins.daskpytorch.settings import Profile as Profile
+    from flytekitplugins.daskpytorch.settings import Search as Search
+    from flytekitplugins.daskpytorch.settings import Wandb as Wandb
+    from flytekitplugins.daskpytorch.task.inputs import StrictInputs as StrictInputs
+
+NAMES_IN = {
+    "flytekitplugins.dask": ("Scheduler", "WorkerGroup"),
+    f"{__name__}.context": ("LogRecord", "RankContext", "SavedCheckpoint", "current_rank"),
+    f"{__name__}.dask.cluster": ("current_client",),
+    f"{__name__}.display.mlflow": ("MLflow",),
+    f"{__name__}.display.tensorboard": ("TensorBoard",),
+    f"{__name__}.errors": (
+        *("GangError", "GangHungError", "GangStartError", "PreemptedError", "StoppedEarlyError", "WorkerLostError"),
+    ),
+    f"{__name__}.flyte.config": ("DaskCluster", "DaskDDP", "SpawnDDP"),
+    f"{__name__}.goodput": ("Goodput", "RankUsage"),
+    f"{__name__}.media": ("Histogram", "Picture"),
+    f"{__name__}.protocol.host": ("url_to_fs",),
+    f"{__name__}.protocol.observer": ("Observer", "RankObserver", "Shape", "Training"),
+    f"{__name__}.rank.export": ("export_safetensors",),
+    f"{__name__}.settings": ("EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"),
+    f"{__name__}.task.inputs": ("StrictInputs",),
+}
+"""The public names, by the modules that are imported when a name is first used."""
+HOMES = {name: module for module, names in NAMES_IN.items() for name in names}
+OF_FLYTEKIT = {"flytekitplugins.dask", f"{__name__}.flyte.config"}
+"""Those of the modules that need flytekit."""
+MODULES = ("data", "dispatch", "errors", "report", "results")
+"""Public modules that are attributes without an import of their own."""
+
+if not TYPE_CHECKING:  # type checkers go by the imports above
+    __all__ = list(HOMES)
 
 streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
 log.set_up()
 
-if TYPE_CHECKING:
-    from distributed import Client
-    from flytekitplugins.dask import Scheduler, WorkerGroup
-
-    from flytekitplugins.daskpytorch.display.mlflow import MLflow
-    from flytekitplugins.daskpytorch.display.tensorboard import TensorBoard
-    from flytekitplugins.daskpytorch.flyte.config import DaskCluster, DaskDDP, SpawnDDP
-    from flytekitplugins.daskpytorch.protocol.host import url_to_fs
-    from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver, Shape, Training
-    from flytekitplugins.daskpytorch.rank.export import export_safetensors
-    from flytekitplugins.daskpytorch.task.inputs import StrictInputs
-
-__all__ = [
-    "DaskCluster",
-    "DaskDDP",
-    "EarlyStopping",
-    "Gang",
-    "GangError",
-    "GangHungError",
-    "GangStartError",
-    "Goodput",
-    "Histogram",
-    "Keep",
-    "LogRecord",
-    "MLflow",
-    "Observer",
-    "Picture",
-    "PreemptedError",
-    "Profile",
-    "RankContext",
-    "RankObserver",
-    "RankUsage",
-    "SavedCheckpoint",
-    "Scheduler",
-    "Search",
-    "Shape",
-    "SpawnDDP",
-    "StoppedEarlyError",
-    "StrictInputs",
-    "TensorBoard",
-    "Training",
-    "Wandb",
-    "WorkerGroup",
-    "WorkerLostError",
-    "current_client",
-    "current_rank",
-    "export_safetensors",
-    "url_to_fs",
-]
-
-
-def current_client() -> Client:
-    """The client of the cluster that this `DaskCluster` task runs on.
-
-    Raises:
-        RuntimeError: Called outside such a task.
-
-    Examples:
-        >>> from flytekit import task
-        >>> from flytekitplugins.daskpytorch import DaskCluster, current_client
-        >>> @task(task_config=DaskCluster())
-        ... def lengths(names: list[str]) -> list[int]:
-        ...     client = current_client()
-        ...     return client.gather(client.map(len, names))
-        >>> lengths(names=["Bello", "Mia"])
-        [5, 3]
-    """
-    from flytekitplugins.daskpytorch.dask import cluster
-
-    return cluster.current_client()
-
-
-HOMES = {
-    "DaskCluster": f"{__name__}.flyte.config",
-    "DaskDDP": f"{__name__}.flyte.config",
-    "MLflow": f"{__name__}.display.mlflow",
-    "Observer": f"{__name__}.protocol.observer",
-    "RankObserver": f"{__name__}.protocol.observer",
-    "Scheduler": "flytekitplugins.dask",
-    "Shape": f"{__name__}.protocol.observer",
-    "SpawnDDP": f"{__name__}.flyte.config",
-    "StrictInputs": f"{__name__}.task.inputs",
-    "TensorBoard": f"{__name__}.display.tensorboard",
-    "Training": f"{__name__}.protocol.observer",
-    "WorkerGroup": "flytekitplugins.dask",
-    "export_safetensors": f"{__name__}.rank.export",
-    "url_to_fs": f"{__name__}.protocol.host",
-}
-"""The modules of what is imported when it is first named, with all that it needs."""
-OF_FLYTEKIT = {"flytekitplugins.dask", f"{__name__}.flyte.config"}
-"""Those of them that are nothing without it."""
-
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "dispatch", "report", "results"):
+    if name in MODULES:
         return import_module(f"{__name__}.{name}")
     if name in HOMES:
         if HOMES[name] in OF_FLYTEKIT:
-            require_flytekit(name)
+            extras.require_flytekit(name)
         return getattr(import_module(HOMES[name]), name)
     if name == "__version__":
         return import_module("importlib.metadata").version("flytekitplugins-daskpytorch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES, *HOMES})

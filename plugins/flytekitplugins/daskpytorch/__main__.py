@@ -10,16 +10,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from flytekitplugins.daskpytorch import doctor, flame_graphs
 from flytekitplugins.daskpytorch.doctor import Finding
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
-
-STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-PIPE_WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,16 +98,10 @@ def _seconds(text: str) -> float:
 
 
 def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     for finding in findings:
-        line = Table.grid(padding=(0, 1))
-        line.add_column(width=8)
-        line.add_column(width=28, overflow="fold")
-        line.add_column(overflow="fold")
-        line.add_row(Text(finding.verdict, STYLES[finding.verdict]), Text(finding.what), Text(finding.value))
+        print(f"{finding.verdict:8} {finding.what:28} {finding.value}")
         if finding.advice:
-            line.add_row("", "", Text(finding.advice, STYLES[finding.verdict]))
-        console.print(line)
+            print(f"{'':37} {finding.advice}", flush=True)
         yield finding
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 
@@ -40,7 +39,6 @@ PLAIN = frozenset((int, float, bool, str))
 """What every process can read."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
     """One call of `RankContext.log`: what observers hear of.
@@ -98,7 +96,6 @@ class LogRecord:
         return replace(self, metrics=values)
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
     """A checkpoint that is kept.
@@ -350,7 +347,6 @@ class Link:
         return Goodput()
 
 
-@documented
 @dataclass
 class RankContext:
     """This process's place in the gang, and its link to the driver. Outside a gang: rank 0 of 1.

@@ -9,11 +9,13 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributed import Client
 
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import machine, training
 from flytekitplugins.daskpytorch.driver.futures import GangFutures, SettledFutures
@@ -34,17 +36,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.settings import (
-    A_KEY,
-    EarlyStopping,
-    Gang,
-    Problems,
-    Search,
-    Wandb,
-    is_debugging,
-    is_key,
-    is_text,
-)
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs
 
 if TYPE_CHECKING:
@@ -106,9 +98,7 @@ def run(
         >>> dispatch.run(client, train, epochs=5).result()
         [15.0, 15.0]
     """
-    problems = _checked("dispatch.run", client, pytorch_function, gang, pass_local_rank=pass_local_rank)
-    problems.unless(isinstance(pass_local_rank, bool), "pass_local_rank", "True or False")
-    problems.raise_any()
+    Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN).raise_any()
     _tell_of_resume("dispatch.run", "Gang(checkpoint_uri=...)")
     check_function(pytorch_function)
     check_arguments(pytorch_function, *args, **(kwargs | ({"local_rank": 0} if pass_local_rank else {})))
@@ -205,28 +195,14 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         >>> models.best("loss").experiment
         {'lr': 0.3}
     """
+    problems = Problems("dispatch.map", SimpleNamespace(**locals()), RULES_OF_MAP)
+    is_search = isinstance(experiments, Search)
+    problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
+    problems.unless(name is None or storage is not None, "name", "None without storage")
+    problems.raise_any()
     from flytekitplugins.daskpytorch.sweep import models
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
-    others = {
-        "experiments": experiments,
-        "stop_early": stop_early,
-        "wandb": wandb,
-        "storage": storage,
-        "name": name,
-    }
-    problems = _checked("dispatch.map", client, pytorch_function, gang, **others)
-    is_ordered = isinstance(experiments, Iterable) and not isinstance(
-        experiments, (str, bytes, Mapping, set, frozenset)
-    )
-    is_search = isinstance(experiments, Search)
-    problems.unless(is_ordered or is_search, "experiments", "a list or another iterable that has an order, or a Search")
-    problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
-    problems.unless(isinstance(stop_early, (EarlyStopping, NoneType)), "stop_early", "None or an EarlyStopping")
-    problems.unless(isinstance(wandb, (Wandb, NoneType)), "wandb", "None or a Wandb")
-    problems.unless(storage is None or is_text(storage), "storage", "None, a folder or a URL")
-    problems.unless(name is None or (storage is not None and is_key(name)), "name", f"None, or with storage {A_KEY}")
-    problems.raise_any()
     _tell_of_resume("dispatch.map", "storage=...")
     check_function(pytorch_function)
     experiments = experiments if isinstance(experiments, Search) else list(experiments)
@@ -281,11 +257,21 @@ def _tell_of_resume(caller: str, place: str) -> None:
         )
 
 
-def _checked(caller: str, client: object, function: object, gang: object, **others: object) -> Problems:
-    """A list of problems to add to, with those of what `run` and `map` share."""
-    fields = SimpleNamespace(client=client, pytorch_function=function, gang=gang, **others)
-    problems = Problems(caller, fields)
-    problems.unless(isinstance(client, Client), "client", "a distributed.Client")
-    problems.unless(callable(function), "pytorch_function", "something that can be called")
-    problems.unless(isinstance(gang, (Gang, NoneType)), "gang", "None or a Gang")
-    return problems
+def _is_ordered(experiments: object) -> bool:
+    is_other = isinstance(experiments, (str, bytes, Mapping, set, frozenset))
+    return isinstance(experiments, Search) or (isinstance(experiments, Iterable) and not is_other)
+
+
+RULES = {
+    "client": checks.must_be("a distributed.Client", lambda client: isinstance(client, Client)),
+    "pytorch_function": checks.must_be("something that can be called", callable),
+    "gang": checks.optional(checks.instance_of(Gang)),
+}
+RULES_OF_RUN = RULES | {"pass_local_rank": checks.BOOLEAN}
+RULES_OF_MAP = RULES | {
+    "experiments": checks.must_be("a list or another iterable that has an order, or a Search", _is_ordered),
+    "stop_early": checks.optional(checks.instance_of(EarlyStopping)),
+    "wandb": checks.optional(checks.instance_of(Wandb)),
+    "storage": checks.optional(checks.text("a folder or a URL")),
+    "name": checks.optional(checks.KEY),
+}

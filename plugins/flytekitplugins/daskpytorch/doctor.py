@@ -6,11 +6,9 @@ Each check gives findings and ends by itself: whoever is asked is asked with a t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -21,7 +19,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.requirements import Requirement
 
@@ -38,26 +36,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "examine"]
 
+Versions = Mapping[str, str | None]
+"""Versions of packages by their names; None for one that is not installed."""
 Verdict = Literal["ok", "warning", "problem"]
 
 PACKAGE = "flytekitplugins-daskpytorch"
 EQUAL: dict[str, Verdict] = {
     "python": "problem",
-    "torch": "problem",  # the scheduler needs none
+    "torch": "problem",
     PACKAGE: "problem",
     "dask": "warning",
     "distributed": "warning",
     "cloudpickle": "warning",
 }
-"""What all processes of a cluster should have in one version -> what it is if they do not."""
-CONSEQUENCES: dict[Verdict, str] = {
-    "problem": "A gang is refused there, or fails.",
-    "warning": "What one version writes, another may not read.",
-}
+"""Packages that all processes of a cluster should have in one version, and the verdict where they do not. A problem: a
+gang is refused, or fails. A warning: what one version writes, another may not read."""
 CONNECT_TIMEOUT = 10.0
 """Seconds, at most, for the scheduler to answer, and for all workers to tell their versions."""
-TORCH_TIMEOUT = 90.0
-"""Seconds for torch to be imported and to look at the GPUs."""
 GRACE = 20.0
 """Seconds for a gang to end, once its own time limits have passed, or once it is given up."""
 FIREWALL = (
@@ -68,7 +63,6 @@ MAX_NAMES = 4
 NUM_RANKS = 2
 NUM_VALUES = 2**18
 """What is summed: a MiB of float32."""
-NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -93,17 +87,15 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
         with_gangs: Have two ranks meet, here and on the cluster.
         timeout: Seconds for such ranks to meet, and again to sum; and, at most ten, for a scheduler to answer.
     """
-    yield from surviving("versions", _versions)
-    yield from surviving("commands", _commands)
-    yield from surviving("GPUs", _gpus)
-    yield from surviving("cores", _cores)
-    yield from surviving("start", _start)
-    if with_gangs:
-        yield from surviving("ranks on this node", lambda: _gang_here(timeout))
-    if scheduler is None:
-        yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
-    else:
-        yield from surviving("scheduler", lambda: examine_cluster(scheduler, with_gangs=with_gangs, timeout=timeout))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": _versions,
+        "commands": _commands,
+        "GPUs and cores": _node,
+        "ranks on this node": lambda: _gang_here(timeout) if with_gangs else (),
+        "scheduler": lambda: examine_cluster(scheduler, with_gangs=with_gangs, timeout=timeout),
+    }
+    for what, check in checks.items():
+        yield from surviving(what, check)
 
 
 def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -143,91 +135,38 @@ def examine_requirement(requirement: Requirement) -> Finding:
 
 
 def _commands() -> Iterator[Finding]:
+    """Yield whether the commands that Flyte's backend starts are those of this package."""
     package = distribution(PACKAGE)
     mine = {Path(str(file.locate())).resolve() for file in package.files or ()}
-    for name in ("dask-scheduler", "dask-worker"):
-        for entry in package.entry_points.select(group="console_scripts", name=name):
-            entry.load()  # distributed may have moved what it calls
-        yield examine_command(name, mine)
-
-
-def examine_command(name: str, mine: set[Path]) -> Finding:
-    """Whether the command that Flyte's backend starts is this package's."""
-    beside = Path(sysconfig.get_path("scripts"), name)
-    if (found := shutil.which(name)) is not None and Path(found).resolve() in mine:
-        return Finding(name, f"{found}, of this package")
-    if found is not None:
-        value, advice = f"{found}, not of this package", "It may start another Python than this one"
-    elif beside.exists():
-        value, advice = f"{beside}, not on PATH", "Flyte's backend starts it by its name alone"
-    else:
-        advice = f"Flyte's backend starts schedulers and workers by it. Install it: pip install {PACKAGE}."
-        return Finding(name, "not installed", "problem", advice)
-    return Finding(name, value, "warning", f"{advice}: put {beside.parent} first on PATH.")
-
-
-QUESTION = """
-import json, torch
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-nccl = torch.distributed.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
-print(json.dumps({"cuda": torch.version.cuda, "nccl": nccl, "gpus": [[gpu.name, gpu.total_memory] for gpu in gpus]}))
-"""
-
-
-def _gpus() -> Iterator[Finding]:
-    """Asked in a process of its own, since the one that ranks are forked from may not touch CUDA."""
-    command = [sys.executable, "-P", "-W", "ignore", "-c", QUESTION]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TORCH_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        value = f"torch did not answer within {TORCH_TIMEOUT:g} s"
-        advice = "A driver that hangs, or a very slow disk: does nvidia-smi answer?"
-        yield Finding("GPUs", value, "problem", advice)
-        return
-    if answer.returncode != 0:
-        value = answer.stderr.strip().rpartition("\n")[2] or f"torch ended with exit code {answer.returncode}"
-        advice = "torch cannot be imported, or not use its GPUs: install it anew, and see whether nvidia-smi works."
-        yield Finding("GPUs", value, "problem", advice)
-        return
-    has_driver = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
-    yield judge_gpus(json.loads(answer.stdout), has_driver=has_driver)
-
-
-def judge_gpus(answer: Mapping[str, Any], *, has_driver: bool) -> Finding:
-    """What torch says of its GPUs, beside whether the machine has a driver for some."""
-    built_for = f"CUDA {answer['cuda']}, NCCL {answer['nccl'] or 'none'}" if answer["cuda"] else "no CUDA"
-    names = [f"{index}: {name}, {memory / 2**30:.0f} GiB" for index, (name, memory) in enumerate(answer["gpus"])]
-    if names and not answer["nccl"]:
-        advice = "Ranks will talk by gloo, through the CPU: install a torch that has NCCL."
-        return Finding("GPUs", f"{'; '.join(names)} ({built_for})", "warning", advice)
-    if names:
-        return Finding("GPUs", f"{'; '.join(names)} ({built_for})")
-    value = f"none; ranks train on the CPU (torch is built for {built_for})"
-    if not has_driver:
-        return Finding("GPUs", value)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     advice = (
-        "The machine has a GPU driver, but torch finds no GPU. Likely causes: a torch that is built without CUDA, a "
-        f"driver older than that CUDA (see nvidia-smi), or CUDA_VISIBLE_DEVICES={visible!r}."
+        "Flyte 1's backend starts schedulers and workers by this name: put the commands of this Python, in "
+        f"{sysconfig.get_path('scripts')}, first on PATH."
     )
-    return Finding("GPUs", value, "warning", advice)
+    for command in package.entry_points.select(group="console_scripts"):
+        command.load()  # distributed may have moved what it calls
+        found = shutil.which(command.name)
+        if found is not None and Path(found).resolve() in mine:
+            yield Finding(command.name, f"{found}, of this package")
+        else:
+            value = "not on PATH" if found is None else f"{found}, not of this package"
+            yield Finding(command.name, value, "warning", advice)
 
 
-def _cores() -> Iterator[Finding]:
-    from flytekitplugins.daskpytorch.node.hardware import describe_node
-    from flytekitplugins.daskpytorch.protocol.placement import place_ranks
+def _node() -> Iterator[Finding]:
+    from flytekitplugins.daskpytorch.node import hardware
 
-    node = describe_node("here", None)
-    counts = sorted({1, NUM_RANKS, len(node.gpus) or 1})
-    shares = [f"{place_ranks([node], count)[0][0].num_threads} for each of {count}" for count in counts]
-    yield Finding("cores", f"{node.num_cores}; threads of a rank: {', '.join(shares)}")
-
-
-def _start() -> Iterator[Finding]:
-    from flytekitplugins.daskpytorch.node.own_node import OwnNode
-
-    yield Finding("start method", "ranks are forked from a process that has torch imported (forkserver)")
-    yield meeting_point("meeting point here", OwnNode.host, ())
+    gpus = hardware.gpus_here()
+    names = "; ".join(f"{index}: {name}" for index, name in gpus.names.items())
+    if not names and any(file.exists() for file in hardware.DRIVER_FILES):
+        advice = (
+            "The machine has a GPU driver, but torch finds no GPU. Likely causes: a torch that is built without CUDA, "
+            "a driver older than that CUDA (see nvidia-smi), or "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}."
+        )
+        yield Finding("GPUs", f"none; ranks train on the CPU. {gpus.problem}".strip(), "warning", advice)
+    else:
+        yield Finding("GPUs", names or "none; ranks train on the CPU")
+    yield Finding("cores", str(hardware.describe_node("here", None).num_cores))
 
 
 def _gang_here(timeout: float) -> Iterator[Finding]:
@@ -243,32 +182,32 @@ def _gang_here(timeout: float) -> Iterator[Finding]:
 # ---- The cluster
 
 
-def examine_cluster(address: str, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Look at the cluster of this scheduler; the arguments are those of `examine`."""
+def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
+    """Look at the cluster of this scheduler, if one is named; the arguments are those of `examine`."""
+    if address is None:
+        yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
+        return
     from distributed import Client
 
     from flytekitplugins.daskpytorch.dask import cluster
 
+    limit = min(timeout, CONNECT_TIMEOUT)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dask's own of differing versions: the findings say it
         try:
-            cluster.greet(address, min(timeout, CONNECT_TIMEOUT))
-            client = stack.enter_context(Client(address, timeout=min(timeout, CONNECT_TIMEOUT)))
+            cluster.greet(address, limit)
+            client = stack.enter_context(Client(address, timeout=limit))
         except (OSError, TimeoutError, ValueError) as error:
             advice = (
                 "Is the address right (tcp://HOST:8786), and the port open to this machine? Has the scheduler started: "
                 "in Kubernetes see its pod's log; an image without this package lacks the command that Flyte starts "
                 "(Flyte 1: dask-scheduler, Flyte 2: dask scheduler)."
             )
-            value = f"no answer from {address}: {error}{_because(error.__cause__)}"
-            yield Finding("scheduler", value, "problem", advice)
+            cause = f" ({error.__cause__})" if isinstance(error.__cause__, OSError) else ""
+            yield Finding("scheduler", f"no answer from {address}: {error}{cause}", "problem", advice)
             return
         yield from _connected(client, with_gangs, timeout)
-
-
-def _because(cause: BaseException | None) -> str:
-    return f" ({cause})" if isinstance(cause, OSError) and str(cause) else ""
 
 
 def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Finding]:
@@ -296,42 +235,39 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
 
 
 def _versions_on(client: Client, workers: Sequence[str], timeout: float) -> list[Finding]:
-    packages = EQUAL.keys() - {"python"}  # that comes unasked
+    packages = [*(EQUAL.keys() - {"python"})]  # that comes unasked
     try:
         # Needs nothing there but Dask.
-        found = client.sync(client.get_versions, packages=sorted(packages), callback_timeout=timeout)
+        found = client.sync(client.get_versions, packages=packages, callback_timeout=timeout)
     except TimeoutError:
         value = f"some of {_few(workers)} did not answer within {timeout:g} s"
         advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
         return [Finding("workers", value, "problem", advice)]
-    return compare_versions(
-        found["client"]["packages"],
-        found["scheduler"]["packages"],
-        {worker: answer["packages"] for worker, answer in found["workers"].items()},
-    )
+    mine = found["client"]["packages"]
+    scheduler = found["scheduler"]["packages"] | {"torch": mine["torch"]}  # which needs none
+    others = {"the scheduler": scheduler} | {worker: each["packages"] for worker, each in found["workers"].items()}
+    return compare_versions(mine, others)
 
 
-def compare_versions(
-    mine: Mapping[str, str | None], scheduler: Mapping[str, str | None], workers: Mapping[str, Mapping[str, str | None]]
-) -> list[Finding]:
-    """Whether scheduler and workers have what this process has; each a mapping from package to version, or None."""
+def compare_versions(mine: Versions, others: Mapping[str, Versions]) -> list[Finding]:
+    """Return where the scheduler and the workers, by their addresses, have other versions than this process."""
     findings = []
     for package, verdict in EQUAL.items():
-        theirs = workers if package == "torch" else {"the scheduler": scheduler, **workers}
-        own, others = _version_in(mine, package), defaultdict(list)
-        for who, versions in theirs.items():
-            others[_version_in(versions, package) or "missing"].append(who)
-        others.pop(own or "missing", None)
-        if others:
-            value = "; ".join(f"{found} on {_few(who)}" for found, who in others.items())
-            advice = f"{CONSEQUENCES[verdict]} Use one image, or one set of pinned packages, for all processes."
-            findings.append(Finding(f"{package} on the cluster", f"{value}; {own} here", verdict, advice))
+        differing = defaultdict(list)
+        for who, versions in others.items():
+            if _version_in(versions, package) != _version_in(mine, package):
+                differing[_version_in(versions, package)].append(who)
+        if differing:
+            value = "; ".join(f"{found} on {_few(who)}" for found, who in differing.items())
+            advice = "Use one image, or one set of pinned packages, for all processes."
+            here = _version_in(mine, package)
+            findings.append(Finding(f"{package} on the cluster", f"{value}; {here} here", verdict, advice))
     return findings or [Finding("versions on the cluster", "those of the scheduler and of all workers are as here")]
 
 
-def _version_in(versions: Mapping[str, str | None], package: str) -> str | None:
-    found = versions.get(package)
-    return ".".join(found.split(".")[:2]) if found and package == "python" else found
+def _version_in(versions: Versions, package: str) -> str:
+    found = versions.get(package) or "missing"
+    return ".".join(found.split(".")[:2]) if package == "python" else found
 
 
 def _few(names: Sequence[str]) -> str:
@@ -384,7 +320,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
 
 
 def all_reduce() -> float:
-    """Sum numbers over the ranks of a gang; the seconds that this takes, the median of some rounds.
+    """Sum numbers over the ranks of a gang twice, and return the seconds of the second time.
 
     Raises:
         ArithmeticError: The sum is wrong.
@@ -400,13 +336,10 @@ def all_reduce() -> float:
         raise ArithmeticError(
             f"the sum over {here.world_size} ranks is {values.min()} to {values.max()}, not {expected}"
         )
-    seconds = []
-    for _ in range(NUM_ROUNDS):
-        began_at = time.perf_counter()
-        dist.all_reduce(values)
-        values[0].item()  # waits for the GPU
-        seconds.append(time.perf_counter() - began_at)
-    return sorted(seconds)[NUM_ROUNDS // 2]
+    began_at = time.perf_counter()
+    dist.all_reduce(values)
+    values[0].item()  # waits for the GPU
+    return time.perf_counter() - began_at
 
 
 class _Witness(Observer):

@@ -2,8 +2,6 @@
 
 import functools
 
-from flytekitplugins.daskpytorch.documented import documented
-
 __all__ = [
     "GangError",
     "GangHungError",
@@ -15,7 +13,6 @@ __all__ = [
 ]
 
 
-@documented
 class GangError(RuntimeError):
     """A gang failed. The fields name the rank, its place and the cause.
 
@@ -158,7 +155,6 @@ class GangStartError(GangError):
     """
 
 
-@documented
 class StoppedEarlyError(Exception):
     """A model of `dispatch.map` was stopped because other models were better. The model has not failed.
 

@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flytekitplugins.daskpytorch.documented import documented
-
 __all__ = ["MIN_TOTAL", "Goodput", "RankUsage"]
 
 MIN_TOTAL = 60.0
 """Least seconds of a gang whose goodput is shown. A shorter gang spends most of its time on the start."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
     """Account of a gang's wall time, in seconds. All fields but `total` add up to `total`.
@@ -64,7 +61,6 @@ class Goodput:
         return f"{whole}; {rest}" if rest else whole
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class RankUsage:
     """A rank's use of its machine, and its work so far, as `Observer.used` receives them.

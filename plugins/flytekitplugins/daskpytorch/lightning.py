@@ -18,12 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.rank import checkpoint_files
 from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
 from flytekitplugins.daskpytorch.rank.libraries import require
-from flytekitplugins.daskpytorch.settings import COUNT, Problems, is_count
 
 MINIMUM_VERSION = "2.6"
 """Oldest version of Lightning. With 2.4 a killed training had another result than an undisturbed one."""
@@ -81,11 +81,8 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         """
         self.every_n_epochs = every_n_epochs
         self.every_n_train_steps = every_n_train_steps
-        problems = Problems("GangCallback", self)
-        problems.unless(is_count(every_n_epochs), "every_n_epochs", COUNT)
-        ok = every_n_train_steps is None or is_count(every_n_train_steps)
-        problems.unless(ok, "every_n_train_steps", f"None or {COUNT}")
-        problems.raise_any()
+        rules = {"every_n_epochs": checks.COUNT, "every_n_train_steps": checks.optional(checks.COUNT)}
+        checks.Problems("GangCallback", self, rules).raise_any()
         self._last_step = 0
         self._validated_step = -1
         self._evaluating = contextlib.ExitStack()

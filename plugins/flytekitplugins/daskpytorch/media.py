@@ -6,7 +6,6 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.extras import require_extra
 
 __all__ = ["Histogram", "Picture"]
@@ -15,7 +14,6 @@ NUM_BINS = 64
 """Number of bins of a histogram. Weights & Biases uses 64 by default."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
     """A histogram of values, for `current_rank().log({"weights": Histogram.of(model.weight)})`.
@@ -42,7 +40,6 @@ class Histogram:
         return cls(counts=tuple(counts.tolist()), edges=tuple(edges.tolist()))
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """A picture, for `current_rank().log({"sample": Picture.of(image)})`.

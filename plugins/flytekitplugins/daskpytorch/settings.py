@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from flytekitplugins.daskpytorch.documented import documented
-from flytekitplugins.daskpytorch.extras import is_installed, require_extra
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.extras import require_extra
 
 if TYPE_CHECKING:
     import optuna
@@ -23,31 +22,14 @@ SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
 """Set by the user: train in one rank, in the calling process."""
 
-BACKENDS = ("auto", "gloo", "nccl")
-DEVICES = ("own", "all")
-WANDB_MODES = ("online", "offline", "disabled")
-MODES = ("min", "max")
-
-MAX_COUNT = 1_000_000
-COUNT = f"a whole number from 1 to {MAX_COUNT}"
-MAX_SECONDS = 1_209_600
-"""Two weeks; some of what waits counts milliseconds in 32 bits."""
-SECONDS = f"seconds above 0 and at most {MAX_SECONDS}"
+MODE = checks.one_of("min", "max")
+NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
-"""Ranks report five times as often: below that they would do little else."""
-MAX_SHOWN = 200
-"""Characters of a value in a message."""
-TEXT = "a text without control characters"
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-"""And halves of characters, which cannot be written as UTF-8."""
-A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
-KEY = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
-A_KEY = "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two"
+"""Seconds. Ranks report five times as often: below that they would do little else."""
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
 """What Weights & Biases takes."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Keep:
     """Which of a gang's checkpoints stay, on the driver's disk and in storage; the others are removed.
@@ -79,18 +61,19 @@ class Keep:
     """Whether low or high values are good."""
 
     def __post_init__(self) -> None:
-        problems = Problems("Keep", self)
-        problems.unless(is_count(self.last), "last", COUNT)
-        has_best = is_whole(self.best, 1, MAX_COUNT)
-        problems.unless(has_best or is_whole(self.best, 0, 0), "best", f"a whole number from 0 to {MAX_COUNT}")
-        problems.unless(self.metric is None or is_text(self.metric), "metric", "None or a metric's name")
+        rules = {
+            "last": checks.COUNT,
+            "best": checks.whole(0),
+            "metric": checks.optional(NAME),
+            "mode": MODE,
+        }
+        problems = checks.Problems("Keep", self, rules)
+        has_best = checks.is_whole(self.best, 1)
         problems.unless(not has_best or self.metric is not None, "best", "0 without a metric to be best by")
         problems.unless(has_best or self.metric is None, "metric", "None, unless best says how many are kept by it")
-        problems.unless(is_among(self.mode, MODES), "mode", f"one of {', '.join(MODES)}")
         problems.raise_any()
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Which steps of which ranks `torch.profiler` records; each is a Chrome trace, for ui.perfetto.dev and the like.
@@ -115,22 +98,15 @@ class Profile:
     `profiles/rank-0-steps-100-110.pt.trace.json.gz`, and so in a task are in the folder of its results."""
 
     def __post_init__(self) -> None:
-        problems = Problems("Profile", self)
-        steps = self.steps
-        is_range = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(map(is_count, steps))
-        problems.unless(is_range and steps[0] <= steps[1], "steps", "the first and the last step, counted from 1")
-        problems.unless(
-            isinstance(self.ranks, (tuple, list)) and all(is_whole(rank, 0, MAX_COUNT) for rank in self.ranks),
-            "ranks",
-            "a tuple of ranks, counted from 0",
-        )
-        problems.unless(isinstance(self.with_stack, bool), "with_stack", "True or False")
-        if self.folder is not None and (allowed := instead_of(self.folder, f"None, {A_URI}")) is not None:
-            problems.unless(False, "folder", allowed)
-        problems.raise_any()
+        rules = {
+            "steps": checks.must_be("the first and the last step, counted from 1", _is_range),
+            "ranks": checks.tuple_of("ranks, counted from 0", lambda rank: checks.is_whole(rank, 0)),
+            "with_stack": checks.BOOLEAN,
+            "folder": checks.optional(checks.uri),
+        }
+        checks.Problems("Profile", self, rules).raise_any()
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Gang:
     """How the ranks of one training run are formed.
@@ -221,52 +197,30 @@ class Gang:
     """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
 
     def __post_init__(self) -> None:
-        problems = Problems("Gang", self)
-        problems.unless(is_among(self.backend, BACKENDS), "backend", f"one of {', '.join(BACKENDS)}")
-        problems.unless(
-            is_among(self.ranks_per_worker, ("auto",)) or is_count(self.ranks_per_worker),
-            "ranks_per_worker",
-            f"'auto' or {COUNT}",
-        )
-        problems.unless(is_among(self.devices, DEVICES), "devices", f"one of {', '.join(DEVICES)}")
-        problems.unless(self.min_workers is None or is_count(self.min_workers), "min_workers", f"None or {COUNT}")
-        problems.unless(
-            is_whole(self.max_restarts, 0, MAX_COUNT), "max_restarts", f"a whole number from 0 to {MAX_COUNT}"
-        )
-        problems.unless(is_seconds(self.start_timeout), "start_timeout", SECONDS)
-        problems.unless(
-            self.hang_timeout is None
-            or is_among(self.hang_timeout, ("auto",))
-            or is_seconds(self.hang_timeout, MIN_HANG_TIMEOUT),
-            "hang_timeout",
-            f"'auto', None or seconds from {MIN_HANG_TIMEOUT} to {MAX_SECONDS}",
-        )
-        problems.unless(is_seconds(self.grace_period), "grace_period", SECONDS)
-        problems.unless(isinstance(self.hints, bool), "hints", "True or False")
-        problems.unless(isinstance(self.keep, Keep), "keep", "a Keep")
-        problems.unless(isinstance(self.debug, bool), "debug", "True or False")
-        problems.unless(self.profile is None or isinstance(self.profile, Profile), "profile", "None or a Profile")
-        problems.unless(
-            self.key is None or is_key(self.key),
-            "key",
-            f"None or {A_KEY}",
-        )
-        if self.checkpoint_uri is not None and (allowed := instead_of(self.checkpoint_uri, f"None, {A_URI}")):
-            problems.unless(False, "checkpoint_uri", allowed)
-        problems.unless(
-            self.shard_cache is None or (isinstance(self.shard_cache, str) and self.shard_cache.startswith("/")),
-            "shard_cache",
-            "None or an absolute path",
-        )
-        problems.unless(
-            isinstance(self.observers, (tuple, list)) and all(map(callable, self.observers)),
-            "observers",
-            "a tuple of classes of observers, or of functions that make one",
-        )
-        problems.raise_any()
+        rules = {
+            "backend": checks.one_of("auto", "gloo", "nccl"),
+            "ranks_per_worker": checks.auto_or(checks.COUNT),
+            "devices": checks.one_of("own", "all"),
+            "min_workers": checks.optional(checks.COUNT),
+            "max_restarts": checks.whole(0),
+            "start_timeout": checks.SECONDS,
+            "hang_timeout": checks.must_be(
+                f"'auto', None or seconds from {MIN_HANG_TIMEOUT} to {checks.MAX_SECONDS}",
+                lambda value: value is None or checks.is_auto(value) or checks.is_seconds(value, MIN_HANG_TIMEOUT),
+            ),
+            "grace_period": checks.SECONDS,
+            "hints": checks.BOOLEAN,
+            "keep": checks.instance_of(Keep),
+            "debug": checks.BOOLEAN,
+            "profile": checks.optional(checks.instance_of(Profile)),
+            "key": checks.optional(checks.KEY),
+            "checkpoint_uri": checks.optional(checks.uri),
+            "shard_cache": checks.optional(checks.must_be("an absolute path", _is_absolute)),
+            "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
+        }
+        checks.Problems("Gang", self, rules).raise_any()
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     """Which of many models are stopped before their training's end: asynchronous successive halving (Li et al. 2018).
@@ -304,17 +258,10 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         require_extra("sweep", "EarlyStopping(...)")
-        problems = Problems("EarlyStopping", self)
-        problems.unless(isinstance(self.metric, str) and bool(self.metric), "metric", "a metric's name")
-        problems.unless(is_among(self.mode, MODES), "mode", f"one of {', '.join(MODES)}")
-        problems.unless(
-            is_whole(self.reduction_factor, 2, MAX_COUNT), "reduction_factor", f"a whole number from 2 to {MAX_COUNT}"
-        )
-        problems.unless(is_count(self.grace_period), "grace_period", COUNT)
-        problems.raise_any()
+        rules = {"metric": NAME, "mode": MODE, "reduction_factor": checks.whole(2), "grace_period": checks.COUNT}
+        checks.Problems("EarlyStopping", self, rules).raise_any()
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as there are workers for it.
@@ -350,17 +297,15 @@ class Search:
     0 returns, a number, or several for a study with several directions, and no model is stopped early."""
 
     def __post_init__(self) -> None:
-        problems = Problems("Search", self)
-        problems.unless(hasattr(self.study, "ask") and hasattr(self.study, "tell"), "study", "an optuna.Study")
-        problems.unless(callable(self.suggest), "suggest", "a function that makes an experiment of a trial")
-        problems.unless(is_count(self.num_models), "num_models", COUNT)
-        problems.unless(
-            self.metric is None or (isinstance(self.metric, str) and bool(self.metric)), "metric", "None or a name"
-        )
-        problems.raise_any()
+        rules = {
+            "study": checks.must_be("an optuna.Study", lambda study: hasattr(study, "ask") and hasattr(study, "tell")),
+            "suggest": checks.must_be("a function that makes an experiment of a trial", callable),
+            "num_models": checks.COUNT,
+            "metric": checks.optional(NAME),
+        }
+        checks.Problems("Search", self, rules).raise_any()
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Wandb:
     """One Weights & Biases run for the whole gang, fed by rank 0.
@@ -403,53 +348,26 @@ class Wandb:
 
     def __post_init__(self) -> None:
         require_extra("wandb", "Wandb(...)")
-        problems = Problems("Wandb", self)
-        problems.unless(is_text(self.project), "project", "a project's name")
-        problems.unless(
-            self.secret is None or all(hasattr(self.secret, name) for name in ("group", "key", "group_version")),
-            "secret",
-            "None or a flytekit.Secret",
-        )
-        problems.unless(
-            self.mode is None or is_among(self.mode, WANDB_MODES), "mode", f"None or one of {', '.join(WANDB_MODES)}"
-        )
-        problems.unless(
-            self.id is None or (is_text(self.id) and RUN_ID.fullmatch(self.id) is not None),
-            "id",
-            r"None or a text of up to 128 characters without any of /\#?%:",
-        )
-        for name in ("entity", "name", "group"):
-            problems.unless((value := getattr(self, name)) is None or is_text(value), name, f"None or {TEXT}")
-        problems.unless(
-            isinstance(self.tags, (tuple, list)) and all(map(is_text, self.tags)), "tags", "a tuple of texts"
-        )
-        problems.unless(
-            isinstance(self.config, Mapping) and all(isinstance(name, str) for name in self.config),
-            "config",
-            "a dictionary whose keys are texts",
-        )
-        problems.unless(is_text(self.host), "host", "a server's address")
-        problems.unless(
-            self.dir is None or isinstance(self.dir, os.PathLike) or is_text(self.dir), "dir", "None or a folder's path"
-        )
-        problems.raise_any()
-
-
-def instead_of(uri: object, allowed: str = A_URI) -> str | None:
-    """What to give in place of a URI that no file system is known for; None: it is a good one."""
-    if not is_text(uri):
-        return allowed
-    protocol, separator, rest = str(uri).partition("://")
-    if not separator:  # a bucket's address without one of its slashes is no folder's name
-        return allowed if re.match(r"(s3a?|gc?s|abfss?|az)(:|//)", protocol) else None
-    from fsspec.registry import known_implementations, registry
-
-    if protocol == "memory" or not rest.strip("/") or protocol not in {*registry, *known_implementations}:
-        return f"{allowed}, which every rank can reach" if protocol == "memory" else allowed
-    package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
-    if protocol in registry or is_installed(package):
-        return None
-    return f"reached by a package that is not installed: {known_implementations[protocol].get('err', package)}"
+        rules = {
+            "project": checks.text("a project's name"),
+            **dict.fromkeys(("entity", "name", "group"), checks.optional(checks.text())),
+            "secret": checks.optional(checks.must_be("a flytekit.Secret", _is_secret)),
+            "mode": checks.optional(checks.one_of("online", "offline", "disabled")),
+            "id": checks.optional(
+                checks.must_be(
+                    r"a text of up to 128 characters without any of /\#?%:",
+                    lambda value: checks.is_text(value) and RUN_ID.fullmatch(value) is not None,
+                )
+            ),
+            "tags": checks.tuple_of("texts", checks.is_text),
+            "config": checks.must_be(
+                "a dictionary whose keys are texts",
+                lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+            ),
+            "host": checks.text("a server's address"),
+            "dir": checks.optional(checks.path_or("a folder's path")),
+        }
+        checks.Problems("Wandb", self, rules).raise_any()
 
 
 def is_local() -> bool:
@@ -462,61 +380,14 @@ def is_debugging(gang: Gang | None = None) -> bool:
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or (gang is not None and gang.debug)
 
 
-class Problems:
-    """Gathers everything that is wrong with one config, so that a user sees it all at once."""
-
-    def __init__(self, owner: str, fields: object) -> None:
-        self._owner = owner
-        self._fields = fields
-        self._found: list[str] = []
-
-    def unless(self, ok: bool, name: str, allowed: str) -> None:
-        """Note a problem with the field of this name, which may have dots, unless it is `ok`."""
-        if not ok:
-            value = attrgetter(name)(self._fields)
-            self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
-
-    def raise_any(self) -> None:
-        """Raise one `ValueError` that names every problem found."""
-        if self._found:
-            raise ValueError("; ".join(self._found))
+def _is_range(steps: object) -> bool:
+    is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(checks.is_whole(step, 1) for step in steps)
+    return is_pair and steps[0] <= steps[1]  # type: ignore[index]
 
 
-def shown(value: object) -> str:
-    """A value as a message has it: written as in Python, and cut where it is long."""
-    try:
-        text = repr(value)
-    except Exception as error:  # the value's own, or that of a number with thousands of digits
-        return f"<a {type(value).__name__} that cannot be written: {type(error).__name__}>"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+def _is_absolute(path: object) -> bool:
+    return isinstance(path, str) and path.startswith("/")
 
 
-def is_whole(value: object, least: int, most: int) -> bool:
-    """Whether it is a whole number in this range."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 up, and not absurdly large."""
-    return is_whole(value, 1, MAX_COUNT)
-
-
-def is_seconds(value: object, least: float = 0.0) -> bool:
-    """Whether it is a number of seconds that everything that waits can wait for."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
-
-
-def is_among(value: object, words: tuple[str, ...]) -> bool:
-    """Whether it is one of these words."""
-    return isinstance(value, str) and value in words
-
-
-def is_key(value: object) -> bool:
-    """Whether it may be a part of paths and names."""
-    return isinstance(value, str) and KEY.fullmatch(value) is not None
-
-
-def is_text(value: object) -> bool:
-    """Whether it is a text that says something, and can be written anywhere."""
-    return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None
+def _is_secret(value: object) -> bool:
+    return all(hasattr(value, name) for name in ("group", "key", "group_version"))

@@ -13,100 +13,67 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 import flytekitplugins.daskpytorch as engine
-from flytekitplugins.daskpytorch import (
-    EarlyStopping,
-    Gang,
-    GangError,
-    GangHungError,
-    GangStartError,
-    Goodput,
-    Histogram,
-    Keep,
-    LogRecord,
-    Picture,
-    PreemptedError,
-    Profile,
-    RankContext,
-    RankUsage,
-    SavedCheckpoint,
-    Search,
-    StoppedEarlyError,
-    Wandb,
-    WorkerLostError,
-    current_client,
-    current_rank,
-)
 from flytekitplugins.daskpytorch.extras import require_extra
 
-if TYPE_CHECKING:
-    from flyteplugins.dask import Scheduler, WorkerGroup
+if TYPE_CHECKING:  # the public names, for type checkers and editors
+    from flyteplugins.dask import Scheduler as Scheduler
+    from flyteplugins.dask import WorkerGroup as WorkerGroup
 
-    from flytekitplugins.daskpytorch import (
-        MLflow,
-        Observer,
-        RankObserver,
-        Shape,
-        StrictInputs,
-        TensorBoard,
-        Training,
-        export_safetensors,
-        url_to_fs,
-    )
-    from flyteplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
+    from flytekitplugins.daskpytorch import EarlyStopping as EarlyStopping
+    from flytekitplugins.daskpytorch import Gang as Gang
+    from flytekitplugins.daskpytorch import GangError as GangError
+    from flytekitplugins.daskpytorch import GangHungError as GangHungError
+    from flytekitplugins.daskpytorch import GangStartError as GangStartError
+    from flytekitplugins.daskpytorch import Goodput as Goodput
+    from flytekitplugins.daskpytorch import Histogram as Histogram
+    from flytekitplugins.daskpytorch import Keep as Keep
+    from flytekitplugins.daskpytorch import LogRecord as LogRecord
+    from flytekitplugins.daskpytorch import MLflow as MLflow
+    from flytekitplugins.daskpytorch import Observer as Observer
+    from flytekitplugins.daskpytorch import Picture as Picture
+    from flytekitplugins.daskpytorch import PreemptedError as PreemptedError
+    from flytekitplugins.daskpytorch import Profile as Profile
+    from flytekitplugins.daskpytorch import RankContext as RankContext
+    from flytekitplugins.daskpytorch import RankObserver as RankObserver
+    from flytekitplugins.daskpytorch import RankUsage as RankUsage
+    from flytekitplugins.daskpytorch import SavedCheckpoint as SavedCheckpoint
+    from flytekitplugins.daskpytorch import Search as Search
+    from flytekitplugins.daskpytorch import Shape as Shape
+    from flytekitplugins.daskpytorch import StoppedEarlyError as StoppedEarlyError
+    from flytekitplugins.daskpytorch import StrictInputs as StrictInputs
+    from flytekitplugins.daskpytorch import TensorBoard as TensorBoard
+    from flytekitplugins.daskpytorch import Training as Training
+    from flytekitplugins.daskpytorch import Wandb as Wandb
+    from flytekitplugins.daskpytorch import WorkerLostError as WorkerLostError
+    from flytekitplugins.daskpytorch import current_client as current_client
+    from flytekitplugins.daskpytorch import current_rank as current_rank
+    from flytekitplugins.daskpytorch import export_safetensors as export_safetensors
+    from flytekitplugins.daskpytorch import url_to_fs as url_to_fs
+    from flyteplugins.daskpytorch.config import DaskCluster as DaskCluster
+    from flyteplugins.daskpytorch.config import DaskDDP as DaskDDP
+    from flyteplugins.daskpytorch.config import SpawnDDP as SpawnDDP
 
-__all__ = [
-    "DaskCluster",
-    "DaskDDP",
-    "EarlyStopping",
-    "Gang",
-    "GangError",
-    "GangHungError",
-    "GangStartError",
-    "Goodput",
-    "Histogram",
-    "Keep",
-    "LogRecord",
-    "MLflow",
-    "Observer",
-    "Picture",
-    "PreemptedError",
-    "Profile",
-    "RankContext",
-    "RankObserver",
-    "RankUsage",
-    "SavedCheckpoint",
-    "Scheduler",
-    "Search",
-    "Shape",
-    "SpawnDDP",
-    "StoppedEarlyError",
-    "StrictInputs",
-    "TensorBoard",
-    "Training",
-    "Wandb",
-    "WorkerGroup",
-    "WorkerLostError",
-    "current_client",
-    "current_rank",
-    "export_safetensors",
-    "url_to_fs",
-]
-
-HOMES = dict.fromkeys(("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup"), f"{__name__}.config")
-"""The modules of what is another thing here."""
+OWN = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
+"""The names whose objects are not those of the engine."""
 OLDEST = "2.12"
-"""The first version that has what is used here."""
-MODULES = ("data", "dispatch", "report", "results")
+"""The first version of Flyte 2's SDK that has what is used here."""
+
+if not TYPE_CHECKING:  # type checkers go by the imports above
+    __all__ = engine.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name in HOMES:
+    if name in OWN:
         require_extra("flyte2", f"flyteplugins.daskpytorch.{name}")
         _refuse_old(name)
-        return getattr(import_module(HOMES[name]), name)
-    if name in __all__ or name in MODULES or name == "__version__":
+        return getattr(import_module(f"{__name__}.config"), name)
+    if name in (*engine.HOMES, *engine.MODULES, "__version__"):
         return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *engine.MODULES, *engine.HOMES})
 
 
 def _refuse_old(name: str) -> None:

@@ -6,13 +6,13 @@ Importing it registers the task types with Flyte.
 import sys
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
 
 from flyte import Resources
 from flyte.extend import TaskPluginRegistry
 from flyteplugins.dask import Scheduler, WorkerGroup
 
-from flytekitplugins.daskpytorch.settings import Problems
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.task import config
 from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask, num_gpus
 
@@ -28,9 +28,9 @@ class _OnDask(config.OnDask):
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
     """The worker pods' number, image and resources."""
 
-    def _check_resources(self, problems: Problems, name: str, pods: Any) -> None:
-        is_one = pods.resources is None or isinstance(pods.resources, Resources)
-        problems.unless(is_one, f"{name}.resources", "None or a flyte.Resources")
+    def _rules_of_pods(self) -> dict[str, Rule]:
+        resources = checks.optional(checks.must_be("a flyte.Resources", lambda value: isinstance(value, Resources)))
+        return super()._rules_of_pods() | {"workers.resources": resources, "scheduler.resources": resources}
 
     @property
     def num_gpus(self) -> int:
@@ -60,14 +60,9 @@ class DaskCluster(_OnDask, config.Cluster):
     """`TaskEnvironment(plugin_config=DaskCluster(...))`: its functions run once, with `current_client()` at hand."""
 
 
-TaskPluginRegistry.register(DaskDDP, DaskDDPTask)
-TaskPluginRegistry.register(SpawnDDP, SpawnDDPTask)
-TaskPluginRegistry.register(DaskCluster, DaskClusterTask)
-config.keep_apart(
-    "Flyte 2's SDK",
-    "flyteplugins.daskpytorch",
-    (DaskCluster, DaskDDP, SpawnDDP),
-    TaskPluginRegistry.register,
-)
+HOST = config.Host(sdk="Flyte 2's SDK", package="flyteplugins.daskpytorch", register=TaskPluginRegistry.register)
+HOST.add(DaskDDP, DaskDDPTask)
+HOST.add(SpawnDDP, SpawnDDPTask)
+HOST.add(DaskCluster, DaskClusterTask)
 if "flyte_migrate" in sys.modules:  # which knows nothing of flytekit's own
     import_module("flyteplugins.daskpytorch.migrate")

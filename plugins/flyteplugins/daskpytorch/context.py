@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,17 +157,6 @@ def _beside(checkpoint: str | None, key: str) -> str | None:
     return f"{path}{BESIDE}/{key}" if path else None
 
 
-@contextlib.contextmanager
-def known_to_threads() -> Iterator[None]:
-    """Have threads that the task's function starts find the task, too: Flyte's context is not theirs."""
-    known = (flyte.ctx(), local_run.get())
-    _contexts.append(known)
-    try:
-        yield
-    finally:
-        _contexts.remove(known)
-
-
 def rank_environment(secrets: Any) -> dict[str, str]:
     """Flyte's own variables for the ranks of the current task, and its secrets."""
     action, inherited = flyte.ctx().action, {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
@@ -214,12 +202,8 @@ def _opened(uri: str, storage: Storage | None) -> Any:
 
 
 def current() -> Flyte2Execution:
-    """What the task that is being executed here knows of itself."""
-    here = flyte.ctx()
-    return Flyte2Execution(*_contexts[-1]) if _contexts and not here else Flyte2Execution(here, local_run.get())
+    """Return what the task that is being executed here knows of itself."""
+    return Flyte2Execution(flyte.ctx(), local_run.get())
 
-
-_contexts: list[tuple[TaskContext, LocalRun | None]] = []
-"""Those of the tasks that run here and have threads, the newest last."""
 
 host.provide(current)

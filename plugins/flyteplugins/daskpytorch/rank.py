@@ -18,6 +18,7 @@ from flyte.syncify import syncify
 
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.host import provide
+from flytekitplugins.daskpytorch.rank.returned import check_count
 from flyteplugins.daskpytorch import context
 
 
@@ -79,11 +80,7 @@ class Flyte2Rank:
         Raises:
             TypeError: It does not fit the number of the task's outputs.
         """
-        names = self.outputs_wanted
-        if len(names) > 1 and not (isinstance(returned, tuple) and len(returned) == len(names)):
-            what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-            wanted = f"{len(names)} outputs ({', '.join(names)})"
-            raise TypeError(f"task {self.task_name} declares {wanted}; rank 0 returned {what}")
+        check_count(self.task_name, returned, self.outputs_wanted)
         tabs = {name: tab.content for name, tab in self.ctx.report.tabs.items() if tab.content}
         return TaskOutput(value=returned, tabs=tabs)
 

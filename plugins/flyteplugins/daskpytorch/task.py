@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.driver.request import check_function
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.protocol.host import preempt_all
+from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_all
 from flytekitplugins.daskpytorch.task import in_ranks, live_page, local_runs
 from flytekitplugins.daskpytorch.task.config import Cluster
 from flytekitplugins.daskpytorch.task.inputs import refuse_unknown
@@ -63,7 +63,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         may_start_again = flyte.ctx().mode == "local" or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
         inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
         try:
-            with self._begun(inputs), context.known_to_threads():
+            with self._begun(inputs), known_to_threads():
                 return await _heeding_sigterm(self._run(inputs))
         except KeyboardInterrupt:  # from the thread that trains; Flyte's event loop would end by it
             raise asyncio.CancelledError from None
@@ -181,15 +181,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
             tab.replace(recorder.html(places()))
             flyte.report.flush()
 
-        publisher, file = live_page.Publisher(recorder, publish), self._page_file()
-        publisher.start(at_once=file is not None)
+        file = self._page_file()
         try:
-            yield Path(file) if file is not None else None
-        except BaseException as error:
-            recorder.conclude(error)
-            raise
+            with live_page.kept_up_to_date(recorder, publish, at_once=file is not None):
+                yield Path(file) if file is not None else None
         finally:
-            publisher.end()
             tab.replace(live_page.page_of(recorder, places))
             with contextlib.suppress(Exception):  # of a task that has ended Flyte tries once more
                 flyte.report.flush()

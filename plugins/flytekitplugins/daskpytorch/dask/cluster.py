@@ -36,10 +36,20 @@ _clients: list[Client] = []
 
 
 def current_client() -> Client:
-    """The client of the cluster that this `DaskCluster` task runs on.
+    """Return the client of the cluster that this `DaskCluster` task runs on.
 
     Raises:
         RuntimeError: Called outside such a task.
+
+    Examples:
+        >>> from flytekit import task
+        >>> from flytekitplugins.daskpytorch import DaskCluster, current_client
+        >>> @task(task_config=DaskCluster())
+        ... def lengths(names: list[str]) -> list[int]:
+        ...     client = current_client()
+        ...     return client.gather(client.map(len, names))
+        >>> lengths(names=["Bello", "Mia"])
+        [5, 3]
     """
     if not _clients:
         raise RuntimeError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from flytekitplugins.daskpytorch.checks import Problems, is_whole
 from flytekitplugins.daskpytorch.data import image_decoder
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError
 from flytekitplugins.daskpytorch.data.image_cache import ImageCache
@@ -24,7 +25,6 @@ from flytekitplugins.daskpytorch.data.image_decoder import BrokenImageError, Ima
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 from flytekitplugins.daskpytorch.data.read_ahead import ahead_of
 from flytekitplugins.daskpytorch.extras import require_extra
-from flytekitplugins.daskpytorch.settings import Problems, is_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image

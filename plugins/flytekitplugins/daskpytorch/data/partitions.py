@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.protocol.worker_data import Key, WorkerData
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ class DaskPartitions:
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
 
-@documented
 class Share(Sequence[Any]):
     """One rank's partitions. Each is fetched anew when it is asked for, and only that one: keep it, or let it go.
 

@@ -6,10 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.data.read_ahead import reading_ahead
 from flytekitplugins.daskpytorch.data.sampling import RankBatches
-from flytekitplugins.daskpytorch.documented import documented
-from flytekitplugins.daskpytorch.settings import shown
 
 OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
 
@@ -21,7 +20,6 @@ class MapStyle(Sized, Protocol):
         """Return the item with this index."""
 
 
-@documented
 class RankLoader:
     """Gives each rank its batches of a map-style dataset, and keeps the position of the gang.
 

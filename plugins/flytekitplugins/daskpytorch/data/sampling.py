@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.settings import shown
 
 SEEDS = range(-(2**63), 2**63)
 """Seeds that torch accepts, also with an epoch added."""

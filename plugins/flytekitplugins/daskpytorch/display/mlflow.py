@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Picture
 from flytekitplugins.daskpytorch.protocol.observer import Training
-from flytekitplugins.daskpytorch.settings import TEXT, Problems, is_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -46,7 +45,6 @@ CONNECT_TIMEOUT = 5.0
 """Seconds for the server to take a connection."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class MLflow:
     """One MLflow run for the whole gang, written in the driver: `Gang(observers=(MLflow(experiment=...),))`.
@@ -77,20 +75,21 @@ class MLflow:
 
     def __post_init__(self) -> None:
         require_extra("mlflow", "MLflow(...)")
-        problems = Problems("MLflow", self)
-        problems.unless(is_text(self.experiment), "experiment", "an experiment's name")
-        is_path = isinstance(self.uri, os.PathLike)
-        problems.unless(self.uri is None or is_path or is_text(self.uri), "uri", "None, a server's address or a folder")
-        problems.unless(self.name is None or is_text(self.name), "name", f"None or {TEXT}")
-        are_texts = isinstance(self.tags, Mapping) and all(
-            is_text(name) and isinstance(value, str) for name, value in self.tags.items()
-        )
-        problems.unless(are_texts, "tags", "a dictionary of texts")
-        problems.raise_any()
+        rules = {
+            "experiment": checks.text("an experiment's name"),
+            "uri": checks.optional(checks.path_or("a server's address or a folder")),
+            "name": checks.optional(checks.text()),
+            "tags": checks.must_be("a dictionary of texts", _are_texts),
+        }
+        checks.Problems("MLflow", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
         """An observer of one gang."""
         return Tracker(_Run(self))
+
+
+def _are_texts(tags: object) -> bool:
+    return isinstance(tags, Mapping) and all(checks.is_text(k) and isinstance(v, str) for k, v in tags.items())
 
 
 class _Run(Run):

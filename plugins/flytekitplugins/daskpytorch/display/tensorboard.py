@@ -11,17 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Training
-from flytekitplugins.daskpytorch.settings import A_KEY, Problems, instead_of, is_key
 
 UPLOAD_INTERVAL = 15.0
 """Seconds from one upload to the next, for as long as there is something new."""
@@ -29,7 +28,6 @@ UPLOAD_SHARE = 10
 """And so many times as long as the last one took: the whole file goes each time."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
     """Event files of the training for TensorBoard, written in the driver: `Gang(observers=(TensorBoard(folder=...),))`.
@@ -56,16 +54,17 @@ class TensorBoard:
 
     def __post_init__(self) -> None:
         require_extra("tensorboard", "TensorBoard(...)")
-        problems = Problems("TensorBoard", self)
-        is_path = isinstance(self.folder, os.PathLike)
-        if (allowed := None if is_path else instead_of(self.folder)) is not None:
-            problems.unless(False, "folder", allowed)
-        problems.unless(self.name is None or is_key(self.name), "name", f"None or {A_KEY}")
-        problems.raise_any()
+        rules = {"folder": _folder, "name": checks.optional(checks.KEY)}
+        checks.Problems("TensorBoard", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
         """An observer of one gang."""
         return Tracker(_EventFiles(self, current_execution()))
+
+
+def _folder(value: object) -> str | None:
+    """Rule for a folder, or a URL of a file system that all ranks can open."""
+    return None if isinstance(value, os.PathLike) else checks.uri(value)
 
 
 class _EventFiles(Run):

@@ -8,17 +8,18 @@ import sys
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from operator import attrgetter
 
 from flytekit import Resources
-from flytekit.extend import TaskPlugins
 from flytekitplugins.dask import Scheduler, WorkerGroup
 
-from flytekitplugins.daskpytorch.documented import documented
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Rule
+from flytekitplugins.daskpytorch.flyte.context import HOST
 from flytekitplugins.daskpytorch.flyte.task import DaskClusterTask, DaskDDPTask, SpawnDDPTask
-from flytekitplugins.daskpytorch.settings import Problems
 from flytekitplugins.daskpytorch.task import config
 
+SINGLE = "a flytekit.Resources without pairs of request and limit, which have fields of their own"
 NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 
@@ -33,9 +34,13 @@ class _OnDask(config.OnDask):
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
     """The worker pods' number, image and resources."""
 
-    def _check_resources(self, problems: Problems, name: str, pods: Any) -> None:
-        for part in ("requests", "limits"):
-            _check_resources(problems, f"{name}.{part}", getattr(pods, part))
+    def _rules_of_pods(self) -> dict[str, Rule]:
+        rules = super()._rules_of_pods()
+        for name in ("scheduler.requests", "scheduler.limits", "workers.requests", "workers.limits"):
+            rules[name] = checks.optional(checks.must_be(SINGLE, _has_no_pairs))
+            if isinstance(attrgetter(name)(self), Resources):
+                rules[f"{name}.gpu"] = checks.optional(checks.must_be("a whole number", _is_number))
+        return rules
 
     @property
     def num_gpus(self) -> int:
@@ -46,7 +51,6 @@ class _OnDask(config.OnDask):
         return 0
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class DaskDDP(_OnDask, config.GangOnDask):
     """`@task(task_config=DaskDDP(...))`: the function runs in every rank of a gang on an ephemeral Dask cluster.
@@ -72,7 +76,6 @@ class DaskDDP(_OnDask, config.GangOnDask):
     """
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class SpawnDDP(config.GangOnOwnNode):
     """`@task(task_config=SpawnDDP(...))`: the function runs in every rank of a gang on the task's own node; no Dask.
@@ -95,7 +98,6 @@ class SpawnDDP(config.GangOnOwnNode):
     """
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class DaskCluster(_OnDask, config.Cluster):
     """`@task(task_config=DaskCluster(...))`: the function runs once, with `current_client()` at its service.
@@ -118,25 +120,18 @@ class DaskCluster(_OnDask, config.Cluster):
     """
 
 
-def _check_resources(problems: Problems, name: str, resources: Resources | None) -> None:
-    if not isinstance(resources, Resources):
-        problems.unless(resources is None, name, "None or a flytekit.Resources")
-        return
-    pairs = [value for value in vars(resources).values() if isinstance(value, (list, tuple))]
-    problems.unless(not pairs, name, "without pairs of request and limit, which have fields of their own")
-    is_number = resources.gpu is None or NUM_GPUS.fullmatch(str(resources.gpu)) is not None
-    problems.unless(bool(pairs) or is_number, f"{name}.gpu", "None or a whole number")
+def _has_no_pairs(resources: object) -> bool:
+    is_one = isinstance(resources, Resources)
+    return is_one and not any(isinstance(each, (list, tuple)) for each in vars(resources).values())
 
 
-TaskPlugins.register_pythontask_plugin(DaskDDP, DaskDDPTask)
-TaskPlugins.register_pythontask_plugin(SpawnDDP, SpawnDDPTask)
-TaskPlugins.register_pythontask_plugin(DaskCluster, DaskClusterTask)
-config.keep_apart(
-    "flytekit",
-    "flytekitplugins.daskpytorch",
-    (DaskCluster, DaskDDP, SpawnDDP),
-    TaskPlugins.register_pythontask_plugin,
-)
+def _is_number(gpus: object) -> bool:
+    return NUM_GPUS.fullmatch(str(gpus)) is not None
+
+
+HOST.add(DaskDDP, DaskDDPTask)
+HOST.add(SpawnDDP, SpawnDDPTask)
+HOST.add(DaskCluster, DaskClusterTask)
 if (
     sys.modules.get("flyte") is not None and find_spec("flyteplugins") and find_spec("flyteplugins.dask")
 ):  # Flyte 2's SDK

@@ -1,17 +1,18 @@
 """Flyte's context, as the rest of the plugin asks for it. Runs in the driver."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
+from flytekit.extend import TaskPlugins
 from flytekit.models.security import Secret
 
 from flytekitplugins.daskpytorch.flyte.storage import FlyteStorage
 from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.task.config import Host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
+HOST = Host(sdk="flytekit", package="flytekitplugins.daskpytorch", register=TaskPlugins.register_pythontask_plugin)
 CHECKPOINTS = "daskpytorch"
 """Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
 
@@ -62,16 +63,6 @@ class FlyteExecution(host.Execution):
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
 
 
-@contextlib.contextmanager
-def known_to_threads() -> Iterator[None]:
-    """Have threads that the task's function starts find the task, too: flytekit's context is not theirs."""
-    _contexts.append((FlyteContextManager.current_context(), local_run.get()))
-    try:
-        yield
-    finally:
-        _contexts.pop()
-
-
 def rank_environment() -> dict[str, str]:
     """Flyte's own variables for the ranks of the current task: its names, and its secrets."""
     params = FlyteContextManager.current_context().user_space_params
@@ -90,19 +81,13 @@ def rank_environment() -> dict[str, str]:
 
 
 def current() -> FlyteExecution:
-    """What the task that is being executed here knows of itself."""
-    here = FlyteContextManager.current_context()
-    return (
-        FlyteExecution(*_contexts[-1]) if _contexts and not _is_in_task(here) else FlyteExecution(here, local_run.get())
-    )
+    """Return what the task that is being executed here knows of itself."""
+    return FlyteExecution(FlyteContextManager.current_context(), local_run.get())
 
 
 def _is_in_task(ctx: FlyteContext) -> bool:
     modes = (ExecutionState.Mode.TASK_EXECUTION, ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     return ctx.execution_state is not None and ctx.execution_state.mode in modes
 
-
-_contexts: list[tuple[FlyteContext, LocalRun | None]] = []
-"""Those of the tasks that run here and have threads, the newest last."""
 
 host.provide(current)

@@ -8,17 +8,13 @@ the host here, and ranks that are forked find flytekit imported.
 
 import sys
 
-from flytekit.extend import TaskPlugins
-
 from flytekitplugins.daskpytorch.flyte import context  # noqa: F401 - makes Flyte the host
 from flytekitplugins.daskpytorch.flyte.preload import IMPORTED_AHEAD
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.settings import is_debugging
-from flytekitplugins.daskpytorch.task.config import keep_apart
 from flytekitplugins.daskpytorch.task.early_start import is_worthwhile
 
-keep_apart("flytekit", "flytekitplugins.daskpytorch", (), TaskPlugins.register_pythontask_plugin)
 fork_client.import_ahead(IMPORTED_AHEAD)
 if is_worthwhile(sys.argv, "pyflyte") and runs_gangs() and not is_debugging():
     fork_client.connect().close()

@@ -11,7 +11,7 @@ from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteCon
 from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 
 from flytekitplugins.daskpytorch.display.deck import Recorder
-from flytekitplugins.daskpytorch.task.live_page import TITLE, Publisher, page_of
+from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date, page_of
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 """For S3, and for Google's storage; as flytekit sends its Decks."""
@@ -51,16 +51,11 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
     deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
     decks[:] = [deck, *(other for other in decks if other.name != TITLE)]
     file = _DeckFile(ctx)
-    publisher = Publisher(recorder, file.write)
     _live_file.set(file.path if file.is_local else None)
-    publisher.start(at_once=file.is_local)  # while storage need not answer
     try:
-        yield _live_file.get()
-    except BaseException as error:
-        recorder.conclude(error)
-        raise
+        with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # where no storage need answer
+            yield _live_file.get()
     finally:
-        publisher.end()
         deck.freeze()
 
 

@@ -24,6 +24,7 @@ from flytekit.utils.asyn import run_sync
 
 from flytekitplugins.daskpytorch.flyte import context, tabs
 from flytekitplugins.daskpytorch.protocol.host import provide
+from flytekitplugins.daskpytorch.rank.returned import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class FlyteRank:
             TypeError: The return value does not fit the task's declared outputs.
         """
         inputs, outputs, tuple_name = cloudpickle.loads(self.interface)  # as above
-        _check_count(self.task_name, returned, list(outputs))
+        check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
         task = PythonTask(task_type="", name=self.task_name, task_config=None, interface=interface)
         # What an ordinary task calls after its function: it also adds the metadata of artifacts.
@@ -161,13 +162,6 @@ def _statsd_by_number() -> Iterator[None]:
         del os.environ[variable]
         if before is not None:
             os.environ[variable] = before
-
-
-def _check_count(task_name: str, returned: Any, names: list[str]) -> None:
-    if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
-        return
-    what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-    raise TypeError(f"task {task_name} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}")
 
 
 def _decks() -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.flyte import context, tabs
 from flytekitplugins.daskpytorch.process.ctrl_c import CtrlC
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c, with_advice
@@ -305,7 +306,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         config: DaskCluster = self.task_config
         refuse_unknown(kwargs)
         with (
-            context.known_to_threads(),
+            known_to_threads(),
             cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout),
         ):
             try:

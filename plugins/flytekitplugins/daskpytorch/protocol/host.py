@@ -1,7 +1,8 @@
 """The host of a task, Flyte or none: how all else asks for it, and how it ends gangs. Runs in driver and ranks."""
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -125,9 +126,21 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
 
 
 def current_execution() -> Execution:
-    """What is being executed here. Costs nothing where no host was imported, and imports none."""
+    """Return what is being executed here. Costs nothing where no host was imported, and imports none."""
     executions = [current() for current in _hosts]
-    return next((each for each in executions if each.task is not None), executions[0] if executions else Execution())
+    in_task = [each for each in executions if each.task is not None]
+    return next(iter([*in_task, *reversed(_known), *executions]), Execution())
+
+
+@contextlib.contextmanager
+def known_to_threads() -> Iterator[None]:
+    """Have threads that a task's function starts find the task, too: the context of its host is not theirs."""
+    known = current_execution()
+    _known.append(known)
+    try:
+        yield
+    finally:
+        _known.remove(known)
 
 
 def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
@@ -143,6 +156,8 @@ def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
         _has_last = is_last
 
 
+_known: list[Execution] = []
+"""Executions of the tasks that run here and may have threads, the newest last."""
 _hosts: list[Callable[[], Execution]] = []
 _has_last = False
 

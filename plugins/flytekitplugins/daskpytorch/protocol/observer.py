@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.code import pack_call, unpack_call
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The ranks of a gang and their places, as `Observer.placed` receives them.
@@ -53,7 +51,6 @@ class Shape:
         return sum(len(here) for here in self.places)
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """The name, id and inputs of a training, as `Observer.begins` receives them. Trackers find a run again by the id.

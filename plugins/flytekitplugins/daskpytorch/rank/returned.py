@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
@@ -46,6 +46,18 @@ def unwrapped(value: Any) -> Any:
         return value
 
     return bare(value, MAX_DEPTH)
+
+
+def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
+    """Check that a return value has as many parts as a task has outputs.
+
+    Raises:
+        TypeError: It has not.
+    """
+    if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
+        return
+    what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    raise TypeError(f"task {task} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}")
 
 
 def dump_returned(

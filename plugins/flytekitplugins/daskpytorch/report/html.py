@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.process.streams import one_line
 
 MAX_NAME = 60
@@ -17,7 +16,6 @@ URL = re.compile(r"https?://[^\s<>\"']+")
 ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
 
 
-@documented
 @dataclass(frozen=True)
 class Link:
     """A text that leads somewhere: a cell of a table, say.

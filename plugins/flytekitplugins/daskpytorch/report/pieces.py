@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.report.html import element, name_of, shared, text_of, whole
 
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
@@ -18,7 +17,6 @@ MAX_SHARES = 8
 """Number of colours of `shares`."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """A picture of a page.

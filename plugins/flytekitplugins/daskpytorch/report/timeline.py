@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flytekitplugins.daskpytorch.documented import documented
 from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.report.html import element, text_of, whole
 from flytekitplugins.daskpytorch.report.pieces import Tone, cells_table
@@ -21,7 +20,6 @@ NARROW = 4.0
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened.
@@ -42,7 +40,6 @@ class Event:
     """Colour of the event."""
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """Something that lasted.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from distributed import Client
 
+from flytekitplugins.daskpytorch.checks import Problems, shown
 from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request, take_keys
@@ -22,7 +23,7 @@ from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.process.ctrl_c import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
-from flytekitplugins.daskpytorch.settings import MODES, EarlyStopping, Gang, Problems, Search, Wandb, is_among, shown
+from flytekitplugins.daskpytorch.settings import MODE, EarlyStopping, Gang, Search, Wandb
 from flytekitplugins.daskpytorch.sweep.display import SweepDisplay
 from flytekitplugins.daskpytorch.sweep.model import Model, ModelFuture, error_of
 from flytekitplugins.daskpytorch.sweep.packing import Pool
@@ -153,9 +154,7 @@ class ModelFutures(Futures[ModelFuture]):
             TimeoutError: Not all have ended within `timeout` seconds; they go on.
             ValueError: `mode` is neither, or no finished model has logged a number of that name.
         """
-        problems = Problems("best", SimpleNamespace(mode=mode))
-        problems.unless(is_among(mode, MODES), "mode", f"one of {', '.join(MODES)}")
-        problems.raise_any()
+        Problems("best", SimpleNamespace(mode=mode), {"mode": MODE}).raise_any()
         self._wait(timeout)
         finished = [future for future in self._futures if future.status == "finished"]
         values = {future: _number(future.metrics.get(metric)) for future in finished}

@@ -18,6 +18,7 @@ from typing import Any
 import cloudpickle
 from dask.base import normalize_token, tokenize
 
+from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.driver.files import Files, unusable
@@ -27,7 +28,6 @@ from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
-from flytekitplugins.daskpytorch.settings import shown
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16

@@ -1,21 +1,88 @@
 """What a user may ask of a task, and whether it makes sense, whoever its host is. Imports no torch."""
 
+from __future__ import annotations
+
 import functools
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from types import NoneType
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn
 
-from flytekitplugins.daskpytorch import settings
-from flytekitplugins.daskpytorch.settings import Gang, Problems, Wandb
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Problems, Rule
+from flytekitplugins.daskpytorch.settings import Gang, Wandb
 
-START_METHODS = ("forkserver", "spawn")
+OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.instance_of(Wandb))}
 
 
-class OnDask:
+_hosts: list[Host] = []
+"""The SDKs that are in use."""
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One of Flyte's SDKs, which makes tasks of the configs that are made for it, and refuses those of the others.
+
+    flytekit would run the function of a task whose config it does not know in the driver, undistributed.
+    """
+
+    sdk: str
+    """The SDK's name."""
+    package: str
+    """The package in which users find its configs."""
+    register: Callable[[type, Any], object]
+    """Tells the SDK what to call for a task whose config is of a class."""
+    task_types: dict[type, Any] = field(default_factory=dict)
+    """The classes of its configs, and the task types that they stand for."""
+
+    def __post_init__(self) -> None:
+        self.register(ConfigClass, _refuse_class)
+        for other in _hosts:
+            for config in other.task_types:
+                self.refuse(config, other)
+        _hosts.append(self)
+
+    def add(self, config: type, task_type: Any) -> None:
+        """Have tasks with configs of a class be of a task type here, and be an error elsewhere."""
+        self.task_types[config] = task_type
+        self.register(config, task_type)
+        for other in _hosts:
+            if other is not self:
+                other.refuse(config, self)
+
+    def refuse(self, config: type, of: Host) -> None:
+        """Have tasks with configs of a class that belongs to another host be an error."""
+        name = next(base for base in config.__mro__ if base.__module__.startswith(of.package)).__name__
+        self.register(config, functools.partial(_refuse, name, of, self))
+
+
+class ConfigClass(type):
+    """The class of the configs' classes, by which an SDK tells a config's class from a config."""
+
+
+class Config(metaclass=ConfigClass):
+    """A task's config for any host, whose fields are checked as soon as it is made."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have a user's subclass stand for the same task type: SDKs look for a config's own class alone."""
+        super().__init_subclass__(**options)
+        for host, base in itertools.product(_hosts, cls.__bases__):
+            if base in host.task_types:
+                host.add(cls, host.task_types[base])
+
+    def _check_kinds(self, kinds: Mapping[str, Rule]) -> None:
+        """Check that fields hold values of their classes; all other rules need that.
+
+        Raises:
+            ValueError: Some do not.
+        """
+        Problems(type(self).__name__, self, kinds).raise_any()
+
+
+class OnDask(Config):
     """The cluster that a task asks for; a host's own class adds its records for `scheduler` and `workers`."""
 
-    # What the host has for these two.
+    # The host's classes of these two.
     KINDS: ClassVar[Mapping[str, type]]
 
     scheduler: Any
@@ -26,18 +93,12 @@ class OnDask:
         """The number of Dask workers asked for."""
         return int(self.workers.number_of_workers or 1)
 
-    def _check_pods(self, problems: Problems) -> None:
-        """Add what is wrong with them."""
-        count = self.workers.number_of_workers
-        problems.unless(settings.is_count(count), "workers.number_of_workers", settings.COUNT)
-        for name in ("scheduler", "workers"):
-            pods = getattr(self, name)
-            is_named = pods.image is None or settings.is_text(pods.image)
-            problems.unless(is_named, f"{name}.image", f"None or {settings.TEXT}")
-            self._check_resources(problems, name, pods)
+    def _kinds(self) -> dict[str, Rule]:
+        return {name: checks.instance_of(kind) for name, kind in self.KINDS.items()}
 
-    def _check_resources(self, problems: Problems, name: str, pods: Any) -> None:
-        raise NotImplementedError
+    def _rules_of_pods(self) -> dict[str, Rule]:
+        image = checks.optional(checks.text())
+        return {"workers.number_of_workers": checks.COUNT, "workers.image": image, "scheduler.image": image}
 
     @property
     def num_gpus(self) -> int:
@@ -55,11 +116,11 @@ class GangOnDask(OnDask):
     """Record the run in Weights & Biases; None does not."""
 
     def __post_init__(self) -> None:
-        problems = _checked_kinds(self, self.KINDS)
-        self._check_pods(problems)
+        self._check_kinds(self._kinds() | OF_GANGS)
+        problems = Problems(type(self).__name__, self, self._rules_of_pods())
         workers, least = self.workers.number_of_workers, self.gang.min_workers
         problems.unless(
-            least is None or not settings.is_count(workers) or least <= (workers or 0),
+            least is None or checks.COUNT(workers) is not None or least <= workers,
             "gang.min_workers",
             f"at most workers.number_of_workers, which is {workers}",
         )
@@ -74,7 +135,7 @@ class GangOnDask(OnDask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GangOnOwnNode:
+class GangOnOwnNode(Config):
     """The function runs in every rank of a gang on the task's own node; no Dask."""
 
     nproc: int | Literal["auto"] = "auto"
@@ -88,20 +149,14 @@ class GangOnOwnNode:
     imported torch and never touched CUDA, or a fresh interpreter, in seconds."""
 
     def __post_init__(self) -> None:
-        problems = _checked_kinds(self, {})
-        problems.unless(
-            settings.is_among(self.nproc, ("auto",)) or settings.is_count(self.nproc),
-            "nproc",
-            f"'auto' or {settings.COUNT}",
-        )
-        problems.unless(
-            settings.is_among(self.start_method, START_METHODS), "start_method", f"one of {', '.join(START_METHODS)}"
-        )
-        problems.unless(
-            self.gang.ranks_per_worker == "auto", "gang.ranks_per_worker", "left alone; nproc is the number of ranks"
-        )
-        problems.unless(self.gang.min_workers in (None, 1), "gang.min_workers", "left alone; there is one node")
-        problems.raise_any()
+        rules = {
+            "nproc": checks.auto_or(checks.COUNT),
+            "start_method": checks.one_of("forkserver", "spawn"),
+            "gang.ranks_per_worker": checks.must_be("left alone; nproc is the number of ranks", checks.is_auto),
+            "gang.min_workers": checks.must_be("left alone; there is one node", lambda value: value in (None, 1)),
+        }
+        self._check_kinds(OF_GANGS)
+        Problems(type(self).__name__, self, rules).raise_any()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,64 +167,18 @@ class Cluster(OnDask):
     """Seconds within which the scheduler answers and all the workers come."""
 
     def __post_init__(self) -> None:
-        problems = _checked_kinds(self, self.KINDS)
-        self._check_pods(problems)
-        problems.unless(settings.is_seconds(self.start_timeout), "start_timeout", settings.SECONDS)
-        problems.raise_any()
+        self._check_kinds(self._kinds())
+        rules = self._rules_of_pods() | {"start_timeout": checks.SECONDS}
+        Problems(type(self).__name__, self, rules).raise_any()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Host:
-    sdk: str
-    package: str
-    configs: tuple[type, ...]
-    register: Callable[[type, Any], None]
-
-
-def keep_apart(sdk: str, package: str, configs: tuple[type, ...], register: Callable[[type, Any], None]) -> None:
-    """Have each host refuse the other's configs, once both are here: flytekit would run the function undistributed.
-
-    Args:
-        sdk: The host's name.
-        package: Where users find its configs.
-        configs: These; perhaps none so far.
-        register: Tells the host what to call for a task with a config of a class.
-    """
-    here = _Host(sdk=sdk, package=package, configs=configs, register=register)
-    is_new = all(each.sdk != sdk for each in _hosts)
-    for other in {each.sdk: each for each in _hosts if each.sdk != sdk}.values():
-        _refuse(here, other)
-        if is_new:
-            _refuse(other, here)
-    _hosts.append(here)
-
-
-def _refuse(of: _Host, by: _Host) -> None:
-    for config in of.configs:
-        by.register(config, functools.partial(_raise, config.__name__, of, by))
-
-
-def _raise(name: str, of: _Host, by: _Host, /, *_: object, **__: object) -> NoReturn:
+def _refuse(name: str, of: Host, by: Host, /, *_: object, **__: object) -> NoReturn:
     raise TypeError(
         f"this {name} is that of {of.package}, which is for {of.sdk}, and the task is one of {by.sdk}. Use the one of "
         f"{by.package}, which takes the same arguments: from {by.package} import {name}"
     )
 
 
-def _checked_kinds(config: Any, of_host: Mapping[str, type]) -> Problems:
-    """A list of problems to add to, once each field holds a value of its kind.
-
-    Raises:
-        ValueError: Some do not.
-    """
-    problems = Problems(type(config).__name__, config)
-    kinds: Mapping[str, Any] = {**of_host, "gang": Gang, "wandb": (Wandb, NoneType)}
-    for name in [entry.name for entry in fields(config) if entry.name in kinds]:
-        value, kind = getattr(config, name), kinds[name]
-        names = "None or a Wandb" if name == "wandb" else f"a {kind.__name__}"
-        problems.unless(isinstance(value, kind), name, names)
-    problems.raise_any()
-    return problems
-
-
-_hosts: list[_Host] = []
+def _refuse_class(*args: object, **kwargs: object) -> NoReturn:
+    [name] = [each.__name__ for each in (*args, *kwargs.values()) if isinstance(each, ConfigClass)]
+    raise TypeError(f"{name} is a class, and a task needs a config that is made of it: {name}()")

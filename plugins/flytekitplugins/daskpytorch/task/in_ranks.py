@@ -6,9 +6,10 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.deck import Recorder
     from flytekitplugins.daskpytorch.display.machine import MachineLog
     from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+    from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
@@ -56,6 +58,35 @@ NO_PROCESS_GROUP = ("Default process group has not been initialized", "environme
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 """What becomes of it in the task that runs here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """One training of a task, as its user sees it."""
+
+    display: ProgressDisplay | MachineLog
+    recorder: Recorder
+    """Keeps what the Deck shows."""
+    observers: list[Observer]
+    """The user's own, and that of Weights & Biases."""
+    results: TaskResults
+
+    def places(self) -> dict[str, str]:
+        """Return what the training leaves beside its Deck, and where."""
+        run = local_runs.local_run.get()
+        places = {
+            "results": self.results.folder if self.results.has_files else None,
+            "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
+        }
+        left = {what: where for what, where in places.items() if where is not None}
+        for observer in self.observers:
+            with contextlib.suppress(Exception):  # whatever a user's own raises
+                left |= observer.places()
+        return left
+
+    def files(self) -> dict[str, str]:
+        """Return the same, with the profiles one by one."""
+        return self.places() | self.results.profiles()
 
 
 class InRanks:
@@ -136,36 +167,23 @@ class InRanks:
     def _train_here(self, inputs: dict[str, Any]) -> Any:
         """Call the function as the only rank, which is this process; what it returns is the host's to convert."""
         refuse_unknown(inputs)
-        from flytekitplugins.daskpytorch.display import machine
-        from flytekitplugins.daskpytorch.display.deck import Recorder
-        from flytekitplugins.daskpytorch.driver.in_process import run_here
-        from flytekitplugins.daskpytorch.task.results import TaskResults
+        with self._shown(inputs) as shown, self._received(shown) as received:
+            from flytekitplugins.daskpytorch.driver.in_process import run_here
 
-        gang, recorder = self.task_config.gang, Recorder(self.name, inputs)
-        display = machine.progress(self.name, is_plain=True)
-        results = TaskResults(gang.grace_period, self._output_storage())
-        how, observers = "failed", self._observers(inputs)
-        try:
-            with self._deck(recorder, display, observers, results), results.received() as received:
-                returned = run_here(
-                    functools.partial(self._task_function, **inputs),
-                    self.name,
-                    gang,
-                    received,
-                    lambda: self._as_output(results.folder),
-                    observers=[display, recorder, *observers],
-                    training=self._training(inputs),
-                    storage=storage_of(current_execution(), "gang", gang),
-                )
-            how = "done"
-        finally:
-            if how != "done":
-                self._write_page_of_failed(inputs)
-            display.conclude(how, self._places(observers, results))
-        return returned
+            gang = self.task_config.gang
+            return run_here(
+                functools.partial(self._task_function, **inputs),
+                self.name,
+                gang,
+                received,
+                lambda: self._as_output(shown.results.folder),
+                observers=[shown.display, shown.recorder, *shown.observers],
+                training=self._training(inputs),
+                storage=storage_of(current_execution(), "gang", gang),
+            )
 
     def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
-        """Get ready, open what the ranks run on, run the gang, report, and return rank 0's outputs.
+        """Run the gang, and return rank 0's outputs.
 
         Args:
             inputs: The task's own.
@@ -173,27 +191,35 @@ class InRanks:
         """
         refuse_unknown(inputs)
         self._get_ready()
-        # Late, so that defining a task imports neither Dask nor torch, and beside what was just started.
-        from flytekitplugins.daskpytorch.display import machine
-        from flytekitplugins.daskpytorch.display.deck import Recorder
-        from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-        from flytekitplugins.daskpytorch.task.results import TaskResults
+        with self._shown(inputs) as shown:
+            from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
-        display, recorder = machine.progress(self.name), Recorder(self.name, inputs)
-        results = TaskResults(self.task_config.gang.grace_period, self._output_storage())
-        request = self._request(inputs, rank_host(results.folder))
-        how, pressed = "failed", ctrl_c.get(CtrlC())
-        try:
-            with (
-                self._deck(recorder, display, request.observers, results),
-                results.received() as received,
-                self._launcher() as launcher,
-            ):
-                supervisor = Supervisor(request, launcher, [display, recorder], received)
-                with pressed.ends(supervisor.cancel, supervisor.interrupt):
+            request = self._request(inputs, rank_host(shown.results.folder), shown.observers)
+            with self._received(shown) as received, self._launcher() as launcher:
+                supervisor = Supervisor(request, launcher, [shown.display, shown.recorder], received)
+                with ctrl_c.get(CtrlC()).ends(supervisor.cancel, supervisor.interrupt):
                     outputs = supervisor.run()
                 output = received.load_returned(0, outputs[0])
-            delivered, how = self._deliver(inputs, output), "done"
+            return self._deliver(inputs, output)
+
+    @contextlib.contextmanager
+    def _shown(self, inputs: dict[str, Any]) -> Iterator[_Shown]:
+        """Show a training, and at its end, whichever that is, where it leaves what."""
+        # Late, so that defining a task imports neither Dask nor torch, and beside the start of the fork server.
+        from flytekitplugins.daskpytorch.display import machine
+        from flytekitplugins.daskpytorch.display.deck import Recorder
+        from flytekitplugins.daskpytorch.task.results import TaskResults
+
+        shown = _Shown(
+            display=machine.progress(self.name, is_plain=self._is_debugging),
+            recorder=Recorder(self.name, inputs),
+            observers=self._observers(inputs),
+            results=TaskResults(self.task_config.gang.grace_period, self._output_storage()),
+        )
+        how, pressed = "failed", ctrl_c.get(CtrlC())
+        try:
+            yield shown
+            how = "done"
         except BaseException as error:
             how = "interrupted" if pressed.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
             self._write_page_of_failed(inputs)
@@ -201,45 +227,21 @@ class InRanks:
         finally:
             run = local_runs.local_run.get()
             advice = run.advice() if run is not None and how != "done" else None
-            display.conclude(how, self._places(request.observers, results), advice)
-        return delivered
+            file = self._page_file() if self.enable_deck else None
+            places = ({"Deck": file} if file is not None else {}) | shown.places()
+            shown.display.conclude(how, places, advice)
 
     @contextlib.contextmanager
-    def _deck(
-        self,
-        recorder: Recorder,
-        display: ProgressDisplay | MachineLog,
-        observers: Sequence[Observer],
-        results: TaskResults,
-    ) -> Iterator[None]:
-        """Show the training's Deck all along, and leave it, however it ends."""
-        if not self.enable_deck:
-            yield
-            return
-        with self._published(recorder, lambda: self._left_by(observers, results) | results.profiles()) as file:
-            if file is not None:
-                display.say(f"its Deck, to be opened and reloaded: {file}")
-            yield
+    def _received(self, shown: _Shown) -> Iterator[ReceivedResults]:
+        """Take in what the ranks submit, and keep the training's Deck up to date, if it has one."""
+        with contextlib.ExitStack() as stack:
+            if self.enable_deck:
+                file = stack.enter_context(self._published(shown.recorder, shown.files))
+                if file is not None:
+                    shown.display.say(f"its Deck, to be opened and reloaded: {file}")
+            yield stack.enter_context(shown.results.received())
 
-    def _places(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
-        """What a run leaves, and where; its Deck first."""
-        file = self._page_file() if self.enable_deck else None
-        return ({"Deck": file} if file is not None else {}) | self._left_by(observers, results)
-
-    def _left_by(self, observers: Sequence[Observer], results: TaskResults) -> dict[str, str]:
-        """What a run leaves beside its Deck."""
-        run = local_runs.local_run.get()
-        places = {
-            "results": results.folder if results.has_files else None,
-            "checkpoints": str(run.folder) if run is not None and run.newest_step() is not None else None,
-        }
-        left = {what: where for what, where in places.items() if where is not None}
-        for observer in observers:
-            with contextlib.suppress(Exception):  # whatever a user's own raises
-                left |= observer.places()
-        return left
-
-    def _request(self, inputs: dict[str, Any], host: RankHost) -> Request:
+    def _request(self, inputs: dict[str, Any], host: RankHost, observers: list[Observer]) -> Request:
         from flytekitplugins.daskpytorch.driver.request import Request
         from flytekitplugins.daskpytorch.protocol import code
 
@@ -252,7 +254,7 @@ class InRanks:
             settings=config.gang,
             host=pickle.dumps(host),
             environment=self._environment_of_ranks(),
-            observers=self._observers(inputs),
+            observers=observers,
             training=self._training(inputs),
             storage=storage_of(current_execution(), "gang", config.gang),
         )

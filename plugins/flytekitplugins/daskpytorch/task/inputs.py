@@ -14,7 +14,7 @@ from mashumaro.codecs.json import JSONDecoder
 from mashumaro.dialect import Dialect
 from mashumaro.exceptions import InvalidFieldValue, MissingField
 
-from flytekitplugins.daskpytorch.settings import shown
+from flytekitplugins.daskpytorch.checks import shown
 
 
 class StrictInputs:

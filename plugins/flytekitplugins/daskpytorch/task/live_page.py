@@ -1,10 +1,12 @@
 """The page of a training that is kept up to date while it trains, by a thread of its own. Runs in the driver."""
 
+import contextlib
 import contextvars
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
@@ -31,41 +33,54 @@ def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
         return report.page(report.alert("This page could not be written", repr(error)))
 
 
-class Publisher:
-    """Has a page written, over and over, whenever something has changed."""
+@contextlib.contextmanager
+def kept_up_to_date(recorder: Recorder, publish: Callable[[], None], *, at_once: bool) -> Iterator[None]:
+    """Have a training's page written over and over, whenever something has changed.
 
-    def __init__(self, recorder: Recorder, publish: Callable[[], None]) -> None:
-        self._recorder = recorder
-        self._write = publish
-        self._over = threading.Event()
+    The host writes the last page, which nothing may overwrite, after this has ended.
+
+    Args:
+        recorder: Hears of the training.
+        publish: Writes the page.
+        at_once: Write the page once before the training begins.
+    """
+    is_over = threading.Event()
+    write = _Write(publish)
+    work = functools.partial(contextvars.copy_context().run, _write_all, recorder, write, is_over)
+    thread = threading.Thread(target=work, name="daskpytorch-deck", daemon=True)
+    if at_once:
+        write()
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        recorder.conclude(error)
+        raise
+    finally:
+        is_over.set()
+        thread.join(MAX_WAIT)
+
+
+def _write_all(recorder: Recorder, write: Callable[[], None], is_over: threading.Event) -> None:
+    seen, pause = -1, 0.0
+    while not is_over.wait(pause):
+        pause = INTERVAL
+        if recorder.num_changes != seen:
+            seen, began_at = recorder.num_changes, time.monotonic()
+            write()
+            pause = min(MAX_INTERVAL, max(INTERVAL, (time.monotonic() - began_at) / SHARE))
+
+
+class _Write:
+    """Writes the page; the first failure is said, and none is raised."""
+
+    def __init__(self, publish: Callable[[], None]) -> None:
+        self._publish = publish
         self._has_failed = False
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._publish_all,), name="daskpytorch-deck", daemon=True
-        )
 
-    def start(self, *, at_once: bool) -> None:
-        """Publish from now on; `at_once`: and now, before this returns."""
-        if at_once:
-            self._publish()
-        self._thread.start()
-
-    def end(self) -> None:
-        """Publish no more: the host publishes the last one, which nothing may overwrite."""
-        self._over.set()
-        self._thread.join(MAX_WAIT)
-
-    def _publish_all(self) -> None:
-        seen, pause = -1, 0.0
-        while not self._over.wait(pause):
-            pause = INTERVAL
-            if self._recorder.num_changes != seen:
-                seen, began_at = self._recorder.num_changes, time.monotonic()
-                self._publish()
-                pause = min(MAX_INTERVAL, max(INTERVAL, (time.monotonic() - began_at) / SHARE))
-
-    def _publish(self) -> None:
+    def __call__(self) -> None:
         try:
-            self._write()
+            self._publish()
         except Exception as error:  # a full disk, a storage that does not answer, another page's error
             if not self._has_failed:
                 logger.warning("the Deck so far could not be published (%r); the training goes on", error)

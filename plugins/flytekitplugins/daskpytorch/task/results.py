@@ -57,18 +57,17 @@ class TaskResults:
             OSError: The disk took not all of it. An error of the gang's own goes before this and the next.
             Exception: The storage did not take it; which one says its host.
         """
+        received = ReceivedResults()
         with self._local_folder() as folder:
-            writer = _Writer(folder, self.folder)
             try:
-                with writer.at_work():
-                    yield writer.received
+                with self._written(received, folder):
+                    yield received
             except BaseException as error:
-                self._try_to_deliver(
-                    writer, self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
-                )
+                limit = self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
+                self._try_to_deliver(received, folder, limit)
                 raise
-            self._deliver(writer)
-            if not self.has_files and writer.received.folder_is_wanted:
+            self._deliver(received, folder)
+            if not self.has_files and received.folder_is_wanted:
                 self._make_empty_folder()
 
     def profiles(self) -> dict[str, str]:
@@ -82,21 +81,48 @@ class TaskResults:
             return scratch_folder("daskpytorch-results-")
         return contextlib.nullcontext(Path(self.folder.removeprefix("file://")))
 
-    def _deliver(self, writer: _Writer) -> None:
-        """Bring the files to the folder, if there are any."""
-        writer.write()
-        if any(path.is_file() for path in writer.folder.rglob("*")):
+    @contextlib.contextmanager
+    def _written(self, received: ReceivedResults, folder: Path) -> Iterator[None]:
+        """Write files as they come, in a thread of its own: a slow disk must not hold up the gang's supervisor."""
+        is_over = threading.Event()
+
+        def work() -> None:
+            while not is_over.wait(POLL_INTERVAL):
+                with contextlib.suppress(OSError):  # the last write raises what is not over by then
+                    self._write(received, folder)
+
+        thread = threading.Thread(target=work, name="daskpytorch-results", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _write(self, received: ReceivedResults, folder: Path) -> None:
+        """Write what has come.
+
+        Raises:
+            OSError: The disk does not take it now; it is kept.
+        """
+        if not received.is_empty:
+            write_out(received, ResultFolder(folder, self.folder))
+
+    def _deliver(self, received: ReceivedResults, folder: Path) -> None:
+        """Bring the files to the task's folder, if there are any."""
+        self._write(received, folder)
+        if any(path.is_file() for path in folder.rglob("*")):
             if self._is_remote:
-                self._files.put_data(str(writer.folder), self.folder, is_multipart=True)
-                self._profiles = _files_below(writer.folder / PROFILES)
+                self._files.put_data(str(folder), self.folder, is_multipart=True)
+                self._profiles = _files_below(folder / PROFILES)
             self.has_files = True
 
-    def _try_to_deliver(self, writer: _Writer, limit: float) -> None:
+    def _try_to_deliver(self, received: ReceivedResults, folder: Path, limit: float) -> None:
         """Do it within so many seconds, and only say what goes wrong."""
 
         def deliver() -> None:
             try:
-                self._deliver(writer)
+                self._deliver(received, folder)
             except Exception as error:  # whatever a storage's client raises
                 say(f"what the ranks have submitted did not all reach {self.folder} ({type(error).__name__}: {error})")
 
@@ -115,41 +141,3 @@ class TaskResults:
 
 def _files_below(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if path.is_file())
-
-
-class _Writer:
-    """Writes the files, in a thread of its own: a slow disk must not hold up the gang's supervisor."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder = folder
-        self.received = ReceivedResults()
-        self._name = name
-        self._target: ResultFolder | None = None
-        self._is_over = threading.Event()
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._work, name="daskpytorch-results", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._is_over.set()
-            thread.join()
-
-    def write(self) -> None:
-        """Write what has come.
-
-        Raises:
-            OSError: It cannot be written now, and is kept.
-        """
-        if self.received.is_empty:
-            return
-        if self._target is None:
-            self._target = ResultFolder(self.folder, self._name)
-        write_out(self.received, self._target)
-
-    def _work(self) -> None:
-        while not self._is_over.wait(POLL_INTERVAL):
-            with contextlib.suppress(OSError):  # the last write raises what is not over by then
-                self.write()

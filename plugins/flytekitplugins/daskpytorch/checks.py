@@ -1,0 +1,170 @@
+"""Checks of what a user has given, and one error that names all that is wrong. Light: every rank and agent reads it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from flytekitplugins.daskpytorch.extras import is_installed
+
+MAX_COUNT = 1_000_000
+MAX_SECONDS = 1_209_600
+"""Two weeks; some of what waits counts milliseconds in 32 bits."""
+MAX_SHOWN = 200
+"""Characters of a value in a message."""
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and halves of characters, which cannot be written as UTF-8."""
+KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
+
+Rule = Callable[[Any], str | None]
+"""A function of a value. It returns what the value must be, in words, or None for a value that is allowed."""
+
+
+class Problems:
+    """All that is wrong with one config or call, so that a user sees everything at once.
+
+    Args:
+        owner: The name of the config's class, or of the function that was called.
+        values: Has the values as attributes.
+        rules: A rule for each value, by the attribute's name, which may have dots.
+    """
+
+    def __init__(self, owner: str, values: object, rules: Mapping[str, Rule] | None = None) -> None:
+        self._owner = owner
+        self._values = values
+        self._found: list[str] = []
+        for name, rule in (rules or {}).items():
+            self.check(name, rule)
+
+    def check(self, name: str, rule: Rule) -> None:
+        """Note a problem with a value unless its rule allows it."""
+        value = attrgetter(name)(self._values)
+        if (allowed := rule(value)) is not None:
+            self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
+
+    def unless(self, ok: bool, name: str, allowed: str) -> None:
+        """Note a problem with a value unless it is `ok` beside the others."""
+        self.check(name, must_be(allowed, lambda _: ok))
+
+    def raise_any(self) -> None:
+        """Raise one `ValueError` that names every problem found."""
+        if self._found:
+            raise ValueError("; ".join(self._found))
+
+
+def shown(value: object) -> str:
+    """Return a value as a message has it: written as in Python, and cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:  # the value's own, or that of a number with thousands of digits
+        return f"<a {type(value).__name__} that cannot be written: {type(error).__name__}>"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+# ---- Rules
+
+
+def must_be(words: str, *tests: Callable[[Any], bool]) -> Rule:
+    """Return the rule that at least one of some tests holds."""
+    return lambda value: None if any(test(value) for test in tests) else words
+
+
+def optional(rule: Rule) -> Rule:
+    """Return the rule that also allows None."""
+
+    def words(value: Any) -> str | None:
+        if value is None or (others := rule(value)) is None:
+            return None
+        return f"None, {others}" if " or " in others else f"None or {others}"
+
+    return words
+
+
+def auto_or(rule: Rule) -> Rule:
+    """Return the rule that also allows the word `auto`."""
+    return lambda value: None if is_auto(value) or (words := rule(value)) is None else f"'auto' or {words}"
+
+
+def whole(least: int, most: int = MAX_COUNT) -> Rule:
+    """Return the rule for a whole number in a range."""
+    return must_be(f"a whole number from {least} to {most}", lambda value: is_whole(value, least, most))
+
+
+def one_of(*words: str) -> Rule:
+    """Return the rule for one of some words."""
+    return must_be(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
+
+
+def instance_of(kind: type) -> Rule:
+    """Return the rule for an object of a class."""
+    return must_be(f"a {kind.__name__}", lambda value: isinstance(value, kind))
+
+
+def text(words: str = "a text without control characters") -> Rule:
+    """Return the rule for a text that says something and can be written anywhere."""
+    return must_be(words, is_text)
+
+
+def path_or(text: str) -> Rule:
+    """Return the rule for a path, or for a text that stands for a place."""
+    return must_be(text, lambda value: isinstance(value, os.PathLike) or is_text(value))
+
+
+def tuple_of(items: str, test: Callable[[Any], bool]) -> Rule:
+    """Return the rule for a tuple, or a list, whose items all pass a test."""
+    return must_be(f"a tuple of {items}", lambda value: isinstance(value, (tuple, list)) and all(map(test, value)))
+
+
+def uri(value: object) -> str | None:
+    """Rule for a folder, or a URL of a file system that all ranks can open."""
+    if not is_text(value):
+        return A_URI
+    protocol, separator, rest = str(value).partition("://")
+    if not separator:  # a bucket's address without one of its slashes is no folder's name
+        return A_URI if re.match(r"(s3a?|gc?s|abfss?|az)(:|//)", protocol) else None
+    from fsspec.registry import known_implementations, registry
+
+    if protocol == "memory" or not rest.strip("/") or protocol not in {*registry, *known_implementations}:
+        return f"{A_URI}, which every rank can reach" if protocol == "memory" else A_URI
+    package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
+    if protocol in registry or is_installed(package):
+        return None
+    return f"a URL whose package is installed: {known_implementations[protocol].get('err', package)}"
+
+
+# ---- Tests of one value
+
+
+def is_whole(value: object, least: int, most: int = MAX_COUNT) -> bool:
+    """Return True for a whole number in this range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_seconds(value: object, least: float = 0.0) -> bool:
+    """Return True for a number of seconds that everything that waits can wait for."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
+
+
+def is_auto(value: object) -> bool:
+    """Return True for the word `auto`."""
+    return isinstance(value, str) and value == "auto"
+
+
+def is_text(value: object) -> bool:
+    """Return True for a text that says something and can be written anywhere."""
+    return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None
+
+
+COUNT = whole(1)
+SECONDS = must_be(f"seconds above 0 and at most {MAX_SECONDS}", is_seconds)
+BOOLEAN = must_be("True or False", lambda value: isinstance(value, bool))
+KEY = must_be(
+    "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
+    lambda value: isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None,
+)
+"""The rule for what may be a part of paths and names."""
