@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
-from tasks.checks import is_between, is_whole, raise_if_wrong
+from tasks.checks import is_between, raise_if_wrong
 from tasks.names import ALPHABET
 from tasks.together import sum_over_ranks
 from tasks.training import EpochMetrics as CommonMetrics
-from tasks.training import Rows, Trainer
+from tasks.training import Model, Rows, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +57,8 @@ class Hyperparameters(StrictInputs):
     """Steps between two checkpoints within an epoch; 0: only at the end of each epoch."""
 
     def __post_init__(self) -> None:
-        fraction = "a fraction above 0 and below 1"
-        checks = {
-            "epochs": (is_whole(self.epochs, 1), "a whole number from 1 up"),
-            "batch_size": (is_whole(self.batch_size, 1), "a whole number from 1 up"),
-            "learning_rate": (is_between(self.learning_rate, 0, math.inf), "a finite number above 0"),
-            "dropout": (self.dropout == 0 or is_between(self.dropout, 0, 1), "0, or " + fraction),
-            "held_out": (is_between(self.held_out, 0, 1), fraction),
-            "seed": (is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
-            "log_interval": (is_whole(self.log_interval, 1), "a whole number from 1 up"),
-            "checkpoint_interval": (is_whole(self.checkpoint_interval, 0), "a whole number from 0 up"),
-        }
-        raise_if_wrong(self, checks)
+        is_share = self.dropout == 0 or is_between(self.dropout, 0, 1)
+        raise_if_wrong(self, {"dropout": (is_share, "0, or a fraction above 0 and below 1")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +110,7 @@ class _Tree:
         return [len(level) for level in self.symbols]
 
 
-class CharLSTM(nn.Module):
+class CharLSTM(Model):
     """Four LSTM layers of 128 units over one-hot characters, and a dense layer that scores the next character."""
 
     def __init__(self, dropout: float = 0.1) -> None:
@@ -139,17 +129,6 @@ class CharLSTM(nn.Module):
         """
         for layer, (input_weight, *_) in enumerate(self.lstm.all_weights):
             nn.init.normal_(input_weight, std=1 / (0.3 * math.sqrt(self.lstm.hidden_size)) if layer else 1)
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Tensor]) -> CharLSTM:
-        """A model with the weights of a `TrainingResult`, on this rank's device and without dropout.
-
-        Raises:
-            RuntimeError: The weights are those of another model.
-        """
-        model = cls().to(current_rank().device)
-        model.load_state_dict(state_dict)
-        return model.eval()
 
     def forward(self, characters: Tensor) -> Tensor:
         """Score the character that follows each position.
@@ -273,9 +252,7 @@ class _Trainer(Trainer):
             model,
             torch.optim.Adam(model.parameters(), lr=hp.learning_rate, fused=True),
             RankLoader(Rows(training.to(device)), hp.batch_size, seed=hp.seed, collate_fn=tuple),
-            epochs=hp.epochs,
-            seed=hp.seed,
-            log_interval=hp.log_interval,
+            hp,
             checkpoint_interval=hp.checkpoint_interval,
         )
 

@@ -1,26 +1,31 @@
-"""What dataclasses of hyper-parameters say of wrong values: all of them, in one error."""
+"""Checks of hyper-parameters: a dataclass names all of its wrong values in one error."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
 
 
-def raise_if_wrong(given: object, checks: Mapping[str, tuple[bool, str]]) -> None:
+def raise_if_wrong(given: Any, checks: Mapping[str, tuple[bool, str]]) -> None:
     """Raise one `ValueError` that names every wrong field.
 
     Args:
         given: The dataclass.
-        checks: For each field whether its value is right, and what is allowed.
+        checks: For each field whether its value is right, and what is allowed. Fields of the names in `USUAL` are
+            checked without an entry here.
 
     Raises:
         ValueError: A field is wrong.
     """
-    problems = [
-        f"{type(given).__name__}({name}={getattr(given, name)!r}): must be {allowed}"
-        for name, (ok, allowed) in checks.items()
-        if not ok
-    ]
+    problems = []
+    for name in (field.name for field in fields(given)):
+        value = getattr(given, name)
+        is_right, allowed = USUAL.get(name, (lambda _: True, ""))
+        ok, allowed = checks.get(name, (is_right(value), allowed))
+        if not ok:
+            problems.append(f"{type(given).__name__}({name}={value!r}): must be {allowed}")
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -38,3 +43,16 @@ def is_number(value: object) -> bool:
 def is_between(value: object, low: float, high: float) -> bool:
     """Whether the value is a number above `low` and below `high`."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high
+
+
+COUNT = "a whole number from 1 up"
+USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "epochs": (lambda value: is_whole(value, 1), COUNT),
+    "batch_size": (lambda value: is_whole(value, 1), COUNT),
+    "log_interval": (lambda value: is_whole(value, 1), COUNT),
+    "checkpoint_interval": (lambda value: is_whole(value, 0), "a whole number from 0 up"),
+    "learning_rate": (lambda value: is_between(value, 0, math.inf), "a finite number above 0"),
+    "held_out": (lambda value: is_between(value, 0, 1), "a fraction above 0 and below 1"),
+    "seed": (lambda value: is_whole(value, 0) and value < 2**63, "a whole number from 0 up and below 2**63"),
+}
+"""Fields that several trainings have -> whether a value is right, and what is allowed."""

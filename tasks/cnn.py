@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
-from tasks.checks import is_number, is_whole, raise_if_wrong
+from tasks.checks import COUNT, is_number, is_whole, raise_if_wrong
 from tasks.digits import Digits, DigitSet
 from tasks.pictures import predictions_table
-from tasks.together import sum_over_ranks
-from tasks.training import EpochMetrics, Rows, Trainer
+from tasks.together import check_seen_once, sum_over_ranks
+from tasks.training import EpochMetrics, Model, Rows, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +53,11 @@ class Hyperparameters(StrictInputs):
     """Steps between two reports of the loss; each report waits for the device."""
 
     def __post_init__(self) -> None:
-        count = "a whole number from 1 up"
+        has_momentum = is_number(self.sgd_momentum) and 0 <= self.sgd_momentum < 1
         checks = {
             "backend": (self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}"),
-            "batch_size": (is_whole(self.batch_size, 1), count),
-            "test_batch_size": (is_whole(self.test_batch_size, 1), count),
-            "epochs": (is_whole(self.epochs, 1), count),
-            "learning_rate": (is_number(self.learning_rate) and self.learning_rate > 0, "a finite number above 0"),
-            "sgd_momentum": (
-                is_number(self.sgd_momentum) and 0 <= self.sgd_momentum < 1,
-                "a number from 0 to below 1",
-            ),
-            "seed": (is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
-            "log_interval": (is_whole(self.log_interval, 1), count),
+            "test_batch_size": (is_whole(self.test_batch_size, 1), COUNT),
+            "sgd_momentum": (has_momentum, "a number from 0 to below 1"),
         }
         raise_if_wrong(self, checks)
 
@@ -116,7 +108,7 @@ class TrainingResult:
     """That of the last epoch; None if none came to its end."""
 
 
-class CNN(nn.Module):
+class CNN(Model):
     """Two convolutions, each with pooling, and a dense layer that scores the ten digits."""
 
     def __init__(self) -> None:
@@ -131,17 +123,6 @@ class CNN(nn.Module):
             nn.Flatten(),
             nn.Linear(32 * 4 * 4, 10),
         )
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Tensor]) -> CNN:
-        """A model with the weights of a `TrainingResult`, on this rank's device.
-
-        Raises:
-            RuntimeError: The weights are those of another model.
-        """
-        model = cls().to(current_rank().device)
-        model.load_state_dict(state_dict)
-        return model.eval()
 
     def forward(self, images: Tensor) -> Tensor:
         """Score the digits.
@@ -191,9 +172,7 @@ class _Trainer(Trainer):
             model,
             torch.optim.SGD(model.parameters(), lr=hp.learning_rate, momentum=hp.sgd_momentum),
             RankLoader(Rows(training.images, training.labels), batch_size, seed=hp.seed, collate_fn=tuple),
-            epochs=hp.epochs,
-            seed=hp.seed,
-            log_interval=hp.log_interval,
+            hp,
             group=group,
         )
         if recorded.gradients:
@@ -280,22 +259,13 @@ def evaluate(model: nn.Module, test: DigitSet, batch_size: int, group: dist.Proc
     for share in own.split(math.ceil(batch_size / rank.world_size)):
         logits[share] = model(test.images[share])
         times_seen[share] += 1
-    _check_all_seen(sum_over_ranks(times_seen, group))
+    check_seen_once(sum_over_ranks(times_seen, group), "test images")
     logits = sum_over_ranks(logits, group)
     return Evaluation(
         loss=F.cross_entropy(logits, test.labels).item(),
         accuracy=(logits.argmax(dim=1) == test.labels).double().mean().item(),
         scores=logits.softmax(dim=1).cpu(),
     )
-
-
-def _check_all_seen(times_seen: Tensor) -> None:
-    if not bool((times_seen == 1).all()):
-        raise RuntimeError(
-            f"the ranks evaluated {int((times_seen == 0).sum())} of {len(times_seen)} test images not at all and "
-            f"{int((times_seen > 1).sum())} more than once, but each must be counted once. The likely cause is that "
-            "the ranks were given different test sets; give all of them the same."
-        )
 
 
 def _group(backend: str) -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from typing import Any
 
 import torch
 
@@ -38,6 +39,11 @@ class Experiment:
     def global_batch(self) -> int:
         """Windows per step of all ranks together."""
         return self.ranks * self.batch_size
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The columns of a `ScalingRow` and a `TimeToLoss` that say which experiment it is."""
+        return {"ranks": self.ranks, "batch_size": self.batch_size, "global_batch": self.global_batch, "lr": self.lr}
 
     @property
     def label(self) -> str:
@@ -243,15 +249,7 @@ def sweep_rows(outcomes: Sequence[Outcome]) -> list[SweepRow]:
 def scaling_rows(outcomes: Sequence[Outcome]) -> list[ScalingRow]:
     """A row for each epoch of each experiment that has not failed, in the order of the grid."""
     return [
-        ScalingRow(
-            ranks=one.ranks,
-            batch_size=one.batch_size,
-            global_batch=one.global_batch,
-            lr=one.lr,
-            epoch=epoch.epoch,
-            loss=epoch.held_out_loss,
-            elapsed_time_sec=seconds,
-        )
+        ScalingRow(**one.shape, epoch=epoch.epoch, loss=epoch.held_out_loss, elapsed_time_sec=seconds)
         for one, epoch, seconds in _epochs(outcomes)
     ]
 
@@ -263,10 +261,7 @@ def time_to_loss(outcomes: Sequence[Outcome], target: float) -> list[TimeToLoss]
     """
     return [
         TimeToLoss(
-            ranks=outcome.experiment.ranks,
-            batch_size=outcome.experiment.batch_size,
-            global_batch=outcome.experiment.global_batch,
-            lr=outcome.experiment.lr,
+            **outcome.experiment.shape,
             seconds=next((s for loss, s in zip(outcome.losses, outcome.elapsed, strict=True) if loss <= target), None),
         )
         for outcome in outcomes

@@ -21,6 +21,24 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return tensor
 
 
+def check_seen_once(times_seen: Tensor, kind: str) -> None:
+    """Refuse samples that the ranks together have not seen exactly once.
+
+    Args:
+        times_seen: For each sample how often all ranks together have seen it.
+        kind: Samples of what kind.
+
+    Raises:
+        RuntimeError: A sample was seen more than once, or not at all.
+    """
+    if not bool((times_seen == 1).all()):
+        raise RuntimeError(
+            f"the ranks saw {int((times_seen == 0).sum())} of {len(times_seen)} {kind} not at all and "
+            f"{int((times_seen > 1).sum())} more than once, but each must be seen once. The likely cause is that "
+            "the ranks were given different data or seeds; give all of them the same."
+        )
+
+
 def gather_from_ranks(own: T) -> list[T]:
     """What each rank has to tell, in the order of ranks; over gloo and NCCL alike."""
     ranks = [own] * current_rank().world_size

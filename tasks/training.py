@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
-from tasks.together import gather_from_ranks, generators, set_generators, sum_over_ranks
+from tasks.together import check_seen_once, gather_from_ranks, generators, set_generators, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,30 @@ class EpochMetrics:
     """The share of this that the model ranks first."""
     samples_per_second: float
     """Training samples per second of all ranks together."""
+
+
+class Hyperparameters(Protocol):
+    """Hyper-parameters that each training has."""
+
+    epochs: int
+    seed: int
+    log_interval: int
+    """Steps between two reports of the loss."""
+
+
+class Model(nn.Module):
+    """A model that a state dictionary brings back."""
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Tensor]) -> Self:
+        """Return a model with these weights, on this rank's device and in evaluation mode.
+
+        Raises:
+            RuntimeError: The weights are those of another model.
+        """
+        model = cls().to(current_rank().device)
+        model.load_state_dict(state_dict)
+        return model.eval()
 
 
 class Rows(TensorDataset):
@@ -63,16 +87,14 @@ class Trainer(ABC):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: RankLoader,
+        hp: Hyperparameters,
         *,
-        epochs: int,
-        seed: int,
-        log_interval: int,
         checkpoint_interval: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = current_rank()
         self.model, self.optimizer, self.loader, self.group = model, optimizer, loader, group
-        self.num_epochs, self.seed, self.log_interval = epochs, seed, log_interval
+        self.num_epochs, self.seed, self.log_interval = hp.epochs, hp.seed, hp.log_interval
         self.checkpoint_interval = checkpoint_interval
         self.parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
         """What goes into a checkpoint by its own state_dict."""
@@ -240,7 +262,7 @@ class Trainer(ABC):
 
     def _end_epoch(self) -> None:
         """Evaluate, report, and be ready for the next epoch."""
-        self._check_all_seen()
+        check_seen_once(self._all_times_seen(), "training samples")
         seconds = time.perf_counter() - self.started
         with self.rank.evaluating():
             metrics = self.judge(sum_over_ranks(self.sums.clone(), self.group), seconds)
@@ -251,15 +273,6 @@ class Trainer(ABC):
     def _all_times_seen(self) -> Tensor:
         """How often the ranks together saw each sample in the epoch so far."""
         return sum_over_ranks(self.times_seen.to(self.rank.device, copy=True), self.group).cpu()
-
-    def _check_all_seen(self) -> None:
-        times_seen = self._all_times_seen()
-        if not bool((times_seen == 1).all()):
-            raise RuntimeError(
-                f"the ranks saw {int((times_seen == 0).sum())} of {len(times_seen)} training samples not at all and "
-                f"{int((times_seen > 1).sum())} more than once, but each must be seen once. The likely cause is that "
-                "the ranks were given different data or seeds; give all of them the same."
-            )
 
     def _warn_of_large_batch(self) -> None:
         num_items, batch_size, num_ranks = self.loader.num_items, self.loader.batch_size, self.rank.world_size

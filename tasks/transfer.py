@@ -101,21 +101,16 @@ class Hyperparameters(StrictInputs):
     """What becomes of a broken image in a bucket: `raise` ends the training, `skip` leaves it out and counts it."""
 
     def __post_init__(self) -> None:
-        count, or_auto = "a whole number from 1 up", "a whole number from 0 (auto) up"
+        or_zero, or_auto = "a whole number from 0 up", "a whole number from 0 (auto) up"
         checks = {
             "base_lr": (is_between(self.base_lr, 0, math.inf), "a finite number above 0"),
             "momentum": (is_number(self.momentum) and 0 <= self.momentum < 1, "a number from 0 to below 1"),
             "batch_size": (is_whole(self.batch_size, 0), or_auto),
-            "epochs": (is_whole(self.epochs, 1), count),
-            "frozen_epochs": (is_whole(self.frozen_epochs, 0), "a whole number from 0 up"),
-            "patience": (is_whole(self.patience, 0), "a whole number from 0 up"),
+            "frozen_epochs": (is_whole(self.frozen_epochs, 0), or_zero),
+            "patience": (is_whole(self.patience, 0), or_zero),
             "resize": (is_whole(self.resize, 0), or_auto),
             "crop": (is_whole(self.crop, 0), or_auto),
-            "held_out": (is_between(self.held_out, 0, 1), "a fraction above 0 and below 1"),
-            "seed": (is_whole(self.seed, 0) and self.seed < 2**63, "a whole number from 0 up and below 2**63"),
             "num_loader_workers": (is_whole(self.num_loader_workers, -1), "a whole number from -1 (auto) up"),
-            "checkpoint_interval": (is_whole(self.checkpoint_interval, 0), "a whole number from 0 up"),
-            "log_interval": (is_whole(self.log_interval, 1), count),
             "precision": (self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
             "on_error": (self.on_error in POLICIES, f"one of {', '.join(POLICIES)}"),
         }
@@ -235,14 +230,10 @@ class _Trainer(Trainer):
             model,
             optimizer,
             RankLoader(Subset(pictures, training), hp.batch_size, seed=hp.seed, **_options(hp)),
-            epochs=hp.epochs,
-            seed=hp.seed,
-            log_interval=hp.log_interval,
+            hp,
             checkpoint_interval=hp.checkpoint_interval,
         )
         self.parts |= {"scheduler": self.scheduler, "scaler": self.scaler}
-
-    # ---- Steps
 
     # ---- Steps
 

@@ -121,12 +121,6 @@ def test_a_directory_without_digits(tmp_path: Path, directory: Path, given: str)
         assert part in str(error.value)
 
 
-def test_only_what_is_missing_is_named(directory: Path) -> None:
-    (directory / FILES[3]).unlink()
-    with pytest.raises(ValueError, match=rf"layout: {FILES[3]} not found"):
-        load_digits(directory)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
@@ -170,12 +164,6 @@ def test_without_network(no_network: None) -> None:
     assert "\n" not in loaded.report
     for part in ("1,438 training", "scikit-learn", "could not be downloaded: ", "Connection refused", "give data_dir"):
         assert part in loaded.report
-
-
-def test_the_split_depends_on_the_seed(no_network: None) -> None:
-    labels = [load_digits(seed=seed).test.labels for seed in (0, 0, 1)]
-    assert torch.equal(labels[0], labels[1])
-    assert not torch.equal(labels[0], labels[2])
 
 
 def test_a_server_that_never_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import runpy
 import subprocess
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from flytekit.types.file import FlyteFile
@@ -24,13 +20,12 @@ from torchvision.datasets import ImageFolder
 from browser import Shown, open_deck
 from conftest import REPOSITORY
 from pages import command
-from processes import MARK, SCRIPTS, nothing_left_behind, run_program, until
+from processes import SCRIPTS, nothing_left_behind, run_program
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
 from tasks.photos import BREEDS, write_photos
 from tasks.records import EVALUATION, TRAINING, Record, curve, read_records
 from tasks.transfer import Hyperparameters, split, transform
-from wandb_file import read_run
 from workflows.dogs import index
 
 if TYPE_CHECKING:
@@ -77,14 +72,12 @@ class Run:
         return max(self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html"), key=os.path.getmtime)
 
 
-def dogs(folder: Path, name: str, *flags: str, meanwhile: Callable[[str], None] | None = None) -> Run:
+def dogs(folder: Path, name: str, *flags: str) -> Run:
     """Run the workflow, with the home directory that all runs of the folder share, and so Flyte's cache."""
     own = folder / name
     (own / "tmp").mkdir(parents=True)
     folders = {"HOME": str(folder), "WANDB_DIR": str(own), "TMPDIR": str(own / "tmp"), "WANDB_MODE": "offline"}
-    with nothing_left_behind() as mark:
-        if meanwhile is not None:
-            meanwhile(mark)
+    with nothing_left_behind():
         done = run_program([SCRIPTS / "pyflyte", "run", WORKFLOW, "dogs", *flags], cwd=own, env=folders)
     return Run(done=done, folder=own)
 
@@ -137,17 +130,6 @@ def test_the_records_are_of_every_step_and_rank(usual: Run) -> None:
     assert evaluations[-1].loss < evaluations[0].loss
 
 
-def test_weights_and_biases_has_the_statistics(usual: Run) -> None:
-    (file,) = (usual.folder / "wandb").glob("offline-run-*/*.wandb")
-    run = read_run(file)
-    assert (run["project"], run["exit_code"]) == ("dogs", 0)
-    by_step = [record for record in run["history"] if "held_out_loss" not in record]
-    assert len(by_step) == 120
-    assert {"loss", "lr", "correct", "epoch", "count", "worker", "sample", "phase"} < set(by_step[0])
-    by_epoch = [record for record in run["history"] if "held_out_loss" in record]
-    assert [record["held_out_accuracy"] for record in by_epoch] == usual.accuracies
-
-
 def test_the_deck_shows_pictures_with_names_and_both_curves(usual: Run, tmp_path: Path) -> None:
     html = usual.deck.read_text()
     captions = re.findall(r"<figcaption>([\w-]+) (\d+)%, [\w-]+ \d+%, [\w-]+ \d+%; it is ([\w-]+)</figcaption>", html)
@@ -198,40 +180,6 @@ def test_a_bucket_is_trained_on_once_until_it_changes(weed: Weed, home: Path) ->
     changed = dogs(home, "changed", *flags, "--state", first.output("model_state"), "--hp", hp)
     assert changed.has_trained
     assert sum(record.count for record in changed.records) == 99
-
-
-@pytest.mark.slow
-def test_a_rank_killed_in_mid_epoch_changes_nothing(home: Path) -> None:
-    """Nor do its loader's workers outlive it."""
-    hp = {"epochs": 3, "checkpoint_interval": 4, "num_loader_workers": 1}
-    undisturbed = dogs(home, "undisturbed", "--hp", json.dumps(hp))
-    killers: list[threading.Thread] = []
-
-    def kill(mark: str) -> None:
-        killers.append(threading.Thread(target=kill_a_rank, args=(mark, home / "killed")))
-        killers[0].start()
-
-    # Another interval changes the key of Flyte's cache, and nothing else.
-    killed = dogs(home, "killed", "--hp", json.dumps(hp | {"log_interval": 1}), meanwhile=kill)
-    killers[0].join()
-    assert "ended by signal 9, SIGKILL" in killed.done.stderr
-    assert killed.accuracies == undisturbed.accuracies
-    assert sorted(map(repr, killed.records)) == sorted(map(repr, undisturbed.records))
-
-
-def kill_a_rank(mark: str, folder: Path) -> None:
-    """Once the second epoch has begun; a rank is the parent of what watches over its loader's workers."""
-    until(lambda: list(folder.glob("tmp/flyte*/raw/*/epoch-002/train-rank-1.json")), "the second epoch")
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            environment = process.environ()
-            if environment.get(MARK) == mark and environment.get("RANK") == "1" and is_tracker(process):
-                process.parent().kill()
-                return
-
-
-def is_tracker(process: psutil.Process) -> bool:
-    return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
 
 
 def bucket_of(weed: Weed, prefix: str, photos: Path) -> tuple[str, ...]:

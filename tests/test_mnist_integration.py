@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -23,11 +22,10 @@ from pages import command
 from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks.cnn import CNN, Hyperparameters, evaluate
 from tasks.digits import FILES, load_digits, small_digits
-from wandb_file import read_records, read_run
+from wandb_file import read_run
 from workflows.mnist import prepare
 
 WORKFLOW = REPOSITORY / "workflows" / "mnist.py"
-COLUMNS = ["id", "image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
 HP = {"epochs": 3}
 SMALL_HP = {"epochs": 1}
 OFF = {"WANDB_MODE": "disabled", "MNIST_RANKS": "1"}
@@ -56,21 +54,10 @@ class Run:
         return "train: starting" in self.done.stderr
 
     @property
-    def deck(self) -> str:
-        """The Decks of all tasks, which in a local run come together in the last one's."""
-        return max(self.folder.glob("tmp/flyte*/sandbox/local_flytekit/*/deck.html"), key=os.path.getmtime).read_text()
-
-    @property
     def wandb(self) -> Path:
         """The file of the only run that Weights & Biases recorded."""
         (file,) = (self.folder / "wandb").glob("offline-run-*/*.wandb")
         return file
-
-    @property
-    def tables(self) -> list[dict[str, Path]]:
-        """The files of each table of predictions that Weights & Biases recorded, by their names within it."""
-        artifacts = (r.artifact for r in read_records(self.wandb) if r.WhichOneof("record_type") == "artifact")
-        return [{entry.path: Path(entry.local_path) for entry in found.manifest.contents} for found in artifacts]
 
 
 def mnist(folder: Path, name: str, *flags: str, env: Mapping[str, str] | None = None) -> Run:
@@ -142,29 +129,6 @@ def test_weights_and_biases_has_curves_and_gradients(real: Run) -> None:
     assert sum("gradients/layers.0.weight._type" in record for record in history) == 3
 
 
-def test_weights_and_biases_has_tables_of_predictions(real: Run) -> None:
-    assert len(real.tables) == HP["epochs"]
-    for files in real.tables:
-        table = json.loads(files["predictions.table.json"].read_text())
-        assert table["columns"] == COLUMNS
-        assert [row[0] for row in table["data"]] == [f"{image}_{batch}" for batch in range(2) for image in range(8)]
-        for _, image, guess, truth, *scores in table["data"]:
-            assert files[image["path"]].read_bytes().startswith(b"\x89PNG")
-            assert sum(scores) == pytest.approx(1, abs=1e-5)
-            assert scores.index(max(scores)) == guess
-            assert truth in range(10)
-
-
-def test_the_decks_show_digits(real: Run) -> None:
-    predictions, digits = re.split('<p class="dpt-text">test accuracy', real.deck, maxsplit=1)
-    matrix = re.search(r"<h3>All 2,000 test digits</h3>.*?</table>", predictions, re.DOTALL)
-    assert matrix
-    assert sum(int(count) for count in re.findall(r"<td[^>]*>(\d+)</td>", matrix[0])) == 2_000
-    worst = predictions[predictions.index("<h2>The 40 recognised worst</h2>") :]
-    assert worst.count('<img src="data:image/png;base64,') == digits.count('<img src="data:image/png;base64,') == 40
-    assert "held_out_accuracy" in predictions
-
-
 def test_the_guides_command_is_the_one_that_runs_here() -> None:
     assert command("pyflyte run workflows/mnist.py .*").endswith(f" mnist --hp '{json.dumps(SMALL_HP)}'")
 
@@ -188,14 +152,6 @@ def test_equal_digits_from_elsewhere_are_not_trained_again(
     assert f"1,438 training and 359 test digits from {uri}\n" in again.done.stdout
     assert not again.has_trained
     assert again.outputs == small.outputs
-
-
-@pytest.mark.slow
-def test_other_hyperparameters_train_again(small: Run, small_runs: Path) -> None:
-    hp = json.dumps(SMALL_HP | {"learning_rate": 0.02, "backend": "gloo"})
-    other = mnist(small_runs, "other", "--hp", hp, env=UNPLUGGED)
-    assert other.has_trained
-    assert len(other.outputs[0]) == 1
 
 
 @pytest.mark.parametrize(

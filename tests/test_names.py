@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tasks.embedded_names import EMBEDDED_NAMES
-from tasks.names import ALPHABET, clean_names, load_names, split_by_hash, split_by_name
+from tasks.names import clean_names, load_names, split_by_hash, split_by_name
 
 DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SEATTLE = DATA / "seattle_pet_licenses.csv"
@@ -61,12 +61,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     yield files
     s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
-
-
-def test_alphabet() -> None:
-    assert ALPHABET[0] == "*"
-    assert ALPHABET[1] == "+"
-    assert len(ALPHABET) == len(set(ALPHABET)) == 31
 
 
 def test_embedded_names_are_many_different_and_clean() -> None:
