@@ -52,7 +52,9 @@ USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {
     "log_interval": (lambda value: is_whole(value, 1), COUNT),
     "checkpoint_interval": (lambda value: is_whole(value, 0), "a whole number from 0 up"),
     "learning_rate": (lambda value: is_between(value, 0, math.inf), "a finite number above 0"),
+    "momentum": (lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to below 1"),
     "held_out": (lambda value: is_between(value, 0, 1), "a fraction above 0 and below 1"),
     "seed": (lambda value: is_whole(value, 0) and value < 2**63, "a whole number from 0 up and below 2**63"),
 }
+USUAL["sgd_momentum"] = USUAL["momentum"]
 """Fields that several trainings have -> whether a value is right, and what is allowed."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flytekitplugins.daskpytorch import StrictInputs, current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
-from tasks.checks import COUNT, is_number, is_whole, raise_if_wrong
+from tasks.checks import COUNT, is_whole, raise_if_wrong
 from tasks.digits import Digits, DigitSet
 from tasks.pictures import predictions_table
 from tasks.together import check_seen_once, sum_over_ranks
@@ -53,11 +53,9 @@ class Hyperparameters(StrictInputs):
     """Steps between two reports of the loss; each report waits for the device."""
 
     def __post_init__(self) -> None:
-        has_momentum = is_number(self.sgd_momentum) and 0 <= self.sgd_momentum < 1
         checks = {
             "backend": (self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}"),
             "test_batch_size": (is_whole(self.test_batch_size, 1), COUNT),
-            "sgd_momentum": (has_momentum, "a number from 0 to below 1"),
         }
         raise_if_wrong(self, checks)
 

@@ -93,8 +93,9 @@ class ModelCard:
             ValueError: It is no such card.
         """
         try:
-            data, comparison = _only(DataFacts, card["data"]), _only(Comparison, card["comparison"])
-            return cls(**{**_known(cls, card), "data": data, "comparison": comparison})
+            data = DataFacts(**_known(DataFacts, card["data"]))
+            comparison = Comparison(**_known(Comparison, card["comparison"]))
+            return cls(**(_known(cls, card) | {"data": data, "comparison": comparison}))
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"a card with the keys {sorted(card)} is no model card of workflows/retrain.py ({error}). The likely "
@@ -139,10 +140,6 @@ def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are fields: a newer release may have written more."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if name in names}
-
-
-def _only(kind: type, values: Mapping[str, Any]) -> Any:
-    return kind(**_known(kind, values))
 
 
 def _rows(values: Mapping[str, Any]) -> str:

@@ -201,7 +201,6 @@ class Trainer(ABC):
         torch.manual_seed(self.seed + self.rank.rank + 1)  # each rank has dropout of its own
         if state is not None:
             self.resume(state)
-        self._warn_of_large_batch()
         while len(self.epochs) < self.num_epochs and self._take_steps():
             self._end_epoch()
             self.save()
@@ -273,11 +272,3 @@ class Trainer(ABC):
     def _all_times_seen(self) -> Tensor:
         """How often the ranks together saw each sample in the epoch so far."""
         return sum_over_ranks(self.times_seen.to(self.rank.device, copy=True), self.group).cpu()
-
-    def _warn_of_large_batch(self) -> None:
-        num_items, batch_size, num_ranks = self.loader.num_items, self.loader.batch_size, self.rank.world_size
-        if self.rank.is_main and batch_size * num_ranks > num_items:
-            logger.warning(
-                "batch_size=%d on %d ranks is more than the %d training samples: every epoch is one step",
-                *(batch_size, num_ranks, num_items),
-            )

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.data import RankLoader, split_by_class
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from tasks import backbones
 from tasks.backbones import Classifier, Start
-from tasks.checks import is_between, is_number, is_whole, raise_if_wrong
+from tasks.checks import is_between, is_whole, raise_if_wrong
 from tasks.records import EVALUATION, TRAINING, Record, as_files
 from tasks.together import sum_over_ranks
 from tasks.training import EpochMetrics as CommonMetrics
@@ -32,23 +32,15 @@ from tasks.training import Trainer
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("raise", "skip")
 AUTO = "auto"
-FOR_A_BUCKET = {
-    "backbone": "resnet50",
-    "weights": "DEFAULT",
-    "batch_size": 64,
-    "resize": 256,
-    "crop": 250,
-    "num_loader_workers": 2,
+AUTOMATIC: dict[str, tuple[Any, Any]] = {
+    "backbone": ("resnet50", backbones.SMALL),
+    "weights": ("DEFAULT", ""),
+    "batch_size": (64, 16),
+    "resize": (256, 64),
+    "crop": (250, 60),
+    "num_loader_workers": (2, 0),
 }
-FOR_GENERATED = {
-    "backbone": backbones.SMALL,
-    "weights": "",
-    "batch_size": 16,
-    "resize": 64,
-    "crop": 60,
-    "num_loader_workers": 0,
-}
-"""What is `auto`, 0 or -1 in `Hyperparameters`; without a bucket a run on two cores takes seconds."""
+"""Values for `auto`, 0 and -1 in `Hyperparameters`: with a bucket; without one, so that two cores take seconds."""
 
 
 class Pictures(Protocol):
@@ -104,7 +96,6 @@ class Hyperparameters(StrictInputs):
         or_zero, or_auto = "a whole number from 0 up", "a whole number from 0 (auto) up"
         checks = {
             "base_lr": (is_between(self.base_lr, 0, math.inf), "a finite number above 0"),
-            "momentum": (is_number(self.momentum) and 0 <= self.momentum < 1, "a number from 0 to below 1"),
             "batch_size": (is_whole(self.batch_size, 0), or_auto),
             "frozen_epochs": (is_whole(self.frozen_epochs, 0), or_zero),
             "patience": (is_whole(self.patience, 0), or_zero),
@@ -122,14 +113,14 @@ class Hyperparameters(StrictInputs):
         Raises:
             ValueError: These do not go together, or there is no such backbone or no such weights of it.
         """
-        chosen = dict(FOR_A_BUCKET if has_bucket else FOR_GENERATED)
+        chosen = {name: values[0 if has_bucket else 1] for name, values in AUTOMATIC.items()}
         given = {name: value for name in chosen if (value := getattr(self, name)) not in (AUTO, -1)}
         if given.get("backbone", chosen["backbone"]) == backbones.SMALL:
             chosen["weights"] = ""
         elif "backbone" in given:
             chosen["weights"] = "DEFAULT"
         chosen |= {n: v for n, v in given.items() if v != 0 or n == "num_loader_workers"}
-        settled = replace(self, **chosen)  # type: ignore[arg-type]
+        settled = replace(self, **chosen)
         problems = backbones.find_problems(settled.backbone, settled.weights)
         if settled.crop > settled.resize:
             problems.append(f"crop={settled.crop}: must not be above resize={settled.resize}")

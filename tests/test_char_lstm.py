@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -337,13 +336,6 @@ def test_training_starts_from_the_frequencies_of_the_characters() -> None:
     total = targets.total() + len(ALPHABET)
     expected = torch.tensor([math.log((targets[character] + 1) / total) for character in ALPHABET])
     torch.testing.assert_close(bias, expected)
-
-
-def test_large_batch_is_one_batch_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
-    result = train(TRAINING[:20], HELD_OUT, Hyperparameters(epochs=3, batch_size=50))
-    assert [metrics.samples_seen for metrics in result.epochs] == [20, 20, 20]
-    notices = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert notices == ["batch_size=50 on 1 ranks is more than the 20 training samples: every epoch is one step"]
 
 
 def test_training_needs_windows() -> None:

@@ -42,8 +42,7 @@ from flytekitplugins.daskpytorch.protocol import host
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
 from flyteplugins.daskpytorch import task as task_module
 from pages import block
-from tasks.names import load_names
-from tasks.newest_names import newest_uri
+from tasks.names import load_names, newest_uri
 from tasks.stores import open_store
 
 SERIALIZED = SerializationContext(version="v1", project="p", domain="d", org="o", root_dir=Path.cwd())

@@ -9,15 +9,19 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
+from s3fs import S3FileSystem
 
+from seaweed import Weed
 from tasks.embedded_names import EMBEDDED_NAMES
-from tasks.names import clean_names, load_names, split_by_hash, split_by_name
+from tasks.names import clean_names, load_names, newest_uri, split_by_hash, split_by_name
 
 DATA = Path(os.environ.get("DASKPYTORCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SEATTLE = DATA / "seattle_pet_licenses.csv"
+DAY = date(2026, 1, 31)
 
 
 @pytest.fixture
@@ -42,25 +46,6 @@ def served(tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """An S3 file system on a server of our own, with the bucket `pets`."""
-    s3fs = pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps the endpoint that it first saw
-    files = s3fs.S3FileSystem()
-    files.mkdir("pets")
-    yield files
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 def test_embedded_names_are_many_different_and_clean() -> None:
@@ -130,8 +115,10 @@ def test_http(write, served: str) -> None:
         load_names(f"{served}/other.json")
 
 
-def test_s3(bucket) -> None:
-    bucket.pipe("pets/names.csv", b"name\nBella\n")
+def test_s3(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    weed.put_all("pets", {"names.csv": b"name\nBella\n"})
     assert load_names("s3://pets/names.csv").names == ["bella"]
     with pytest.raises(FileNotFoundError, match=r"there is no file at 's3://pets/other\.csv'"):
         load_names("s3://pets/other.csv")
@@ -237,3 +224,55 @@ def test_no_password_and_no_signature_is_shown(served: str, tmp_path: Path) -> N
     assert load_names(f"{address}/names.json?signature=s3cret").source == f"{served}/names.json"
     with pytest.raises(FileNotFoundError, match=rf"no file at '{served}/none.json'"):
         load_names(f"{address}/none.json?signature=s3cret")
+
+
+# The newest file
+
+
+@pytest.mark.parametrize(
+    ("data", "uri"),
+    [
+        ("", ""),
+        ("names.csv", "names.csv"),
+        ("s3://bucket/{date}.csv", "s3://bucket/2026-01-31.csv"),
+        ("https://host/{date:%Y/%m}/names.json", "https://host/2026/01/names.json"),
+    ],
+)
+def test_a_file_is_taken_as_it_is_named_on_the_day(
+    data: str, uri: str, tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    weed.put_all("bucket", {"2026-01-31.csv": b"name\nmax"})
+    assert newest_uri(data, DAY) == uri
+
+
+def test_of_a_folder_it_is_the_file_written_last(tmp_path: Path) -> None:
+    for age, name in enumerate(["b/new.json", "z.csv", "a.csv"]):
+        path = tmp_path / "2026-01-31" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("[]")
+        os.utime(path, (1_700_000_000 - age, 1_700_000_000 - age))
+    (tmp_path / "2026-01-31" / "notes.txt").write_text("younger than all")
+    assert newest_uri(f"{tmp_path}/{{date}}", DAY) == f"file://{tmp_path}/2026-01-31/b/new.json"
+
+
+def test_of_a_prefix_it_is_the_object_written_last(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in weed.env().items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # what other tests have opened speaks for somebody else
+    weed.make_bucket("newest")
+    weed.put("newest", "names/z.csv", b"name\nmax")
+    assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/z.csv"
+    weed.put("newest", "names/a.csv", b"name\nmax")  # SeaweedFS keeps times to the second, and then the name decides
+    weed.delete("newest", "names/z.csv")
+    assert newest_uri("s3://newest/names/", DAY) == "s3://newest/names/a.csv"
+
+
+def test_what_cannot_be_found_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"ends in \.csv or \.json .* stands for on 2026-01-31"):
+        newest_uri(str(tmp_path), DAY)
+    for data in ("s3://bucket/{day}.csv", "{}.csv", "{date.names}.csv", "{date"):
+        with pytest.raises(ValueError, match=r"only \{date\}"):
+            newest_uri(data, DAY)

@@ -159,27 +159,6 @@ def test_scaling_compares_equal_global_batches(scaling: Run) -> None:
     assert abs(rows[2].loss - rows[0].loss) > abs(rows[2].loss - rows[1].loss)
 
 
-@pytest.mark.slow
-def test_scaling_takes_the_time_to_the_target(scaling: Run) -> None:
-    outputs = scaling.outputs
-    assert outputs["target_loss"] == 3.5
-    for row, time in zip(outputs["rows"], outputs["times"], strict=True):
-        assert (time.ranks, time.batch_size, time.lr) == (row.ranks, row.batch_size, row.lr)
-        assert time.seconds == (row.elapsed_time_sec if row.loss <= 3.5 else None)
-    num_reached = sum(time.seconds is not None for time in outputs["times"])
-    assert num_reached > 0
-    assert f"{num_reached} of 4 came to 3.5000 nats per character" in scaling.done.stdout
-
-
-@pytest.mark.slow
-def test_the_scalings_deck_shows_its_charts(scaling: Run) -> None:
-    times, *losses = scaling.shown("Scaling")
-    assert times.alt.startswith("training time to this loss (s) by ranks: global batch ")
-    assert len(losses) == 2
-    for chart in (times, *losses):
-        check_chart(chart)
-
-
 # ---- What is refused, and what fails
 
 

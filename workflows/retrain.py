@@ -68,8 +68,7 @@ from tasks.challenger import CHAMPION, NAMES, SCRATCH, STATE, Champion, find_cha
 from tasks.char_lstm import CharLSTM, Hyperparameters
 from tasks.drift import Limits, character_counts, check, drift
 from tasks.model_card import Comparison, DataFacts, ModelCard, git_version, plugin_version
-from tasks.names import CleanNames, load_names, split_by_hash
-from tasks.newest_names import newest_uri
+from tasks.names import CleanNames, load_names, newest_uri, split_by_hash
 from tasks.registry import Promotion, Registry
 from workflows import resources
 
