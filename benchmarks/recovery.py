@@ -127,7 +127,10 @@ TorchTrainer(
 
 MONARCH = f"""{TRAIN}
 import tempfile
+import monarch.actor
 from monarch.actor import Actor, current_rank, endpoint, this_host
+
+monarch.actor.unhandled_fault_hook = lambda failure: None  # else it interrupts the caller, who has heard by then
 
 class Rank(Actor):
     @endpoint

@@ -143,8 +143,9 @@ def train(folder, pace, save_interval, ballast, trains_model, last_step=None):
     time.sleep(0.25 if rank.is_main else 0.1)
     return [step, learner.digest() if learner else value]
 
-def nothing():
-    return None
+def warm_up(trains_model):
+    if trains_model:  # imports of the first optimizer, which the hang timeout is too short for on a busy machine
+        Learner(None).step(1, current_rank().rank)
 
 class Watcher(Observer):
     def __init__(self, folder):
@@ -205,7 +206,7 @@ def main(settings):
         import tasks.char_lstm, tasks.names  # ranks are sent the modules that the driver has loaded
     if settings["is_warm"]:
         for _ in range(2):
-            dispatch.run(client, nothing).result(120)
+            dispatch.run(client, warm_up, settings["trains_model"]).result(120)
     if settings["heeds_sigterm"]:
         signal.signal(signal.SIGTERM, heed)
     say("ready", census())
