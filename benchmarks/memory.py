@@ -101,6 +101,7 @@ class Bench:
         cluster = Cluster(self.folder / f"cluster-{self._num_started}", self.num_ranks)
         found = self._trained(DASK, cluster.contact, others, way)
         if way == "warm":
+            time.sleep(2 * SETTLE)  # fork servers import what training needs between two gangs
             found = self._trained(DASK, cluster.contact, others, way)
         cluster.close()
         return found

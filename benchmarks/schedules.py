@@ -761,8 +761,8 @@ def _check_what_is_left(
         _check_driver(gang, is_warm, before_driver, memory_before)
         _end_driver(gang)
     folder = Path(os.environ["TMPDIR"])
-    if not settled(lambda: not list(folder.glob("daskpytorch-*"))):
-        left = list(folder.glob("daskpytorch-*"))
+    if not settled(lambda: not _folders_in(folder)):
+        left = _folders_in(folder)
         troubles.append(f"folders are left: {[path.name for path in left]}")
         for path in left:  # they are no fault of the next schedule
             shutil.rmtree(path, ignore_errors=True)
@@ -773,6 +773,14 @@ def _check_what_is_left(
     for found in re.finditer(r"Exception in thread .*(?:\n.*){1,40}?\n\S*(?:Error|Exception|Exit).*", log):
         if "daskpytorch" in found[0]:
             troubles.append(f"a thread's traceback: {found[0].splitlines()[0]} ... {found[0].splitlines()[-1][:200]}")
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the scratch folders, but for those of killed processes, which the next gang would remove."""
+    from flytekitplugins.daskpytorch.process.scratch import remove_abandoned
+
+    remove_abandoned(str(folder))
+    return list(folder.glob("daskpytorch-*"))
 
 
 def _grown(before: dict[str, int], after: dict[str, int], is_warm: bool) -> dict[str, str]:

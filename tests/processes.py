@@ -22,9 +22,7 @@ import psutil
 import pytest
 
 import preload
-from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.node.fork_server import QUIET
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from preload import TESTS_IMPORT
 from warm import MARK, Program, warm_python
@@ -191,12 +189,6 @@ def wait_for_workers(address: str, count: int) -> None:
     if count:
         with Client(address, timeout=30) as client:
             client.wait_for_workers(count)
-
-
-def run_after_a_pause(client: Any, function: Callable[[], Any]) -> list[Any]:
-    """What the ranks of a gang return: none was forked just before, so that a fork server finds time to import more."""
-    time.sleep(2 * QUIET)
-    return dispatch.run(client, function).result()
 
 
 def run_program(

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -27,8 +26,9 @@ from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.node import agent
-from flytekitplugins.daskpytorch.node.agent import MAX_LINE, _Lines
+from flytekitplugins.daskpytorch.node import agent, transfers
+from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
+from flytekitplugins.daskpytorch.node.transfers import Transfers
 from flytekitplugins.daskpytorch.protocol import code, heartbeat, messages
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
@@ -43,12 +43,10 @@ from flytekitplugins.daskpytorch.protocol.orders import (
     Locate,
     NotProvided,
     Provided,
-    Settled,
     ShowStacks,
 )
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
-from flytekitplugins.daskpytorch.protocol.sharded import modules_for
 from processes import ends, fork_server, is_alive, ranks_of, refuse, until
 
 Wanted = TypeVar("Wanted")
@@ -213,7 +211,7 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
 
 
 def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "DIAL_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(transfers, "DIAL_WAITS", (0.01, 0.01))
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
     told = driver.hear(messages.NotSent)
@@ -225,67 +223,47 @@ def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeyp
     assert "cannot reach the driver" in told.reason
 
 
-def test_what_reads_shards_is_imported_ahead_once_there_are_some(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"")
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
-    asked: list[list[str]] = []
-    made._server.import_ahead = asked.append  # type: ignore[method-assign, assignment]
-    made._modules = modules_for("s3://bucket/folder")
-    ours, theirs = Pipe()
-    made._driver = ours  # type: ignore[assignment]
-    with contextlib.closing(made), ours, theirs:
-        for number, told in enumerate([Locate(), Settled(0, 10, committed=True), Settled(1, 20, committed=True)]):
-            theirs.send(messages.Tell(told))
-            made._follow()
-            assert len(asked) == min(number, 1)
-    assert "s3fs" in asked[0]
-    assert modules_for("/a/folder") == [name for name in asked[0] if name != "s3fs"]
-
-
-def test_only_checkpoints_older_than_the_one_sent_are_dropped(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"")
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
-    try:
-        for step in range(10):
-            path = tmp_path / f"step-{step}-{'0' * 16}.pt"
-            path.touch()
-            os.utime(path, (step, step))
-        made._drop_older_than(tmp_path / f"step-6-{'0' * 16}.pt")
-        kept = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
-        assert kept == [4, 5, 6, 7, 8, 9]
-    finally:
-        made.close()
-
-
-def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"")
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
-    try:
-        files = [CheckpointFile(attempt=0, step=step, size=1, digest=digest_of_byte(step)) for step in range(6)]
-        for file in files:
-            (tmp_path / file.name).write_bytes(bytes([file.step]))
-            os.utime(tmp_path / file.name, (file.step, file.step))
-        chosen = Chosen(0, 1, files[0])
-        made._bring(chosen.file, chosen, lambda reason: replace(chosen, failure=reason))
-        assert made._outcomes.recv() == chosen
-        made._drop_older_than(tmp_path / files[5].name)
-        kept = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
-        assert kept == [0, 3, 4, 5]
-    finally:
-        made.close()
-
-
-def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(tmp_path: Path) -> None:
+@pytest.fixture
+def at_hand(tmp_path: Path) -> Iterator[Transfers]:
+    """An agent's transfers, whose driver has a folder on this machine, and has gone."""
     for name in ("driver", "agent"):
         (tmp_path / name).mkdir()
+    connection, theirs = ends()
+    theirs.close()
     order = AgentOrder(worker="w", driver=("127.0.0.1", 1), num_ranks=0, token=b"", folder=tmp_path / "driver")
-    made = agent._Agent(order, tmp_path / "agent", None, None, "forkserver")
-    with contextlib.closing(made):
-        file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
-        (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
-        made._bring(file, Provided(0), functools.partial(NotProvided, 0))
-        assert made._outcomes.recv() == Provided(0)  # and nobody listens where the driver would
-        assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
+    with contextlib.closing(Transfers(order, tmp_path / "agent", connection.send)) as made:
+        yield made
+
+
+def test_only_checkpoints_older_than_the_one_sent_are_dropped(at_hand: Transfers, tmp_path: Path) -> None:
+    for step in range(10):
+        path = tmp_path / "agent" / f"step-{step}-{'0' * 16}.pt"
+        path.touch()
+        os.utime(path, (step, step))
+    at_hand._drop_older_than(tmp_path / "agent" / f"step-6-{'0' * 16}.pt")
+    kept = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "agent").iterdir())
+    assert kept == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Transfers, tmp_path: Path) -> None:
+    files = [CheckpointFile(attempt=0, step=step, size=1, digest=digest_of_byte(step)) for step in range(6)]
+    for file in files:
+        (tmp_path / "agent" / file.name).write_bytes(bytes([file.step]))
+        os.utime(tmp_path / "agent" / file.name, (file.step, file.step))
+    chosen = Chosen(0, 1, files[0])
+    at_hand.bring(chosen.file, chosen, lambda reason: replace(chosen, failure=reason))
+    assert at_hand.next_outcome() == chosen
+    at_hand._drop_older_than(tmp_path / "agent" / files[5].name)
+    kept = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "agent").iterdir())
+    assert kept == [0, 3, 4, 5]
+
+
+def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(at_hand: Transfers, tmp_path: Path) -> None:
+    file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
+    (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
+    at_hand.bring(file, Provided(0), functools.partial(NotProvided, 0))
+    assert at_hand.next_outcome() == Provided(0)  # and nobody listens where the driver would
+    assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
 
 
 def digest_of_byte(value: int) -> str:
@@ -296,7 +274,7 @@ def digest_of_byte(value: int) -> str:
 
 
 def lines_of(*pieces: bytes) -> list[list[str]]:
-    lines = _Lines()
+    lines = Lines()
     return [lines.feed(piece) for piece in pieces]
 
 
@@ -318,7 +296,7 @@ def test_lines_of_a_stream(pieces: tuple[bytes, ...], lines: list[list[str]]) ->
 
 
 def test_a_line_without_an_end_goes_on_in_pieces_and_nothing_more_of_it_is_held() -> None:
-    lines = _Lines()
+    lines = Lines()
     passed_on = [line for _ in range(100) for line in lines.feed(b"x" * 50_000)]
     assert 5_000_000 - MAX_LINE < sum(map(len, passed_on)) <= 5_000_000
     assert max(map(len, passed_on)) <= MAX_LINE
@@ -329,19 +307,13 @@ def test_a_line_without_an_end_goes_on_in_pieces_and_nothing_more_of_it_is_held(
 
 
 def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_hand: Transfers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "DIAL_WAITS", ())
-    order = AgentOrder(worker="w", num_ranks=0, driver=("127.0.0.1", 1), token=b"")  # nobody is there
+    monkeypatch.setattr(transfers, "DIAL_WAITS", ())
+    (tmp_path / "agent").rmdir()
     file = CheckpointFile(attempt=0, step=1, size=1, digest="0" * 64)
-    made = agent._Agent(order, tmp_path / "gone", None, None, "forkserver")
-    made._driver, theirs = ends()
-    theirs.close()  # as its socket is
-    try:
-        made._bring(file, Provided(0), functools.partial(NotProvided, 0))
-        made._upload(file)
-    finally:
-        made.close()
+    at_hand._bring(file, Provided(0), functools.partial(NotProvided, 0))
+    at_hand._send(file)
 
 
 def test_what_a_rank_had_open_is_closed_though_nobody_hears_of_its_end(tmp_path: Path) -> None:
@@ -374,14 +346,10 @@ def test_a_rank_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> Non
     assert psutil.Process().num_fds() == num_before
 
 
-def test_files_that_go_while_old_ones_are_looked_for_are_nothing(tmp_path: Path) -> None:
-    order = AgentOrder(worker="w", num_ranks=0, driver=("127.0.0.1", 1), token=b"")
-    (tmp_path / "step-1.pt").symlink_to(tmp_path / "gone")  # found, and not there to be asked for its time
-    made = agent._Agent(order, tmp_path, None, None, "forkserver")
-    try:
-        made._drop_older_than(tmp_path / "step-1.pt")
-    finally:
-        made.close()
+def test_files_that_go_while_old_ones_are_looked_for_are_nothing(at_hand: Transfers, tmp_path: Path) -> None:
+    lost = tmp_path / "agent" / "step-1.pt"
+    lost.symlink_to(tmp_path / "gone")  # found, and not there to be asked for its time
+    at_hand._drop_older_than(lost)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +412,7 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
     driver.send(messages.Tell(Locate()))
     while "wait_for_ever" not in (located := driver.hear(Located)).stacks:  # it is on its way there
         driver.send(messages.Tell(Locate()))
-    assert "in _follow" in located.stacks  # of the thread that answers, too
+    assert "in follow" in located.stacks  # of the thread that answers, too
     group = "the default group (gloo)"
     assert driver.hear(Remembered).recalled == Recalled(groups=[group], collectives=[], members={group: (0,)})
     driver.send(messages.Tell(ShowStacks()))

@@ -476,8 +476,6 @@ IMPORTING = """
     inherited.TRAINING_IMPORTS = ("first", "second")
     fork_server.main()
 """
-
-
 SLOW_IMPORT = """
 import time
 from pathlib import Path
@@ -488,13 +486,13 @@ while not Path(__name__).exists():
 
 
 @contextlib.contextmanager
-def importing(folder: Path) -> Iterator[ForkServerClient]:
+def importing(folder: Path, leisure: float) -> Iterator[ForkServerClient]:
     """A client of such a server."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for name in ("first", "second"):
         (folder / f"{name}.py").write_text(SLOW_IMPORT)
     command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno())]
-    environment = {**os.environ, "DASKPYTORCH_LEISURE": "0.1"}
+    environment = {**os.environ, "DASKPYTORCH_LEISURE": str(leisure)}
     with (
         control,
         subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=folder, env=environment) as server,
@@ -511,42 +509,28 @@ def importing(folder: Path) -> Iterator[ForkServerClient]:
         assert server.wait() == 0
 
 
-def test_once_a_rank_trains_what_that_needs_is_imported_in_pieces_between_which_ranks_are_served(
-    tmp_path: Path,
-) -> None:
-    with importing(tmp_path) as client:
-        source = "import sys, time; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
-        assert Rank.running(client, 0, "import time, wave; print('runs'); time.sleep(600)").line() == "runs"
-        until((tmp_path / "first began").exists, "a piece")
+def test_after_ranks_that_train_more_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
+    source = "import sys, time; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
+    with importing(tmp_path, leisure=600) as client:
+        assert Rank.running(client, 0, "import time, wave; print('trains'); time.sleep(600)").line() == "trains"
+        assert not wait([client], 0.5)
+        assert not (tmp_path / "first began").exists()  # while ranks run nothing is imported
         client.kill(0, signal.SIGKILL)
-        second, third = Rank.running(client, 1, source), Rank.running(client, 2, source)
-        assert not wait([second.output, third.output], 0.5)
+        until((tmp_path / "first began").exists, "a piece")
+        ranks = [Rank.running(client, key, source) for key in (1, 2)]
+        assert not wait([rank.output for rank in ranks], 0.5)
         (tmp_path / "first").touch()
-        assert client.next_exit() == (0, -signal.SIGKILL)
-        assert second.line() == third.line() == "True False"
-        until((tmp_path / "second began").exists, "the next piece")
+        assert {rank.line().partition(" ")[0] for rank in ranks} == {"True"}
         (tmp_path / "second").touch()
+        for key in (1, 2):
+            client.kill(key, signal.SIGKILL)
+        assert {client.next_exit() for _ in range(3)} == {(key, -signal.SIGKILL) for key in range(3)}
+        until((tmp_path / "second began").exists, "the next piece")
         assert Rank.running(client, 3, source).line() == "True True"
-        import_ahead(client, tmp_path)
-        source = "import sys, time; print('wanted_later' in sys.modules); time.sleep(600)"
-        assert Rank.running(client, 4, source).line() == "True"
-
-
-def import_ahead(client: ForkServerClient, folder: Path) -> None:
-    (folder / "wanted_later.py").write_text("import pathlib; pathlib.Path('imported').touch()")
-    client.import_ahead(["no_such_module", "wanted_later"])
-    until((folder / "imported").exists, "what was asked for")
-
-
-def test_while_no_rank_trains_nothing_is_imported_for_that(tmp_path: Path) -> None:
-    with importing(tmp_path) as client:
-        assert Rank.running(client, 0, "import time; print('runs'); time.sleep(600)").line() == "runs"
-        import_ahead(client, tmp_path)  # which comes after all that was due before
-        assert not (tmp_path / "first began").exists()
 
 
 def test_a_server_that_was_started_ahead_imports_what_training_needs(tmp_path: Path) -> None:
-    with importing(tmp_path) as client:
+    with importing(tmp_path, leisure=0.1) as client:
         until((tmp_path / "first began").exists, "a piece")
         for name in ("first", "second"):
             (tmp_path / name).touch()

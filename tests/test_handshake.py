@@ -18,7 +18,7 @@ import pytest
 from flytekitplugins.daskpytorch.driver import listener as ear
 from flytekitplugins.daskpytorch.driver.events import Event, Gone, Said
 from flytekitplugins.daskpytorch.driver.listener import Listener
-from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
@@ -107,7 +107,7 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
 
 
 def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
-    with contextlib.closing(agent.dial(order(listener.address))) as connection:
+    with contextlib.closing(transfers.dial(order(listener.address))) as connection:
         connection.send(Leaving())
         assert heard(events) == Leaving()
     assert isinstance(events.get(), Gone)
@@ -142,7 +142,7 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
 
 def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
     with pytest.raises(ConnectionError, match="is not its gang's"):
-        agent.dial(order(listener.address, token=b"u" * 32))
+        transfers.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
 
 
@@ -160,7 +160,7 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
         patched.setattr(ear, "PATIENCE", 0.3)
         stranger = connected(listener)
         take(stranger, 32)  # his time has begun; the agent has its own
-    with contextlib.closing(agent.dial(order(listener.address))) as connection:
+    with contextlib.closing(transfers.dial(order(listener.address))) as connection:
         connection.send(Leaving())
         assert heard(events) == Leaving()
         assert_sent_away(stranger, events)
@@ -186,7 +186,7 @@ def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
     listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ear, "FIRST_WORD_PATIENCE", 0.3)
-    with contextlib.closing(agent.dial(order(listener.address))) as connection, pytest.raises((EOFError, OSError)):
+    with contextlib.closing(transfers.dial(order(listener.address))) as connection, pytest.raises((EOFError, OSError)):
         connection.recv()
     assert events.empty()
 
@@ -216,7 +216,7 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
                 each.recv(40)  # his turn comes when others have been sent away
             most = max(most, num_open_files() - files - len(strangers))
     assert most <= 4
-    with contextlib.closing(agent.dial(order(listener.address))) as connection:
+    with contextlib.closing(transfers.dial(order(listener.address))) as connection:
         connection.send(Leaving())
         assert heard(events) == Leaving()
     for each in strangers:
@@ -253,7 +253,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(bomb: Bomb) -> No
 
     address, thread = impostor(play)
     with pytest.raises(ConnectionError, match=r"took for the driver, is not its gang's .*another process its port\?"):
-        agent.dial(order(address))
+        transfers.dial(order(address))
     thread.join()
 
 
@@ -266,7 +266,7 @@ def test_an_agent_survives_one_who_begins_with_something_else(bomb: Bomb) -> Non
 
     address, thread = impostor(play)
     with pytest.raises(ConnectionError, match="is not its gang's"):
-        agent.dial(order(address))
+        transfers.dial(order(address))
     thread.join()
 
 
@@ -287,7 +287,7 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 
     def dial() -> None:
         try:
-            agent.dial(order(address)).close()
+            transfers.dial(order(address)).close()
         except ConnectionError as error:
             refused.put(error)
 
@@ -314,7 +314,7 @@ def test_idle_strangers_in_any_number_keep_no_agent_out(
     monkeypatch.setattr(ear, "MAX_STRANGERS", 64)
     monkeypatch.setattr(ear, "GRACE", 0.1)
     strangers = [connected(listener) for _ in range(num_strangers)]
-    with contextlib.closing(agent.dial(order(listener.address))) as connection:
+    with contextlib.closing(transfers.dial(order(listener.address))) as connection:
         connection.send(Leaving())
         assert heard(events) == Leaving()
     told = capfd.readouterr().err
@@ -356,12 +356,12 @@ def test_an_agent_that_is_hung_up_on_calls_again() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        agent.dial(order(server.getsockname()[:2])).close()
+        transfers.dial(order(server.getsockname()[:2])).close()
         thread.join()
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "REDIAL_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(transfers, "REDIAL_WAITS", (0.0, 0.0))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
@@ -373,6 +373,6 @@ def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPa
         with pytest.raises(
             ConnectionError, match=r"crowded by other callers \(3 calls, .* hung up after \d\.\d s"
         ) as failure:
-            agent.dial(order(server.getsockname()[:2]))
+            transfers.dial(order(server.getsockname()[:2]))
         thread.join()
     assert "token" not in str(failure.value)

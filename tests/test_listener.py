@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankS
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
-from flytekitplugins.daskpytorch.node import agent
+from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
@@ -53,7 +53,7 @@ def dial(ear: Listener, events: queue.SimpleQueue[Event]) -> Iterator[Callable[[
     agents: list[Connection] = []
 
     def dial() -> Connection:
-        agents.append(agent.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)))
+        agents.append(transfers.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)))
         agents[-1].send(Leaving())
         assert heard(events) == Leaving()
         return agents[-1]
@@ -156,7 +156,7 @@ def listening() -> list[threading.Thread]:
 
 
 def dial_only(ear: Listener) -> Connection:
-    return agent.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN))
+    return transfers.dial(AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN))
 
 
 def call(ear: Listener) -> Connection:
@@ -271,7 +271,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 
     class Launcher(OwnNode):
         def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-            agents.append(agent.dial(orders[0]))
+            agents.append(transfers.dial(orders[0]))
             agents[0].send(Hello(describe_node(orders[0].worker, None), ("127.0.0.1", 1)))
             until(lambda: supervisor._events.qsize() == 2, "the hello to be heard")
 
@@ -471,7 +471,7 @@ def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue
         at_last.callback(ear.end)
         order = AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)
         with contextlib.ExitStack() as dialled:
-            agents = [dialled.enter_context(contextlib.closing(agent.dial(order))) for _ in range(num_agents)]
+            agents = [dialled.enter_context(contextlib.closing(transfers.dial(order))) for _ in range(num_agents)]
             for each in agents:  # their first words are heard by other threads
                 each.send(Leaving())
                 heard(events)

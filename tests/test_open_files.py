@@ -10,8 +10,8 @@ import pytest
 from flytekitplugins.daskpytorch import Gang, GangStartError
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-from flytekitplugins.daskpytorch.process import open_files
-from flytekitplugins.daskpytorch.process.open_files import OTHERS, allow_connections
+from flytekitplugins.daskpytorch.process import system
+from flytekitplugins.daskpytorch.process.system import OTHERS, allow_connections
 from simulated_gang import Cluster
 
 
@@ -37,7 +37,7 @@ def may_have(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_more_agents_can_come_than_files_could_be_open_before(limit: int) -> None:
     allow_connections(1)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(open_files.MAX_FILES, limit), limit)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(system.MAX_FILES, limit), limit)
 
 
 def test_what_was_allowed_is_not_taken_back(limit: int) -> None:

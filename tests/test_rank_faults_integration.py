@@ -19,7 +19,7 @@ from distributed import Client
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, Observer, RankObserver, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.node.agent import TAIL_SIZE
+from flytekitplugins.daskpytorch.node.ranks import TAIL_SIZE
 from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
 from processes import MAX_SECONDS, dask_cluster, fork_server, nothing_left_behind, until
 

@@ -33,7 +33,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
-from processes import Cluster, nothing_left_behind, run_after_a_pause, run_program, until
+from processes import Cluster, nothing_left_behind, run_program, until
 
 ONCE = Gang(max_restarts=0)
 MIB = 1 << 20
@@ -217,15 +217,14 @@ def has_imported_more() -> bool:
 
 
 @pytest.fixture
-def warm_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def warm_server() -> Iterator[None]:
     """A fork server that has imported what DistributedDataParallel would in each of 16 ranks (2 s each)."""
-    monkeypatch.setenv("DASKPYTORCH_LEISURE", "0")
     fork_client.shutdown()  # one that another test has left
     with (
         LocalCluster(n_workers=1, processes=False, memory_limit=0, dashboard_address=None) as workers,
         Client(workers) as client,
     ):
-        until(lambda: run_after_a_pause(client, has_imported_more)[0], "the fork server's imports")
+        until(lambda: dispatch.run(client, has_imported_more).result()[0], "the fork server's imports")
     yield
     fork_client.shutdown()
 

@@ -25,9 +25,8 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
-from flytekitplugins.daskpytorch.process.open_files import allow_connections
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.process.system import check_system
+from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging

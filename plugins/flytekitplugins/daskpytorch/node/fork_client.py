@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import spawn
 from multiprocessing.connection import wait
@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.process import sigterm
 from flytekitplugins.daskpytorch.process.system import check_system
 
 END_TIMEOUT = 10.0
-"""Seconds for a fork server to end after the order to; a suspended one is killed then."""
+"""Seconds for a fork server to end its ranks and itself after the order to; a suspended server is killed then."""
 
 
 class ForkServerLostError(ConnectionError):
@@ -47,15 +47,12 @@ class ForkServerClient:
 
     def spawn(self, key: int, channel: int, output: int) -> None:
         """Fork a rank. `key` names it; `channel` and `output` are file descriptors that become the rank's own."""
+        _ranks.add((id(self), key))
         try:
             socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, output])
         except ConnectionError:  # the server may have said before why it ended
             while True:
                 self._next_event()
-
-    def import_ahead(self, modules: Sequence[str]) -> None:
-        """Have the server import these, in its own time, for the ranks that it forks from then on."""
-        self._socket.send(json.dumps({"op": "import", "modules": modules}).encode())
 
     def kill(self, key: int, signum: int) -> None:
         """Signal a rank and everything it started, if it still runs."""
@@ -86,6 +83,7 @@ class ForkServerClient:
             ForkServerLostError: The server is gone, and every rank with it.
         """
         event = self._next_event()
+        _ranks.discard((id(self), event["key"]))
         return event["key"], event["exitcode"]
 
     def _next_event(self) -> dict[str, int]:
@@ -131,6 +129,8 @@ class _Owned:
         return bool(wait([self.control], 0))  # it says nothing, so that is its end
 
 
+_ranks: set[tuple[int, int]] = set()
+"""Client's number and key of each rank of whose end nobody has heard."""
 _owned: _Owned | None = None
 _hand_over: str | None = None
 """The name of the socket by which the next owner finds the server."""
@@ -193,9 +193,11 @@ def shutdown() -> None:
         ended, _owned = _owned, None
         if ended is not None:
             with ended.control, contextlib.suppress(OSError):  # it may have ended
-                ended.control.settimeout(END_TIMEOUT)
                 ended.control.send(fork_server.END)
-                ended.control.recv(1)  # until it has
+                if _ranks:  # else nobody waits for a server that imports
+                    ended.control.settimeout(END_TIMEOUT)
+                    ended.control.recv(1)  # until it has
+            _ranks.clear()
             if ended.process is not None:
                 ended.process.kill()  # the server has ended its ranks, or does not answer: suspended, for example
                 ended.process.wait()
@@ -249,6 +251,7 @@ def _start() -> _Owned:
         # A Dask nanny has its worker's freed memory given back at once, which costs a training thousands of page faults
         # per step. The C library reads it when a process starts, so the ranks could not undo it themselves.
         env = {name: value for name, value in os.environ.items() if name != "MALLOC_TRIM_THRESHOLD_"}
+        _ranks.clear()  # those of a server before have ended with it
         with sigterm.held_back():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, env=env

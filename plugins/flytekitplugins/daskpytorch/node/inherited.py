@@ -28,8 +28,8 @@ TRAINING_IMPORTS = (
     "torch._dynamo",
 )
 """Modules that the first optimizer imports, in pieces that can be imported alone. An optimizer asks for the last one,
-which spends most of its time on the others. A gang whose rank was killed takes 20 times as long to train on where the
-server has not imported them (`recovery.py`, 2026-11-23).
+which spends most of its time on the others. Where the server has not imported them, a warm gang takes 20 times as
+long to its first step (`recovery.py`, rank killed, 2026-11-23).
 
 Not wandb: its import makes a folder for media, which the first rank to end would remove for all others."""
 
@@ -65,6 +65,15 @@ def _remember_plugins() -> None:
     """
     metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
     metadata.entry_points(group="torch.distributed.backends")
+
+
+def leisure() -> float:
+    """Return the seconds after which a server that has forked no rank imports what only training needs."""
+    text = os.environ.get("DASKPYTORCH_LEISURE", "3")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
 
 
 def import_quietly(name: str) -> None:

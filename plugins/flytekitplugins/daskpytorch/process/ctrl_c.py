@@ -116,7 +116,7 @@ def _is_interactive() -> bool:
 
 
 def _end_process() -> None:
-    """At once: ranks end with their driver, and a shell of its own removes its folders."""
+    """End this process at once: its ranks end with it, and the next gang here removes its scratch folders."""
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, f"{SHOW_CURSOR}\n".encode())

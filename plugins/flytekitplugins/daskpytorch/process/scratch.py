@@ -1,42 +1,72 @@
-"""Folders that go with this process, however it ends: a shell outlives it, and clears up. Runs in driver and agents."""
+"""Folders that go with this process, at the latest once another of the package needs one. Runs in driver and agents.
+
+A process holds a lock on each of its folders, which the kernel takes away however the process ends. The first folder
+that a later process of this machine makes removes those without a lock: what processes have left that were killed.
+"""
 
 import contextlib
+import fcntl
+import functools
+import hashlib
 import os
+import re
+import secrets
 import shutil
-import subprocess
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from flytekitplugins.daskpytorch.process.system import running_kernel
+
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Seconds before a folder is removed again that was written into meanwhile."""
-CLEAR_UP = """
-trap '' HUP INT QUIT TERM
-while IFS= read -r folder; do set -- "$@" "$folder"; done
-for try in 1 2 3 4 5 6 7 8 9 10; do
-    rm -rf -- "$@" && exit
-    sleep 0.3
-done
-"""
-"""Reads the names of folders; at the end of its input, which is that of the process that writes it, removes them.
-
-More than once where others write into them: an agent's ranks end in the same moment.
-"""
+MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
+"""In the names of this machine's folders: locks of other machines may not be seen where several share a disk."""
+NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
+"""Name of a scratch folder of this machine."""
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make an empty folder among the temporary ones, for the time of this context."""
-    folder = Path(tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex}")
-    _watcher.note(folder)  # before it is there, so that it is never unknown
-    folder.mkdir(mode=0o700)
+    """Make an empty folder among the temporary ones, for the time of this context.
+
+    Args:
+        prefix: How the folder's name begins; `daskpytorch-`, or that and a word: `daskpytorch-results-`.
+    """
+    place = tempfile.gettempdir()
+    _tidy(place)
+    folder = Path(place, f"{prefix}{MACHINE}{secrets.token_hex(8)}")
+    unseen = folder.with_name(f".{folder.name}")  # until there is a lock
+    unseen.mkdir(mode=0o700)
+    lock = os.open(unseen, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks: the folder stays if this process is killed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        unseen.rename(folder)
         yield folder
     finally:
         _remove(folder)
+        os.close(lock)
+
+
+@functools.cache
+def _tidy(place: str) -> None:
+    remove_abandoned(place)
+
+
+def remove_abandoned(place: str) -> None:
+    """Remove the scratch folders there of this user's processes that no longer run."""
+    for entry in os.scandir(place):
+        if NAME.fullmatch(entry.name):
+            with contextlib.suppress(OSError):  # another process removes it, or it is another user's
+                lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    if os.fstat(lock).st_uid == os.geteuid():
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 def _remove(folder: Path) -> None:
@@ -46,49 +76,3 @@ def _remove(folder: Path) -> None:
         if not folder.exists():
             return
         time.sleep(wait_for)
-
-
-class _Watcher:
-    """The shell, of which one process needs one; started with the first folder."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._shell: subprocess.Popen[bytes] | None = None
-
-    def note(self, folder: Path) -> None:
-        """Have a folder removed; where no shell can be started, it stays if this process is killed."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._shell is None or self._shell.poll() is not None:
-                self._shell = _start_shell()
-            if self._shell.stdin is not None and "\n" not in str(folder):  # which would be the end of its name
-                self._shell.stdin.write(os.fsencode(folder) + b"\n")
-
-    def abandon(self) -> None:
-        """Let go of it in a fork of its process: it must not wait for the fork's end."""
-        if self._shell is not None and self._shell.stdin is not None:
-            self._shell.stdin.close()
-
-
-def _start_shell() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        ["/bin/sh", "-c", CLEAR_UP],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env={"PATH": os.defpath},
-        start_new_session=True,  # out of reach of what is sent to the terminal's processes
-    )
-
-
-_watcher = _Watcher()
-
-
-def _start_anew() -> None:
-    global _watcher
-    _watcher.abandon()
-    _watcher = _Watcher()
-
-
-os.register_at_fork(after_in_child=_start_anew)

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from flytekitplugins.daskpytorch.process.system import running_kernel
 from flytekitplugins.daskpytorch.protocol import pickling, program
 from flytekitplugins.daskpytorch.protocol.program import Program
 
@@ -180,7 +181,7 @@ def pack_code() -> Code:
             for name, path in project.files.items()
             if _is_code(path) or name == project.script
         },
-        machine=_machine(),
+        machine=running_kernel(),
         left=dict(sorted(project.left.items())[:MAX_LEFT]),
         program=program.taken(is_users=project.script is not None or not hasattr(sys.modules["__main__"], "__file__")),
     )
@@ -348,13 +349,6 @@ def _identity(path: Path) -> Sequence[int]:
 
 
 @functools.cache
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _can_pickle(value: object) -> bool:
     try:
         pickling.dumps(value)
@@ -388,7 +382,7 @@ def place_code(code: Code, folder: Path) -> Sources:
 
 
 def _are_here(code: Code) -> bool:
-    if not code.machine or code.machine != _machine() or not code.folders:
+    if not code.machine or code.machine != running_kernel() or not code.folders:
         return False
     return all(identity and identity == _identity(Path(path)) for path, identity in code.originals.values())
 

@@ -121,15 +121,6 @@ def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
     return None if found is None else ((int(found[1]), int(found[2])), found[3])
 
 
-def modules_for(base: str) -> list[str]:
-    """What a rank imports to read shards from below this path or URL."""
-    from fsspec.registry import known_implementations
-
-    protocol, is_url, _ = base.partition("://")
-    known = known_implementations.get(protocol, {}).get("class", "") if is_url else ""
-    return ["flytekitplugins.daskpytorch.rank.shard_reader", *filter(None, [known.rpartition(".")[0]])]
-
-
 def layout_of(written: Sequence[WrittenShards]) -> bytes:
     """The content of `layout.json`, from what all ranks have written, in their order."""
     first = written[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.process.open_files import allow_files
+from flytekitplugins.daskpytorch.process.system import allow_files
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Place
 

@@ -1,0 +1,195 @@
+"""What goes between an agent and its driver beside orders and reports: checkpoints, a call's large arguments.
+
+Runs in threads of the agent, which tells its ranks what has come.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Pipe
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.protocol import messages, orders
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, link_file, take_file
+from flytekitplugins.daskpytorch.protocol.framing import Connection, watch_peer
+from flytekitplugins.daskpytorch.protocol.handshake import introduce
+from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
+from flytekitplugins.daskpytorch.protocol.segments import Address, SharedMemory
+
+NUM_FILES_KEPT = 3
+"""Checkpoints that stay on this node, so that a restart here need not fetch them."""
+REDIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
+"""Seconds before the driver is called again that has hung up."""
+DIAL_TIMEOUT = 30.0
+DIAL_WAITS = (0.5, 1.0, 2.0)
+"""Seconds between attempts to reach the driver with a checkpoint."""
+
+
+class Transfers:
+    """Brings checkpoints and large arguments to this node, and sends checkpoints to the driver."""
+
+    def __init__(self, order: AgentOrder, scratch: Path, say: Callable[[messages.FromAgent], None]) -> None:
+        self._order = order
+        self._scratch = scratch
+        self._say = say
+        self._used: dict[str, float] = {}
+        """Time of the last request for each checkpoint. The driver may have the same file, whose times stay as they
+        are."""
+        self._large: SharedMemory | None = None
+        """This agent's copy of the call's large arguments, for all attempts; None on the driver's machine."""
+        self._large_lock = threading.Lock()
+        self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
+        self._outcome_lock = threading.Lock()
+
+    def close(self) -> None:
+        """Forget what is on its way."""
+        self._outcomes.close()
+        self._outcome_from_thread.close()
+        if self._large is not None:
+            self._large.close()
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable once there is an outcome."""
+        return self._outcomes.fileno()
+
+    def next_outcome(self) -> orders.Order:
+        """Return what the ranks are to hear of what has come, or has not."""
+        outcome: orders.Order = self._outcomes.recv()
+        return outcome
+
+    def bring_large(self, attempt: int, original: Address) -> None:
+        """Have large arguments brought for this attempt."""
+        self._in_background(self._bring_large, attempt, original)
+
+    def bring(self, file: CheckpointFile | None, there: orders.Order, missing: Callable[[str], orders.Order]) -> None:
+        """Have a checkpoint brought.
+
+        Args:
+            file: The checkpoint; None: nothing need come.
+            there: What the ranks hear once the checkpoint is here.
+            missing: Makes what they hear otherwise, given the reason.
+        """
+        self._in_background(self._bring, file, there, missing)
+
+    def send(self, file: CheckpointFile) -> None:
+        """Have a checkpoint sent to the driver."""
+        self._in_background(self._send, file)
+
+    def _bring_large(self, attempt: int, original: Address) -> None:
+        try:
+            there = orders.Large(attempt, self._find_large(original))
+        except BaseException as error:  # the ranks wait for an answer
+            there = orders.Large(attempt, None, f"{type(error).__name__}: {error}")
+        self._note_outcome(there)
+
+    def _find_large(self, original: Address) -> Address:
+        """Return where the large arguments are in this machine's memory; fetch them once for all ranks here."""
+        with self._large_lock:  # the attempt before may have asked for it, and still be waiting
+            if original.is_here:
+                return original
+            if self._large is None:
+                with contextlib.closing(self._dial_patiently()) as connection:
+                    connection.send(messages.DownloadLarge())
+                    self._large = SharedMemory.received(connection, original)
+            return self._large.address
+
+    def _bring(self, file: CheckpointFile | None, there: orders.Order, missing: Callable[[str], orders.Order]) -> None:
+        try:
+            if file is not None:
+                self._find(file)
+        except BaseException as error:  # the ranks wait for an answer
+            there = missing(f"{type(error).__name__}: {error}")
+        self._note_outcome(there)
+
+    def _note_outcome(self, there: orders.Order) -> None:
+        with self._outcome_lock, contextlib.suppress(OSError):  # the gang has ended
+            self._outcome_from_thread.send(there)
+
+    def _find(self, file: CheckpointFile) -> None:
+        path = self._scratch / file.name
+        self._used[path.name] = time.time()  # so that the file is not among the oldest, which are dropped
+        if path.exists() and digest_of(path) == file.digest:
+            return
+        if self._order.folder is None or not link_file(self._order.folder / file.name, self._scratch):
+            with contextlib.closing(dial(self._order)) as connection:
+                connection.send(messages.Download(file))
+                take_file(connection, file, self._scratch)
+
+    def _send(self, file: CheckpointFile) -> None:
+        """Send a checkpoint, or say that it cannot be sent: the driver asks for no other until then."""
+        path = self._scratch / file.name
+        try:
+            with contextlib.closing(self._dial_patiently()) as connection:
+                is_there = self._order.folder is not None and link_file(path, self._order.folder)
+                connection.send(messages.Upload(file, is_there))
+                if not is_there:
+                    connection.send_file(path)
+        except (OSError, EOFError) as error:
+            with contextlib.suppress(OSError):  # the driver has gone
+                self._say(messages.NotSent(file, f"{type(error).__name__}: {error}"))
+        self._drop_older_than(path)
+
+    def _dial_patiently(self) -> Connection:
+        """Call the driver several times: one that is out of descriptors, say, may have some again soon."""
+        for wait_for in DIAL_WAITS:
+            with contextlib.suppress(ConnectionError):
+                return dial(self._order)
+            time.sleep(wait_for)
+        return dial(self._order)
+
+    def _drop_older_than(self, newest: Path) -> None:
+        """Keep a few checkpoints on this node, and those that the driver may yet ask for."""
+        with contextlib.suppress(FileNotFoundError):  # one of them went to where it is loaded from
+            kept = sorted(self._scratch.glob("step-*.pt"), key=self._last_used)
+            for old in kept[: max(0, kept.index(newest) + 1 - NUM_FILES_KEPT)] if newest in kept else ():
+                old.unlink(missing_ok=True)
+
+    def _last_used(self, path: Path) -> float:
+        return max(path.stat().st_mtime, self._used.get(path.name, 0.0))
+
+    @staticmethod
+    def _in_background(work: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=work, args=args, name="daskpytorch-transfer", daemon=True).start()
+
+
+def dial(order: AgentOrder) -> Connection:
+    """Connect to the driver; again where it hangs up, as it does on some where strangers crowd at its port.
+
+    Raises:
+        ConnectionError: It cannot be reached from here, or whoever is there is not the driver.
+    """
+    for wait_for in REDIAL_WAITS:
+        with contextlib.suppress(ConnectionAbortedError):
+            return _dial_once(order)
+        time.sleep(wait_for)
+    try:
+        return _dial_once(order)
+    except ConnectionAbortedError as error:
+        raise ConnectionError(
+            f"{':'.join(map(str, order.driver))}, which the worker at {order.worker} took for the driver, is not its "
+            f"gang's, or is crowded by other callers ({len(REDIAL_WAITS) + 1} calls, and the last time {error}). "
+            "Has the driver ended, and another process its port? The driver's log tells of callers that are not its "
+            "agents crowd there."
+        ) from error
+
+
+def _dial_once(order: AgentOrder) -> Connection:
+    host, port = order.driver
+    try:
+        sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)
+    except OSError as error:
+        raise ConnectionError(
+            f"the worker at {order.worker} cannot reach the driver at {host}:{port} ({error}). Workers must be able to "
+            "open connections to the machine that runs the task: check network policies and firewalls."
+        ) from error
+    sock.settimeout(None)
+    watch_peer(sock)
+    try:
+        return introduce(sock, order.token)
+    except ConnectionRefusedError as error:
+        raise ConnectionError(
+            f"{host}:{port}, which the worker at {order.worker} took for the driver, is not its gang's ({error}). Has "
+            "the driver ended, and another process its port?"
+        ) from error
