@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from flytekitplugins.daskpytorch.protocol import torch_parts
+
 
 def reduce(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """What a pickler is to write for a storage; None where that is for torch to say, as of a GPU's memory.
@@ -16,7 +18,7 @@ def reduce(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tupl
     Of one of fewer bytes, too: a storage that comes of this cannot be resized.
     """
     if isinstance(storage, torch.storage.TypedStorage):
-        raw = storage._untyped_storage  # noqa: SLF001 - torch warns of every other way to it
+        raw = torch_parts.untyped(storage)
         return (_typed, (raw, storage.dtype)) if raw.device.type == "cpu" and raw.nbytes() >= at_least else None
     if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu" and storage.nbytes() >= at_least:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
@@ -25,7 +27,7 @@ def reduce(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tupl
 
 
 def _typed(raw: torch.storage.TypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return _of_type(raw._untyped_storage, dtype)  # noqa: SLF001 - as above
+    return _of_type(torch_parts.untyped(raw), dtype)
 
 
 def _raw(memory: bytearray | memoryview) -> torch.storage.TypedStorage:

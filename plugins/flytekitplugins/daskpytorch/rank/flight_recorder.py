@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective, Recalled
 from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)
 """A collective with a shorter timeout ends by itself, as its program may expect."""
-NCCL_BACKENDS = ("nccl-legacy", "nccl2", "nccl-lazy")
-"""Names in records of what groups call nccl: torch 2.15's `nccl` is `nccl2`, unless TORCH_DIST_USE_NCCL2 is 0."""
 HOOK = 0x6461736B
 """Number of this module's abort hook among a backend's hooks, of which torch's own have small numbers."""
 
@@ -28,7 +27,7 @@ HOOK = 0x6461736B
 def recall() -> Recalled | None:
     """The last collectives; None where nothing is recorded. May be called in any thread, whatever the others do."""
     try:
-        groups = list(_groups())
+        groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
         entries = [entry for entry in _entries(has_nccl=has_nccl) if _group_of(entry) in groups]
         newest = sorted(entries, key=lambda entry: entry["time_created_ns"])[-MAX_COLLECTIVES:]
@@ -69,12 +68,9 @@ def call_before_abort(report: Callable[[], None]) -> None:
 
 def _hook_abort(report: Callable[[], None]) -> None:
     """Have this called before a group that is there now aborts; torch 2.15's `nccl2` throws no exception then."""
-    import torch
-    from torch.distributed import distributed_c10d
-
-    for group in distributed_c10d._world.pg_map:  # noqa: SLF001 - as below
-        for device in group._device_types:  # noqa: SLF001
-            backend: Any = group._get_backend(torch.device(device))  # noqa: SLF001
+    for group in torch_parts.groups():
+        for device in torch_parts.devices_of(group):
+            backend = torch_parts.backend_on(group, device)
             if getattr(backend, "supports_abort_hooks", False):
                 backend.register_abort_hook(HOOK, report)
 
@@ -94,34 +90,17 @@ _handler: object = None
 _set_terminate = _found()  # once for all ranks that a fork server starts
 
 
-def _groups() -> Iterator[str]:
-    """The process groups that this rank is in, once for each backend: each of them counts by itself."""
-    from torch.distributed import distributed_c10d
-
-    for group in distributed_c10d._world.pg_map:  # noqa: SLF001 - as `process_group` does
-        for backend in _backends_of(group):
-            yield _name(group.group_name, group.group_desc, backend)
-
-
-def _backends_of(group: Any) -> list[str]:
-    """Return a group's backends. `pg_map` has the one by which `process_group` calls the group, which may have more."""
-    from torch.distributed import distributed_c10d
-
-    config = distributed_c10d._world.pg_backend_config[group]  # noqa: SLF001 - "cpu:gloo,cuda:nccl"
-    return list(dict.fromkeys(backend.rpartition(":")[2] for backend in config.split(",")))
+def _names_of(group: Any) -> list[str]:
+    """Return a process group's names, one for each backend: each of them counts by itself."""
+    return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
 
 
 def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
     """The ranks of the groups of gloo whose timeout is none that a program waits for."""
-    import torch
-    from torch.distributed import distributed_c10d
-
-    world = distributed_c10d._world  # noqa: SLF001 - as above
-    for group in world.pg_map:
-        if "gloo" in _backends_of(group):
-            backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001
-            if backend.options._timeout >= LONG_TIMEOUT:  # noqa: SLF001
-                yield _name(group.group_name, group.group_desc, "gloo"), tuple(sorted(world.pg_group_ranks[group]))
+    for group in torch_parts.groups():
+        has_gloo = "gloo" in torch_parts.names_of_backends(group)
+        if has_gloo and torch_parts.timeout_of(torch_parts.backend_on(group, "cpu")) >= LONG_TIMEOUT:
+            yield _name(group.group_name, group.group_desc, "gloo"), torch_parts.ranks_of(group)
 
 
 def _group_of(entry: Mapping[str, Any]) -> str:
@@ -130,43 +109,20 @@ def _group_of(entry: Mapping[str, Any]) -> str:
 
 
 def _name(name: str, described: str, backend: str) -> str:
-    backend = "nccl" if backend in NCCL_BACKENDS else backend
+    backend = "nccl" if backend in torch_parts.NCCL_BACKENDS else backend
     if described == "default_pg":
         return f"the default group ({backend})"
     return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
 
 
 def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
-    from torch._C import _distributed_c10d
-
-    c10d: Any = _distributed_c10d
-    with _without_compiler():
-        yield from _entries_in(c10d._dump_fr_trace(True, True, False))  # noqa: SLF001
-        if has_nccl:  # else nothing touches CUDA
-            yield from _entries_in(c10d._dump_nccl_trace(True, True, False))  # noqa: SLF001
-            for backend in NCCL_BACKENDS[1:]:
-                with contextlib.suppress(TypeError):  # torch < 2.15 has the recorder of gloo alone here
-                    yield from _entries_in(c10d._dump_fr_trace(True, True, False, backend=backend))  # noqa: SLF001
+    for records in torch_parts.flight_records(has_nccl=has_nccl):
+        yield from _entries_in(records)
 
 
 def _entries_in(trace: bytes) -> Sequence[Mapping[str, Any]]:
     entries: Sequence[Mapping[str, Any]] = pickle.loads(trace).get("entries", ())  # noqa: S301 - by our own torch
     return [entry for entry in entries if not entry["is_p2p"]]
-
-
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Asked for stacks, torch looks for its compiler to map compiled code, and imports it, for seconds, to look."""
-    import torch
-
-    lazy: set[str] = getattr(torch, "_lazy_modules", set())
-    is_lazy = "_inductor" in lazy
-    lazy.discard("_inductor")
-    try:
-        yield
-    finally:
-        if is_lazy:
-            lazy.add("_inductor")
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.reports import Hint
 from flytekitplugins.daskpytorch.protocol.torch_settings import FIRST_OWN_SEED
 
@@ -95,10 +96,9 @@ def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
     of it: not a batch that was only looked at, and no evaluation. A sampler whose `set_epoch` is called is left alone.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
-    from torch.utils.data import dataloader
     from torch.utils.data.distributed import DistributedSampler
 
-    batches = dataloader._BaseDataLoaderIter  # noqa: SLF001 - nothing public is called for each batch
+    batches = torch_parts.loader_iterator()
     begin, set_epoch, take = DistributedSampler.__iter__, DistributedSampler.set_epoch, batches.__next__
     num_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     trained: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -116,7 +116,7 @@ def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
         set_epoch(sampler, epoch)
 
     def take_noted(loader: Any) -> Any:
-        latest[0] = getattr(loader._index_sampler, "sampler", loader._index_sampler)  # noqa: SLF001
+        latest[0] = torch_parts.sampler_of(loader)
         return take(loader)
 
     def note_step(*_: object) -> None:

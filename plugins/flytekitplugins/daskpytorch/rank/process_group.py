@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process.system import allow_files
+from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
@@ -69,7 +70,7 @@ def install() -> None:
         elif distributed.is_initialized() and member.is_in:
             _check(member, backend, world_size, rank)
             if timeout is not None:
-                _set_timeout(timeout)
+                torch_parts.set_timeout(timeout)
         elif store is None and init_method in (None, "env://"):
             _check(member, None, world_size, rank)
             _enter(member, original, backend, timeout, *others, **more)
@@ -196,21 +197,8 @@ def _enter(
     member.num_groups += 1
     form(backend, None, timeout, member.place.world_size, member.place.rank, store, *others, **more)
     if backend == ON_GPUS:
-        _name_default_group("nccl")
+        torch_parts.name_default_group("nccl")
     member.backend, member.is_in = backend, True
-
-
-def _name_default_group(backend: str) -> None:
-    """Have `get_backend` answer as after `init_process_group(backend)`; gloo stays there for tensors on the CPU.
-
-    `new_group` makes its groups of the same backend then, as it does under torchrun. torch 2.4 to 2.15 keep the name
-    in `pg_map`.
-    """
-    from torch import distributed
-
-    groups = distributed.distributed_c10d._world.pg_map  # noqa: SLF001
-    group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
-    groups[group] = (distributed.Backend(backend), groups[group][1])
 
 
 def _check(member: _Membership, backend: str | None, world_size: int, rank: int) -> None:
@@ -237,15 +225,6 @@ def _check(member: _Membership, backend: str | None, world_size: int, rank: int)
 def _kinds(backend: str) -> set[str]:
     """Of "cpu:gloo,cuda:nccl", gloo and nccl."""
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    from torch import distributed
-
-    if hasattr(distributed, "set_timeout"):
-        distributed.set_timeout(timeout)
-    else:  # before torch 2.15
-        distributed.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
 
 
 def _store(job: Job, listener: int | None, world_size: int) -> Store:
@@ -281,24 +260,20 @@ def nccl_variables() -> dict[str, str]:
 
 
 def num_collectives() -> int:
-    """How many the default group has had; 0 where the function has closed it."""
+    """Return how many collectives the default group has had; 0 where the function has closed the group."""
     from torch import distributed
 
     try:
-        group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
-        # What torch's own debugging reads; it counts those of DistributedDataParallel, too.
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
-    except (RuntimeError, ValueError):
+        return torch_parts.num_collectives(distributed.group.WORLD)
+    except (AttributeError, RuntimeError, ValueError):
         return 0
 
 
 def num_exchanges() -> int | None:
-    """Collectives in all of this rank's groups; None where the function has closed them."""
-    from torch.distributed import distributed_c10d
-
+    """Return how many collectives all of this rank's groups have had; None where the function has closed them."""
     try:
-        groups: list[Any] = list(distributed_c10d._world.pg_map)  # noqa: SLF001
-        return sum(group._get_sequence_number_for_group() for group in groups) if groups else None  # noqa: SLF001
+        groups = torch_parts.groups()
+        return sum(map(torch_parts.num_collectives, groups)) if groups else None
     except (RuntimeError, ValueError):
         return None
 

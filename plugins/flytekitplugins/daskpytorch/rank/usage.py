@@ -16,6 +16,7 @@ import psutil
 
 from flytekitplugins.daskpytorch.goodput import RankUsage
 from flytekitplugins.daskpytorch.process.system import optional
+from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.reports import Spent
 
 INTERVAL = 2.0
@@ -147,9 +148,7 @@ def watched(ledger: Ledger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counted_batches(ledger: Ledger) -> Iterator[None]:
-    from torch.utils.data import dataloader
-
-    iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - nothing public is called for each batch
+    iterator = torch_parts.loader_iterator()
     wait = iterator.__next__
 
     @functools.wraps(wait)
@@ -157,11 +156,11 @@ def _counted_batches(ledger: Ledger) -> Iterator[None]:
         with ledger.spending("data"):
             return wait(self)
 
-    iterator.__next__ = wait_counted  # type: ignore[method-assign]
+    iterator.__next__ = wait_counted
     try:
         yield
     finally:
-        iterator.__next__ = wait  # type: ignore[method-assign]
+        iterator.__next__ = wait
 
 
 class Gauge:
