@@ -316,8 +316,3 @@ def small_disk(folder: Path, size: str = "1m") -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def refuse(*_: object) -> Any:
-    """In place of what takes files or results, where none is sent."""
-    raise ConnectionRefusedError("neither files nor results are taken here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections import deque
@@ -14,23 +15,14 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
-from flytekitplugins.daskpytorch.driver.agents import Agents
+from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.committer import Committer, ShardStorage, Worker
-from flytekitplugins.daskpytorch.driver.events import (
-    Beaten,
-    Committed,
-    Event,
-    Gone,
-    NotLaunched,
-    RankSaid,
-    Said,
-    Uploaded,
-)
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer, ShardStorage, Worker
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -39,6 +31,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.orders import (
@@ -241,6 +234,7 @@ class World:
         *,
         ranks_per_worker: int = 1,
         may_stand_still: bool = False,
+        storage: StoragePaths | None = None,
         **settings: Any,
     ) -> None:
         """Gather the workers. `may_stand_still`: a gap of the clock is a time in which the driver did not run."""
@@ -250,7 +244,7 @@ class World:
         self.checkpoints = Checkpoints(folder, None, settings.get("keep"))
         self.watcher = Watcher()
         self.received = ReceivedResults()
-        self.events: deque[Event] = deque()
+        self.calls: deque[Call] = deque()
         self.jobs = Jobs()
         shards = ShardStorage(base=str(folder / "shards"), filesystem=lambda _: LocalFileSystem())
         self.files = vars(shards)["files"] = MoodyFiles(LocalFileSystem())
@@ -284,25 +278,27 @@ class World:
             launcher=self.cluster,
             num_ranks=ranks_per_worker,
             address=("127.0.0.1", 1),
-            on_failure=lambda *how: self.events.append(NotLaunched(*how)),
+            post=self.calls.append,
             token=b"t",
+            num_least=settings.get("min_workers") or num_workers,
             clock=self.clock,
         )
         self.settings = Gang(**settings)
-        request = Request(name="m.train", call=b"", ranks_per_worker=ranks_per_worker, settings=self.settings)
+        what = {"name": "m.train", "call": b"", "ranks_per_worker": ranks_per_worker, "storage": storage}
+        request = Request(**what, settings=self.settings)
         self.register.launch(self.cluster.workers)
-        self.brain = Brain(
+        self.state = GangState(
             request,
             self.register,
             self.checkpoints,
             self.committer,
             Observers([self.watcher]),
             self.received,
-            code=Code(archive=b"sources", digest="d"),
             asked_at=self.clock(),
             clock=self.clock,
             running_clock=RunningClock(self.clock) if may_stand_still else None,
         )
+        self.brain = Brain(self.state, Code(archive=b"sources", digest="d"))
         self.decide()
 
     # ---- the driver
@@ -311,15 +307,16 @@ class World:
     def is_over(self) -> bool:
         return self.error is not None or self.results is not None
 
-    def feed(self, *events: Event) -> None:
+    def feed(self, call: Callable[..., object] | None = None, *args: object) -> None:
         """Let the driver hear of something, if anything has happened, and act on it."""
-        self.events.extend(events)
+        if call is not None:
+            self.calls.append(functools.partial(call, *args))
         while not self.is_over:
-            if self.events:
-                self.brain.take(self.events.popleft())
-            self.brain.look_for_silence()
+            if self.calls:
+                self.calls.popleft()()
+            self.state.look_for_silence()
             self.decide()
-            if not self.events:
+            if not self.calls:
                 return
 
     def decide(self) -> None:
@@ -350,7 +347,7 @@ class World:
     def say(self, agent: Agent, message: messages.FromAgent) -> None:
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
-            self.feed(Said(agent, message))  # type: ignore[arg-type]
+            self.feed(self.state.hear, agent, message)
 
     def join(self, worker: str) -> Agent:
         """An agent dials in, asked or not."""
@@ -384,7 +381,7 @@ class World:
         """Its process has gone."""
         if not agent.is_gone:
             agent.is_gone = True
-            self.feed(Gone(agent))  # type: ignore[arg-type]
+            self.feed(self.state.note_end, agent)
 
     def kill_worker(self, worker: str) -> None:
         """It goes with all its agents."""
@@ -486,13 +483,13 @@ class World:
     def report(self, agent: Agent, rank: int, report: ShortReport | Part) -> None:
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
-            self.feed(RankSaid(agent, rank, [report]))  # type: ignore[arg-type]
+            self.feed(self.state.hear_of_rank, agent, rank, [report])
 
     def beat(self, agent: Agent, num_moves: Mapping[int, int]) -> None:
         """It tells of its ranks' signs of life."""
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
-            self.feed(Beaten({agent: heartbeat.packed(num_moves)}))  # type: ignore[dict-item]
+            self.feed(self.state.hear_beats, {agent: heartbeat.packed(num_moves)})
 
     def leave(
         self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "", log_tail: str = ""
@@ -539,7 +536,7 @@ class World:
                 self.committed = file.step
             except ValueError as refusal:
                 error = refusal
-        self.feed(Uploaded(file, error))
+        self.feed(self.state.note_upload, file, error)
 
     def write_shards(self, agent: Agent, *ranks: int, fails: bool = False) -> None:
         """These of its ranks, or all, report that they have written their parts of a sharded checkpoint, or cannot."""
@@ -594,7 +591,7 @@ class World:
             self.commits.add((committed.attempt, committed.number))
         else:
             self.given_up.add((committed.attempt, committed.number))
-        self.events.append(committed)
+        self.calls.append(functools.partial(self.state.note_commit, committed))
 
     def _settle(self, agent: Agent, rank: Rank, order: Settled) -> None:
         if rank.rank == 0:

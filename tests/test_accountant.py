@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import Goodput, RankUsage
-from flytekitplugins.daskpytorch.driver.events import Preempted
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.orders import Accounted
@@ -250,7 +249,7 @@ def test_of_a_gang_that_is_preempted_what_it_saves_is_kept(world_of: Callable[..
     world = world_of(max_restarts=0)
     world.go(5.0)
     world.spend(stepping=8.0)
-    world.feed(Preempted("the node is taken away"))
+    world.feed(world.state.request_stop, "the node is taken away")
     if saves:
         world.keep(5)
     world.obey_all()
@@ -295,7 +294,7 @@ def test_a_gang_that_never_forms_has_only_started(world_of: Callable[..., Traine
 def test_observers_hear_every_two_seconds(world_of: Callable[..., Trained]) -> None:
     world = world_of()
     told = Told()
-    world.brain._observers._observers.append(told)
+    world.state.announcer._observers._observers.append(told)
     world.go(1.0)
     for _ in range(20):
         world.spend(stepping=0.5)
@@ -308,7 +307,7 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
 ) -> None:
     world = world_of()
     told = Told()
-    world.brain._observers._observers.append(told)
+    world.state.announcer._observers._observers.append(told)
     world.go(1.0)
     world.clock.now += 4.0
     for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,10 +21,9 @@ import cloudpickle
 import psutil
 import pytest
 
+from ear import listening
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
-from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said
-from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent, transfers
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
@@ -47,7 +46,7 @@ from flytekitplugins.daskpytorch.protocol.orders import (
 )
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
 from flytekitplugins.daskpytorch.protocol.reports import Located, Ready, Remembered, Returned
-from processes import ends, fork_server, is_alive, ranks_of, refuse, until
+from processes import ends, fork_server, is_alive, ranks_of, until
 
 Wanted = TypeVar("Wanted")
 
@@ -80,40 +79,47 @@ class Driver:
 
     def __init__(self) -> None:
         self.token = os.urandom(32)
-        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", self.token, self.events, refuse, ReceivedResults().keep)
+        self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.received = ReceivedResults()
+        self.listener = listening(self.token, self.calls, state=self)
         self.connection: Connection | None = None
         self.node: Node | None = None
         self.unheard: deque[Any] = deque()
 
-    def hear(self, wanted: type[Wanted]) -> Wanted:
+    def next(self, wanted: type[Wanted]) -> Wanted:
         """The next message or report of a kind."""
         while True:
             while self.unheard:
                 if isinstance(each := self.unheard.popleft(), wanted):
                     return each
-            self._take(self.events.get(timeout=60))
+            self.calls.get(timeout=60)()
 
     def hear_beat(self) -> None:
         """Wait for the agent's next heartbeat; keep what comes before it."""
         assert self.connection is not None
         before = self.connection.heard_at
         until(lambda: self.connection is not None and self.connection.heard_at > before, "a heartbeat")
-        while not self.events.empty():
-            self._take(self.events.get())
+        while not self.calls.empty():
+            self.calls.get()()
 
-    def _take(self, event: Event) -> None:
-        match event:
-            case Said(connection, message):
-                self.unheard.append(message)
-                if isinstance(message, messages.Hello):
-                    self.connection, self.node = connection, message.node
-            case RankSaid(_, _, reports):  # those that came together
-                self.unheard.extend(reports)
-            case Beaten(newest):
-                self.unheard.extend(dict(heartbeat.unpacked(beat)) for beat in newest.values())
-            case Gone(connection) if connection is self.connection:
-                raise EOFError("the agent has gone")
+    # ---- as the gang's state
+
+    def hear(self, connection: Connection, message: messages.FromAgent) -> None:
+        self.unheard.append(message)
+        if isinstance(message, messages.Hello):
+            self.connection, self.node = connection, message.node
+
+    def hear_of_rank(self, connection: Connection, rank: int, said: Sequence[Any]) -> None:
+        self.unheard.extend(said)
+
+    def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
+        self.unheard.extend(dict(heartbeat.unpacked(beat)) for beat in newest.values())
+
+    def note_end(self, connection: Connection) -> None:
+        if connection is self.connection:
+            raise EOFError("the agent has gone")
+
+    # ---- to the agent
 
     def send(self, message: messages.ToAgent) -> None:
         assert self.connection is not None
@@ -147,7 +153,7 @@ def driver() -> Iterator[Driver]:
     serving = threading.Thread(target=agent.run, args=(order,))
     serving.start()
     try:
-        made.hear(messages.Hello)
+        made.next(messages.Hello)
         yield made
     finally:
         if serving.is_alive():
@@ -163,8 +169,8 @@ def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driv
     driver.send(messages.Tell(Locate()))
     driver.send(messages.Dump([0]))
     driver.start()
-    driver.hear(Ready)
-    assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
+    driver.next(Ready)
+    assert cloudpickle.loads(driver.next(Returned).value) == "trained"
 
 
 def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
@@ -175,7 +181,7 @@ def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:
     for _ in range(2):  # the first may have been on its way
         driver.hear_beat()
     driver.start()
-    assert cloudpickle.loads(driver.hear(Returned).value) == "trained"
+    assert cloudpickle.loads(driver.next(Returned).value) == "trained"
 
 
 def test_ctrl_c_in_a_rank_that_has_no_orders_yet_is_reported_as_its_error(driver: Driver) -> None:
@@ -183,7 +189,7 @@ def test_ctrl_c_in_a_rank_that_has_no_orders_yet_is_reported_as_its_error(driver
     [idle] = ranks_of(fork_server())
     idle.send_signal(signal.SIGINT)
     driver.start()
-    assert "KeyboardInterrupt" in driver.hear(Failure).traceback
+    assert "KeyboardInterrupt" in driver.next(Failure).traceback
 
 
 def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
@@ -201,12 +207,12 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     monkeypatch.setitem(sys.modules, "changes_later", module)
     packed = code.pack_code()
     driver.start(look, packed)
-    assert cloudpickle.loads(driver.hear(Returned).value) == ("before", str(file))
+    assert cloudpickle.loads(driver.next(Returned).value) == ("before", str(file))
     driver.send(messages.Tell(Leave()))
-    driver.hear(messages.Exited)
+    driver.next(messages.Exited)
     file.write_text("TEXT = 'after'")
     driver.start(look, replace(packed, archive=b""))
-    text, path = cloudpickle.loads(driver.hear(Returned).value)
+    text, path = cloudpickle.loads(driver.next(Returned).value)
     assert (text, path == str(file)) == ("before", False)
 
 
@@ -214,12 +220,12 @@ def test_checkpoint_that_cannot_be_sent_is_said_to_be_so(driver: Driver, monkeyp
     monkeypatch.setattr(transfers, "DIAL_WAITS", (0.01, 0.01))
     missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
     driver.send(messages.Fetch(missing))
-    told = driver.hear(messages.NotSent)
+    told = driver.next(messages.NotSent)
     assert told.file == missing
     assert "FileNotFoundError" in told.reason
     driver.listener.close()  # nobody answers the call any more
     driver.send(messages.Fetch(missing))
-    told = driver.hear(messages.NotSent)
+    told = driver.next(messages.NotSent)
     assert "cannot reach the driver" in told.reason
 
 
@@ -377,15 +383,15 @@ def test_agents_of_a_large_gang_beat_less_often_but_five_times_before_they_count
 
 def test_heartbeats_tell_of_the_ranks_signs_of_life_as_often_as_is_asked(driver: Driver) -> None:
     driver.start(log_three_times, pulse=0.01)
-    driver.hear(Ready)
-    while driver.hear(dict) != {0: 3}:
+    driver.next(Ready)
+    while driver.next(dict) != {0: 3}:
         pass
-    assert driver.hear(dict) == {0: 3}  # though nothing has changed
+    assert driver.next(dict) == {0: 3}  # though nothing has changed
 
 
 def test_what_nccls_watchdog_says_is_told_with_the_abort_however_long_the_stacks_after_it(driver: Driver) -> None:
     driver.start(abort_as_nccls_watchdog_does)
-    exited = driver.hear(messages.Exited)
+    exited = driver.next(messages.Exited)
     assert exited.exitcode == -signal.SIGABRT
     assert exited.watchdog.endswith("terminated with exception: NCCL error: remote process exited")
     assert "NCCL error" not in exited.log_tail
@@ -396,7 +402,7 @@ def test_what_nccls_watchdog_says_is_told_with_the_abort_however_long_the_stacks
 
 def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Driver) -> None:
     driver.start(wait_for_ever)
-    driver.hear(Ready)
+    driver.next(Ready)
     [rank] = ranks_of(fork_server())
     for _ in range(2):
         driver.unheard.clear()
@@ -408,21 +414,21 @@ def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Drive
 
 def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_down(driver: Driver) -> None:
     driver.start(wait_for_ever)
-    driver.hear(Ready)
+    driver.next(Ready)
     driver.send(messages.Tell(Locate()))
-    while "wait_for_ever" not in (located := driver.hear(Located)).stacks:  # it is on its way there
+    while "wait_for_ever" not in (located := driver.next(Located)).stacks:  # it is on its way there
         driver.send(messages.Tell(Locate()))
     assert "in follow" in located.stacks  # of the thread that answers, too
     group = "the default group (gloo)"
-    assert driver.hear(Remembered).recalled == Recalled(groups=[group], collectives=[], members={group: (0,)})
+    assert driver.next(Remembered).recalled == Recalled(groups=[group], collectives=[], members={group: (0,)})
     driver.send(messages.Tell(ShowStacks()))
     tail = ""
     while "wait_for_ever" not in tail:
-        tail += "\n".join(driver.hear(messages.Lines).lines)
+        tail += "\n".join(driver.next(messages.Lines).lines)
     for _ in range(2):
         driver.send(messages.Dump([0]))
-        told = driver.hear(messages.Stacks)
+        told = driver.next(messages.Stacks)
         assert told.rank == 0
         assert told.text.count("wait_for_ever") == 1  # what was written before has gone
     driver.send(messages.Stop(grace=0.5, main_grace=0.5))
-    driver.hear(messages.Exited)
+    driver.next(messages.Exited)

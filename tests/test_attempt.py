@@ -1,9 +1,8 @@
-"""One attempt of a gang: what the reports and exits of its ranks add up to."""
+"""Whose fault the end of an attempt is, and how the error says so. What follows from it is in `test_brain`."""
 
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
@@ -42,86 +41,7 @@ def leave(attempt: Attempt, rank: int, exitcode: int = 0, *, stopped: bool = Fal
     )
 
 
-# ---- How far it has come --------------------------------------------------------------------------------------------
-
-
-def test_it_knows_its_workers_and_size(attempt: Attempt) -> None:
-    assert attempt.ranks_of == {"tcp://10.0.0.1:1": [0, 1], "tcp://10.0.0.2:1": [2, 3]}
-    assert attempt.world_size == 4
-    assert attempt.running == [0, 1, 2, 3]
-    assert attempt.unaccounted() == attempt.ranks_of.keys()
-    assert not attempt.is_failing
-
-
-def test_it_is_formed_when_all_ranks_are_ready(attempt: Attempt) -> None:
-    for rank in (3, 0, 1):
-        attempt.note_ready(rank)
-        assert not attempt.is_formed
-        assert attempt.stillness is None
-    attempt.note_ready(2)
-    assert attempt.is_formed
-    assert attempt.stillness is not None
-
-
-def test_it_has_delivered_when_all_functions_have_returned(attempt: Attempt) -> None:
-    for rank in range(4):
-        assert not attempt.has_delivered
-        attempt.results[rank] = rank * 10
-    assert attempt.has_delivered
-    assert attempt.results == {0: 0, 1: 10, 2: 20, 3: 30}
-    assert not attempt.is_over
-    assert attempt.running == []
-
-
-def test_it_is_over_when_all_ranks_have_left(attempt: Attempt) -> None:
-    for rank in range(4):
-        assert not attempt.is_over
-        attempt.results[rank] = None
-        leave(attempt, rank)
-    assert attempt.is_over
-    assert attempt.unaccounted() == set()
-    assert attempt.bad_exits == []
-    assert attempt.unclean_exits == []
-    assert not attempt.is_failing
-
-
-def test_ranks_that_returned_failed_or_left_are_not_running(attempt: Attempt) -> None:
-    attempt.results[0] = None
-    fail(attempt, 1, OWN)
-    leave(attempt, 2, -signal.SIGSEGV)
-    assert attempt.running == [3]
-
-
-def test_signs_of_life_count_once_all_have_met(attempt: Attempt) -> None:
-    attempt.note_moves(0, 5)
-    for rank in range(4):
-        attempt.note_ready(rank)
-    assert attempt.stillness is not None
-    met_at = attempt.stillness.hangs_at([0], 0.0)
-    time.sleep(0.01)
-    attempt.note_moves(0, 6)
-    assert attempt.stillness.hangs_at([0, 1], 0.0) == attempt.stillness.hangs_at([1], 0.0) == met_at
-    assert attempt.stillness.hangs_at([0], 0.0) != met_at
-
-
-def test_ranks_that_stopped_early_are_known(attempt: Attempt) -> None:
-    attempt.stopped_early.add(2)
-    attempt.results[2] = None
-    leave(attempt, 2)
-    assert attempt.stopped_early == {2}
-    assert not attempt.is_failing
-
-
 # ---- Questions ------------------------------------------------------------------------------------------------------
-
-
-def test_all_have_answered_when_the_last_one_has(attempt: Attempt) -> None:
-    for rank, calls in enumerate([7, 8, 7]):
-        attempt.held[rank] = calls
-        assert not attempt.have_answered(attempt.held)
-    attempt.held[3] = 8
-    assert attempt.have_answered(attempt.held)
-    assert attempt.held == {0: 7, 1: 8, 2: 7, 3: 8}
 
 
 def test_ranks_that_failed_or_left_need_not_answer(attempt: Attempt) -> None:
@@ -162,18 +82,6 @@ def test_crash_is_the_functions_own_and_a_loss_is_not(attempt: Attempt) -> None:
     assert attempt.has_own_failure
 
 
-def test_hang_is_earnest(attempt: Attempt) -> None:
-    attempt.hang = (1, "it hangs")
-    assert attempt.is_failing
-    assert attempt.has_earnest_failure
-
-
-def test_rank_that_was_stopped_is_not_earnest(attempt: Attempt) -> None:
-    leave(attempt, 0, 143, stopped=True)
-    assert attempt.is_failing
-    assert not attempt.has_earnest_failure
-
-
 def test_rank_that_has_delivered_is_out_of_danger(attempt: Attempt) -> None:
     attempt.results[0] = 1
     leave(attempt, 0, -signal.SIGKILL)
@@ -190,16 +98,6 @@ def test_exit_says_who_where_and_how(attempt: Attempt) -> None:
     assert (exit_.exitcode, exit_.log_tail, exit_.time, exit_.step) == (3, "tail 2", 5.0, 6)
 
 
-def test_lost_worker_takes_its_ranks_along(attempt: Attempt) -> None:
-    leave(attempt, 2, -signal.SIGSEGV)
-    attempt.lose(NODES[1].worker)
-    assert {rank: exit_.exitcode for rank, exit_ in attempt.exits.items()} == {2: -signal.SIGSEGV, 3: None}
-    assert attempt.exits[3].is_infrastructure
-    assert attempt.unaccounted() == {NODES[0].worker}
-    attempt.lose("tcp://10.9.9.9:1")  # one that carries no ranks
-    assert set(attempt.exits) == {2, 3}
-
-
 def test_agent_that_broke_is_why_its_ranks_went(attempt: Attempt) -> None:
     attempt.lose(NODES[1].worker, "Traceback ...\nOSError: a full disk\n")
     root_failure = attempt.root_failure()
@@ -208,14 +106,6 @@ def test_agent_that_broke_is_why_its_ranks_went(attempt: Attempt) -> None:
     error = error_of(root_failure, 4)
     assert isinstance(error, WorkerLostError)
     assert "Traceback of its agent:\nTraceback ..." in str(error)
-
-
-def test_own_error_comes_before_that_of_an_agent(attempt: Attempt) -> None:
-    fail(attempt, 3, OWN)
-    attempt.lose(NODES[1].worker, "OSError: a full disk")
-    root_failure = attempt.root_failure()
-    assert root_failure.rank == 3
-    assert describe(root_failure) == "ValueError: bad batch"
 
 
 # ---- Whose fault it is ----------------------------------------------------------------------------------------------
@@ -228,22 +118,6 @@ def test_rank_that_failed_is_the_culprit_before_it_has_left(attempt: Attempt) ->
     assert (root_failure.rank, root_failure.worker, root_failure.position) == (1, NODES[0].worker, (9, 0))
     assert root_failure.failure is not None
     assert root_failure.failure.message == "bad batch"
-
-
-def test_first_of_several_failures_is_the_culprits(attempt: Attempt) -> None:
-    fail(attempt, 0, PEER_LOST, at=1.0)
-    fail(attempt, 3, OWN, at=3.0)
-    fail(attempt, 2, OWN, at=2.0)
-    leave(attempt, 3, 1)
-    assert attempt.root_failure().rank == 2
-
-
-def test_exit_has_the_failure_that_was_reported_before(attempt: Attempt) -> None:
-    fail(attempt, 1, OWN)
-    leave(attempt, 1, 1)
-    root_failure = attempt.root_failure()
-    assert root_failure.failure is not None
-    assert root_failure.log_tail == "tail 1"
 
 
 def test_rank_that_hangs_is_the_culprit_before_and_after_it_was_stopped(attempt: Attempt) -> None:
@@ -269,15 +143,6 @@ def test_error_that_comes_while_a_hang_is_looked_into_takes_the_blame(attempt: A
     attempt.hang = (2, "it hangs")
     fail(attempt, 0, OWN)
     assert attempt.root_failure().rank == 0
-
-
-def test_lost_worker_is_to_blame_for_the_peers_that_noticed(attempt: Attempt) -> None:
-    fail(attempt, 0, PEER_LOST, at=1.0)
-    leave(attempt, 1, 143, stopped=True)
-    attempt.lose(NODES[1].worker)
-    root_failure = attempt.root_failure()
-    assert root_failure.worker == NODES[1].worker
-    assert root_failure.is_infrastructure
 
 
 def test_rank_that_left_in_good_order_is_never_the_root_failure(attempt: Attempt) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -22,9 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import brain, committer
-from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE
+from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.driver.events import Cancelled, Preempted
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.errors import (
     GangError,
@@ -125,7 +123,7 @@ def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld)
     world = world_of(3, min_workers=1)
     shrunk(world, W2, W3)
     world.join(world.new_worker())
-    world.wait(brain.GROWTH_SETTLE_TIME + 0.5)
+    world.wait(GROWTH_SETTLE_TIME + 0.5)
     world.train()
     world.obey_all()
     world.wait(1.0)  # a third may follow
@@ -353,10 +351,10 @@ def test_request_to_end_survives_whatever_else_happens(
     world = world_of(min_workers=None if happens is gather_again else 1)
     if order == "request last":
         happens(world)
-        world.feed(Preempted(REASON))
+        world.feed(world.state.request_stop, REASON)
     else:
         world.form()
-        world.feed(Preempted(REASON))
+        world.feed(world.state.request_stop, REASON)
         if happens in (fail_alone, upload_after_a_failure):
             world.fail(world.agent(W2), 1, OwnError("bad batch"))
         else:
@@ -405,7 +403,7 @@ def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) 
     world = world_of()
     world.form()
     world.train()
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     error = raised(world)
@@ -418,7 +416,7 @@ def test_error_of_a_rank_at_the_same_time_is_not_swallowed(world_of: MakeWorld) 
 def test_error_that_ends_the_gang_anyway_comes_before_a_request(world_of: MakeWorld) -> None:
     world = world_of(max_restarts=0)
     world.form()
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
     world.finish()
     assert is_own(raised(world))
@@ -429,7 +427,7 @@ def test_ranks_that_heed_a_request_stop_at_one_step_and_their_checkpoint_is_kept
     world.heeds = True
     world.form()
     world.train(3)
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     world.obey_all()
     world.finish()
     error = raised(world)
@@ -447,7 +445,7 @@ def test_ranks_have_the_grace_period_or_a_quarter_if_none_asks(
     world.form()
     world.train()
     agent = world.agent(W1)
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     for each in world.connected():
         world.report(each, next(iter(each.ranks)), Held(1 if heeds else 0))
     world.wait(seconds - 1.0)
@@ -460,9 +458,9 @@ def test_cancelling_comes_before_all_else(world_of: MakeWorld) -> None:
     world = world_of()
     world.form()
     world.train()
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.feed(Cancelled())
+    world.feed(world.state.cancel)
     world.finish()
     assert isinstance(raised(world), GangCancelledError)
 
@@ -725,7 +723,7 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(world_of: Mak
     world.save_shards()
     for agent in world.connected():
         world.write_shards(agent)
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     world.obey_all()  # they hold
     world.obey_all()  # they stop
     world.upload(world.agent(W1))  # what rank 0 has saved, too
@@ -745,15 +743,13 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(world_of: Mak
 def test_shards_are_stored_though_another_checkpoint_is_not(
     world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = world_of()
-    paths = StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own="/store")
-    world.brain._request = dataclasses.replace(world.brain._request, storage=paths)
+    world = world_of(storage=StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own="/store"))
     monkeypatch.setattr(world.checkpoints, "flush", lambda _: False)
     world.heeds = True
     world.form()
     world.train()
     world.save_shards()
-    world.feed(Preempted(REASON))
+    world.feed(world.state.request_stop, REASON)
     world.obey_all()  # they hold
     world.obey_all()  # they stop
     world.upload(world.agent(W1))  # what rank 0 has saved, too
@@ -765,9 +761,7 @@ def test_shards_are_stored_though_another_checkpoint_is_not(
 def test_last_checkpoint_of_a_training_that_ends_well_is_waited_for_where_its_folder_is_the_users(
     world_of: MakeWorld, own: str, is_waited_for: bool
 ) -> None:
-    world = world_of()
-    paths = StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own=own)
-    world.brain._request = dataclasses.replace(world.brain._request, storage=paths)
+    world = world_of(storage=StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own=own))
     world.form()
     for agent in world.connected():
         world.step(agent)
@@ -867,7 +861,7 @@ def test_gang_that_waits_says_what_keeps_workers_away_while_it_waits_and_at_the_
 def test_ranks_that_never_ask_to_stop_end_at_once_where_somebody_waits(world_of: MakeWorld) -> None:
     world = world_of(grace_period=600.0)
     world.form()
-    world.feed(Preempted("Ctrl-C", is_awaited=True))
+    world.feed(functools.partial(world.state.request_stop, "Ctrl-C", is_awaited=True))
     world.obey_all()
     world.wait(1.0)
     world.obey_all()
@@ -1031,7 +1025,7 @@ def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(world_of: MakeWor
         (0, W1, Saved(file)),
     ):
         world.report(world.agent(agent), rank, report)
-    assert world.brain._gang.steps == {0: 5, 1: 4}
+    assert world.brain._attempt.steps == {0: 5, 1: 4}
 
 
 def test_gang_that_hangs_again_is_said_to_hang(world_of: MakeWorld) -> None:
@@ -1686,9 +1680,9 @@ class AnyOrder(RuleBasedStateMachine):
     def somebody_wants_an_end(self, world: World, data: st.DataObject) -> None:
         self.must_end, self.num_starts = True, len(world.watcher.reasons)
         if data.draw(st.sampled_from([True, True, False])):
-            world.feed(Preempted(REASON))
+            world.feed(world.state.request_stop, REASON)
         else:
-            world.feed(Cancelled())
+            world.feed(world.state.cancel)
 
     # ---- what always holds
 

@@ -20,8 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch.driver import committer
-from flytekitplugins.daskpytorch.driver.committer import Committer, ShardStorage
-from flytekitplugins.daskpytorch.driver.events import Committed
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer, ShardStorage
 from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read_manifest
 from flytekitplugins.daskpytorch.driver.request import storage_of

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,8 +19,7 @@ from distributed import Client
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, GangStartError, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import agents
-from flytekitplugins.daskpytorch.driver.brain import Brain
-from flytekitplugins.daskpytorch.driver.events import Event
+from flytekitplugins.daskpytorch.driver.state import GangState
 from processes import (
     MAX_SECONDS,
     Cluster,
@@ -109,14 +109,14 @@ def deliver_and_wait(path: str) -> str:
 def test_what_a_rank_has_delivered_survives_its_worker(
     cluster: Cluster, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 22
-    path, delivered, take = tmp_path / "go", threading.Event(), Brain.take
+    path, delivered, take = tmp_path / "go", threading.Event(), GangState.hear_of_rank
 
-    def taking(brain: Brain, event: Event) -> None:
-        take(brain, event)
-        if brain._attempt is not None and 1 in brain._attempt.results:
+    def taking(state: GangState, *said: Any) -> None:
+        take(state, *said)
+        if state.attempt is not None and 1 in state.attempt.results:
             delivered.set()
 
-    monkeypatch.setattr(Brain, "take", taking)
+    monkeypatch.setattr(GangState, "hear_of_rank", taking)
     futures = dispatch.run(client, deliver_and_wait, str(path))
     delivered.wait()
     cluster.kill_worker(1)

@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver import listener as ear
-from flytekitplugins.daskpytorch.driver.events import Event, Gone, Said
+from ear import GONE, listening
+from flytekitplugins.daskpytorch.driver import listener as driver
+from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.handshake import introduce
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Leaving, Lines
-from processes import num_open_files, refuse
+from processes import num_open_files
 
 TOKEN = b"t" * 32
 
@@ -46,15 +47,15 @@ def bomb(tmp_path: Path) -> Iterator[Bomb]:
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[Event]:
+def events() -> queue.SimpleQueue[Call]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def listener(events: queue.SimpleQueue[Event]) -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
+def listener(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
+    listener = listening(TOKEN, events)
     yield listener
-    listener.close()
+    listener.end()
 
 
 def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
@@ -65,10 +66,8 @@ def connected(listener: Listener) -> socket.socket:
     return socket.create_connection(listener.address)
 
 
-def heard(events: queue.SimpleQueue[Event]) -> Any:
-    event = events.get()
-    assert isinstance(event, Said)
-    return event.message
+def heard(events: queue.SimpleQueue[Call]) -> Any:
+    return events.get()()
 
 
 def framed(data: bytes) -> bytes:
@@ -83,7 +82,7 @@ def take(sock: socket.socket, size: int) -> bytes:
     return data[SIZE.size :]
 
 
-def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Event]) -> None:
+def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Call]) -> None:
     with stranger, contextlib.suppress(ConnectionError):
         while stranger.recv(1 << 16):
             pass
@@ -106,11 +105,11 @@ def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str,
 # ---- Strangers at the driver
 
 
-def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
+def test_an_agent_that_knows_the_token_is_heard(listener: Listener, events: queue.SimpleQueue[Call]) -> None:
     with contextlib.closing(transfers.dial(order(listener.address))) as connection:
         connection.send(Leaving())
         assert heard(events) == Leaving()
-    assert isinstance(events.get(), Gone)
+    assert heard(events) == GONE
 
 
 def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
@@ -132,7 +131,7 @@ def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel() -> None:
     assert not any(TOKEN[:8] in data for data in sent)
 
 
-def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.SimpleQueue[Event], bomb: Bomb) -> None:
+def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.SimpleQueue[Call], bomb: Bomb) -> None:
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
         for _ in range(3):
@@ -140,13 +139,13 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
     assert_sent_away(stranger, events)
 
 
-def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
+def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Call]) -> None:
     with pytest.raises(ConnectionError, match="is not its gang's"):
         transfers.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
 
 
-def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Event]) -> None:
+def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Call]) -> None:
     stranger = connected(listener)
     challenge = take(stranger, 32)
     stranger.sendall(framed(2 * challenge))
@@ -154,10 +153,10 @@ def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events
 
 
 def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
-    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(ear, "PATIENCE", 0.3)
+        patched.setattr(driver, "PATIENCE", 0.3)
         stranger = connected(listener)
         take(stranger, 32)  # his time has begun; the agent has its own
     with contextlib.closing(transfers.dial(order(listener.address))) as connection:
@@ -169,10 +168,10 @@ def test_a_stranger_who_says_nothing_is_sent_away_and_keeps_no_agent_out(
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
-    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """His bytes would be enough for an answer, for each of which he had as long again."""
-    monkeypatch.setattr(ear, "PATIENCE", 1.0)
+    monkeypatch.setattr(driver, "PATIENCE", 1.0)
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
         for byte in framed(b"x" * handshake.ANSWER_SIZE)[:-1]:
@@ -183,9 +182,9 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
 
 
 def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
-    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "FIRST_WORD_PATIENCE", 0.3)
+    monkeypatch.setattr(driver, "FIRST_WORD_PATIENCE", 0.3)
     with contextlib.closing(transfers.dial(order(listener.address))) as connection, pytest.raises((EOFError, OSError)):
         connection.recv()
     assert events.empty()
@@ -203,13 +202,13 @@ def test_a_stranger_costs_one_open_file_and_no_thread(listener: Listener) -> Non
 
 
 def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
-    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(driver, "MAX_STRANGERS", 4)
     files = num_open_files()
     most = 0
     with monkeypatch.context() as patched:
-        patched.setattr(ear, "PATIENCE", 0.5)
+        patched.setattr(driver, "PATIENCE", 0.5)
         strangers = [connected(listener) for _ in range(20)]
         for each in strangers:
             with contextlib.suppress(ConnectionError):
@@ -224,9 +223,9 @@ def test_beyond_a_number_of_strangers_callers_wait_and_agents_get_in_at_last(
 
 
 def test_many_agents_that_call_at_once_all_get_in(
-    listener: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(driver, "MAX_STRANGERS", 3)
     calls = [connected(listener) for _ in range(60)]
     met: list[Connection] = []
     agents = [threading.Thread(target=lambda sock=each: met.append(introduce(sock, TOKEN))) for each in calls]
@@ -306,13 +305,13 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 def test_idle_strangers_in_any_number_keep_no_agent_out(
     num_strangers: int,
     listener: Listener,
-    events: queue.SimpleQueue[Event],
+    events: queue.SimpleQueue[Call],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(ear, "PATIENCE", 3600.0)  # so that nobody gets in by waiting for that
-    monkeypatch.setattr(ear, "MAX_STRANGERS", 64)
-    monkeypatch.setattr(ear, "GRACE", 0.1)
+    monkeypatch.setattr(driver, "PATIENCE", 3600.0)  # so that nobody gets in by waiting for that
+    monkeypatch.setattr(driver, "MAX_STRANGERS", 64)
+    monkeypatch.setattr(driver, "GRACE", 0.1)
     strangers = [connected(listener) for _ in range(num_strangers)]
     with contextlib.closing(transfers.dial(order(listener.address))) as connection:
         connection.send(Leaving())
@@ -327,8 +326,8 @@ def test_idle_strangers_in_any_number_keep_no_agent_out(
 def test_the_crowd_of_one_address_makes_room_and_not_who_comes_from_another(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "MAX_STRANGERS", 8)
-    monkeypatch.setattr(ear, "GRACE", 0.1)
+    monkeypatch.setattr(driver, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(driver, "GRACE", 0.1)
     slow = socket.create_connection(listener.address, source_address=("127.0.0.9", 0))
     take(slow, 32)
     strangers = [connected(listener) for _ in range(40)]

@@ -9,15 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ear import GONE, listening
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import listener
-from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
@@ -30,25 +31,25 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, Hello, Leaving, Lines, OnFailure, Reported, Upload
 from flytekitplugins.daskpytorch.settings import Gang
-from processes import num_open_files, refuse, until
+from processes import num_open_files, until
 
 TOKEN = b"t" * 32
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[Event]:
+def events() -> queue.SimpleQueue[Call]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def ear(events: queue.SimpleQueue[Event]) -> Iterator[Listener]:
-    ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
+def ear(events: queue.SimpleQueue[Call]) -> Iterator[Listener]:
+    ear = listening(TOKEN, events)
     yield ear
     ear.end()
 
 
 @pytest.fixture
-def dial(ear: Listener, events: queue.SimpleQueue[Event]) -> Iterator[Callable[[], Connection]]:
+def dial(ear: Listener, events: queue.SimpleQueue[Call]) -> Iterator[Callable[[], Connection]]:
     """Connects an agent whose first word has been heard."""
     agents: list[Connection] = []
 
@@ -63,10 +64,9 @@ def dial(ear: Listener, events: queue.SimpleQueue[Event]) -> Iterator[Callable[[
         each.close()
 
 
-def heard(events: queue.SimpleQueue[Event]) -> Any:
-    """The next message, or the type of whatever else has happened."""
-    event = events.get()
-    return event.message if isinstance(event, Said) else type(event)
+def heard(events: queue.SimpleQueue[Call]) -> Any:
+    """What has happened next, as `Heard` has it."""
+    return events.get()()
 
 
 def framed(message: object) -> bytes:
@@ -74,7 +74,7 @@ def framed(message: object) -> bytes:
     return SIZE.pack(len(body)) + body
 
 
-def test_messages_arrive_whole_and_in_order(dial: Callable[[], Connection], events: queue.SimpleQueue[Event]) -> None:
+def test_messages_arrive_whole_and_in_order(dial: Callable[[], Connection], events: queue.SimpleQueue[Call]) -> None:
     sent = [Lines(rank, ["x" * size]) for rank, size in enumerate([0, 10, 3 * READ_SIZE, 1, 1 << 22, 2])]
     connection = dial()
     for message in sent:
@@ -84,7 +84,7 @@ def test_messages_arrive_whole_and_in_order(dial: Callable[[], Connection], even
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, -1])
 def test_an_agent_that_stops_within_a_message_holds_up_no_other(
-    cut: int, dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
+    cut: int, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
 ) -> None:
     stuck, other = dial(), dial()
     message = framed(Lines(7, ["late"]))
@@ -97,30 +97,30 @@ def test_an_agent_that_stops_within_a_message_holds_up_no_other(
 
 
 def test_a_message_that_cannot_be_opened_ends_only_its_agent(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Event], capfd: pytest.CaptureFixture[str]
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken, other = dial(), dial()
     broken.send_frame(b"no pickle")
-    assert heard(events) is Gone
+    assert heard(events) == GONE
     assert "UnpicklingError" in capfd.readouterr().err
     other.send(Leaving())
     assert heard(events) == Leaving()
 
 
 def test_what_an_agent_said_before_it_went_is_heard(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
 ) -> None:
     connection = dial()
     for rank in range(100):
         connection.send(Lines(rank, []))
     connection.close()
-    assert [heard(events) for _ in range(101)] == [*(Lines(rank, []) for rank in range(100)), Gone]
+    assert [heard(events) for _ in range(101)] == [*(Lines(rank, []) for rank in range(100)), GONE]
 
 
 def test_agents_wait_while_too_much_has_not_been_taken(
     ear: Listener,
     dial: Callable[[], Connection],
-    events: queue.SimpleQueue[Event],
+    events: queue.SimpleQueue[Call],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "MAX_WAITING", 5)
@@ -136,9 +136,9 @@ def test_agents_wait_while_too_much_has_not_been_taken(
 
 
 def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
-    ear: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Event]
+    ear: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Call]
 ) -> None:
-    connection, thread = dial(), listening()[-1]
+    connection, thread = dial(), ear._thread
     ear.close()
     until(lambda: ear._server.fileno() < 0, "the end of accepting")
     connection.send(Leaving())
@@ -146,10 +146,6 @@ def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
     connection.close()
     thread.join()
     assert not thread.is_alive()
-
-
-def listening() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "daskpytorch-listener"]
 
 
 # ---- The end
@@ -169,23 +165,6 @@ def assert_hung_up(connection: Connection) -> None:
             pass
 
 
-def test_closing_hangs_up_on_callers_that_have_not_said_who_they_are(ear: Listener) -> None:
-    silent, proven = call(ear), dial_only(ear)
-    until(lambda: ear._strangers and ear._guests, "both to be let in")
-    ear.close()
-    for each in (silent, proven):
-        assert_hung_up(each)
-
-
-def test_closing_hangs_up_on_callers_in_the_kernels_queue(ear: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MAX_STRANGERS", 1)
-    callers = [call(ear) for _ in range(5)]
-    until(lambda: ear._is_pausing, "the first to be let in")
-    ear.close()
-    for each in callers:
-        assert_hung_up(each)
-
-
 @pytest.mark.parametrize("is_closed", [False, True], ids=["at once", "closed before"])
 @pytest.mark.parametrize("takes_events", [False, True], ids=["events left", "events taken"])
 def test_the_end_leaves_no_connection_no_thread_and_no_file(
@@ -200,8 +179,8 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
         is_serving.set()
         connection.read(1)
 
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    ear = Listener("127.0.0.1", TOKEN, events, serve, refuse)
+    events: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    ear = listening(TOKEN, events, serve)
     callers = [dial_only(ear) for _ in range(4)]
     callers[0].send(Leaving())
     callers[1].send(Leaving())
@@ -211,7 +190,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
     callers.pop(1).close()
     until(lambda: len(ear._agents) == 1, "the one that goes")
     callers += [call(ear), call(ear)]
-    until(lambda: ear._is_pausing and len(ear._guests) == 1, "the others")
+    until(lambda: len(ear._strangers) == len(ear._guests) == 1, "the others")
     if is_closed:
         ear.close()
         until(lambda: ear._server.fileno() < 0, "the end of accepting")
@@ -226,8 +205,8 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(
 
 
 def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> None:
-    files, events = num_open_files(), queue.SimpleQueue[Event]()
-    ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
+    files, events = num_open_files(), queue.SimpleQueue[Call]()
+    ear = listening(TOKEN, events)
     with contextlib.closing(dial_only(ear)) as connection:
         connection.send(Leaving())
         until(events.qsize, "its word")
@@ -235,27 +214,24 @@ def test_the_end_closes_what_is_left_of_agents_that_had_all_gone_before() -> Non
     ear._thread.join()
     ear.end()
     assert num_open_files() <= files
-    assert [heard(events), heard(events)] == [Leaving(), Gone]  # which had its connection until now
+    assert [heard(events), heard(events)] == [Leaving(), GONE]  # which had its connection until now
 
 
 def test_an_agent_that_speaks_first_while_all_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is let in, and everything has been hung up on, when its first word is opened."""
     files, is_opening, has_ended = num_open_files(), threading.Event(), threading.Event()
-    ear = Listener("127.0.0.1", TOKEN, queue.SimpleQueue(), refuse, refuse)
-    original = listener._Caller.read
+    ear = listening(TOKEN, queue.SimpleQueue())
+    original = Listener._take_in
 
-    def read(caller: Any) -> bytes | None:
-        first_word = original(caller)
-        if first_word is not None:
-            is_opening.set()
-            assert has_ended.wait()
-        return first_word
+    def take_in(*agent: Any) -> None:
+        is_opening.set()
+        assert has_ended.wait()
+        original(*agent)
 
-    monkeypatch.setattr(listener._Caller, "read", read)
+    monkeypatch.setattr(Listener, "_take_in", take_in)
     late = dial_only(ear)
     late.send(Leaving())
     assert is_opening.wait()
-    monkeypatch.setattr(Connection, "hang_up", lambda _: None)  # it was done before this one was known
     ending = threading.Thread(target=ear.end)
     ending.start()
     until(lambda: ear._is_over, "the end to begin")
@@ -273,7 +249,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
         def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
             agents.append(transfers.dial(orders[0]))
             agents[0].send(Hello(describe_node(orders[0].worker, None), ("127.0.0.1", 1)))
-            until(lambda: supervisor._events.qsize() == 2, "the hello to be heard")
+            until(lambda: supervisor._calls.qsize() == 2, "the hello to be heard")
 
     with scratch_folder("first-"):
         pass  # the first one's shell stays for all that follow
@@ -292,13 +268,14 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 
 EXHAUSTED = """
 import os, queue, resource, socket, sys, time
-from flytekitplugins.daskpytorch.driver import listener
+import ear as ears
+from flytekitplugins.daskpytorch.driver.agents import Call
 from flytekitplugins.daskpytorch.protocol import handshake
 from flytekitplugins.daskpytorch.protocol.messages import Leaving
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 events = queue.SimpleQueue()
-ear = listener.Listener("127.0.0.1", b"t", events, print, print)
+ear = ears.listening(b"t", events)
 callers = [socket.socket() for _ in range(3)]
 hoard = []
 try:
@@ -307,8 +284,7 @@ try:
 except OSError as error:
     print(error, flush=True)
 callers[0].connect(ear.address)
-while ear._accept_at is None:  # it has found no file for him
-    time.sleep(0.01)
+time.sleep(0.5)  # it has found no file for him
 spent = time.process_time(), time.sleep(0.5), time.process_time()
 assert spent[2] - spent[0] < 0.25, "it tries all the time"
 for file in hoard:
@@ -318,32 +294,33 @@ for caller in callers[1:]:
 agents = [handshake.introduce(caller, b"t") for caller in callers]
 for agent in agents:
     agent.send(Leaving())
-    assert events.get().message == Leaving()
+    assert events.get()() == Leaving()
 ear.end()
 print("heard")
 """
 
 
 def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards() -> None:
-    ran = subprocess.run([sys.executable, "-c", EXHAUSTED], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", EXHAUSTED], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     assert (ran.stdout.splitlines(), ran.stderr) == (["[Errno 24] Too many open files", "heard"], "")
 
 
 def test_a_file_for_which_there_is_no_thread_is_not_kept_and_the_ear_stays_open(
-    monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Event]
+    monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Call]
 ) -> None:
-    ear = Listener("127.0.0.1", TOKEN, events, lambda *_: None, refuse)
+    ear = listening(TOKEN, events, lambda *_: None)
     upload = Upload(CheckpointFile(attempt=0, step=1, size=9, digest=""))
     with contextlib.closing(dial_only(ear)) as first, contextlib.closing(dial_only(ear)) as second:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
             first.send(upload)
-            uploaded = events.get()
-            assert isinstance(uploaded, Uploaded)
-            assert (uploaded.file, str(uploaded.error)) == (upload.file, "can't start new thread")
+            file, error = heard(events)
+            assert (file, str(error)) == (upload.file, "can't start new thread")
             assert_hung_up(first)
         second.send(upload)
-        assert events.get() == Uploaded(upload.file, None)
+        assert heard(events) == (upload.file, None)
     ear.end()
 
 
@@ -355,78 +332,42 @@ def no_thread(thread: threading.Thread) -> None:
 
 
 def test_a_heartbeat_that_tells_of_no_rank_is_heard_and_nobody_is_told(
-    dial: Callable[[], Connection], ear: Listener, events: queue.SimpleQueue[Event]
+    dial: Callable[[], Connection], ear: Listener, events: queue.SimpleQueue[Call]
 ) -> None:
     connection = dial()
-    [caller] = ear._agents.values()
-    before = caller.connection.heard_at
+    [ours] = ear._agents
+    before = ours.heard_at
     connection.send_frame(heartbeat.packed({}))
-    until(lambda: caller.connection.heard_at > before, "it to be heard")
+    until(lambda: ours.heard_at > before, "it to be heard")
     connection.send(Leaving())
     assert heard(events) == Leaving()
 
 
 def test_heartbeats_come_together_and_of_each_agent_the_newest(
-    dial: Callable[[], Connection], ear: Listener, events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agents = [dial() for _ in range(20)]
-    monkeypatch.setattr(listener, "BEAT_INTERVAL", 3600.0)
+    monkeypatch.setattr(listener, "BEAT_INTERVAL", 1.0)
     for number, each in enumerate(agents * 5):
         each.send_frame(heartbeat.packed({number % 20: number, 20 + number % 20: number}))
     newest = [heartbeat.packed({number: 80 + number, 20 + number: 80 + number}) for number in range(20)]
-    until(lambda: sorted(ear._beats.values()) == sorted(newest), "all to be heard")
-    assert events.empty()
-    ear._beats_due = 0.0
-    agents[0].send_frame(heartbeat.packed({}))  # it looks at the time again
-    beaten = events.get()
-    assert isinstance(beaten, Beaten)
-    assert sorted(beaten.newest.values()) == sorted(newest)
-
-
-@pytest.mark.parametrize("num_agents", [2, 3])
-def test_of_many_agents_at_rest_it_hears_several_at_once_and_of_others_each_at_once(
-    num_agents: int,
-    dial: Callable[[], Connection],
-    ear: Listener,
-    events: queue.SimpleQueue[Event],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    connection = [dial() for _ in range(num_agents)][-1]
-    caller = [*ear._agents.values()][-1]
-    monkeypatch.setattr(listener, "MANY_AGENTS", 3)
-    monkeypatch.setattr(listener, "NAP", 0.0123)
-    naps: queue.SimpleQueue[float] = queue.SimpleQueue()
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: naps.put(seconds) if seconds == 0.0123 else sleep(seconds))
-    for _ in range(3):
-        connection.send(Leaving())
-        assert heard(events) == Leaving()
-        before = caller.connection.heard_at
-        connection.send_frame(heartbeat.packed({}))
-        until(lambda before=before: caller.connection.heard_at > before, "it to be heard")
-        if num_agents == 3:
-            naps.get(timeout=60)
-    connection.send(Leaving())
-    assert heard(events) == Leaving()
-    assert naps.empty()
+    assert sorted(heard(events).values()) == sorted(newest)
 
 
 def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "BEAT_INTERVAL", 3600.0)
     first, second = dial(), dial()
     first.send_frame(heartbeat.packed({0: 1}))
     second.send_frame(heartbeat.packed({1: 1}))
     second.send(Leaving())  # its rank may be another attempt's from here on
-    beaten = events.get()
-    assert isinstance(beaten, Beaten)
-    assert [dict(heartbeat.unpacked(beat)) for beat in beaten.newest.values()] == [{1: 1}]
+    assert [dict(heartbeat.unpacked(beat)) for beat in heard(events).values()] == [{1: 1}]
     assert heard(events) == Leaving()
 
 
 def test_many_reports_in_a_message_are_several_events_so_that_few_of_them_wait(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Event], monkeypatch: pytest.MonkeyPatch
+    dial: Callable[[], Connection], events: queue.SimpleQueue[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = dial()
     monkeypatch.setattr(listener, "MAX_WAITING", 4)
@@ -437,49 +378,9 @@ def test_many_reports_in_a_message_are_several_events_so_that_few_of_them_wait(
     most, said = 0, []
     while len(said) < len(records):
         most = max(most, events.qsize())
-        event = events.get()
-        assert isinstance(event, RankSaid)
-        assert len(event.reports) == 10
-        said += event.reports
+        reports = heard(events)
+        assert len(reports) == 10
+        said += reports
     assert said == records
     assert most <= 4
     assert heard(events) == Leaving()
-
-
-def test_the_work_for_a_message_does_not_grow_with_the_number_of_agents(
-    monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Event]
-) -> None:
-    few, many = (calls_per_message(monkeypatch, events, num_agents) for num_agents in (5, 100))
-    assert many < 1.1 * few
-
-
-def calls_per_message(monkeypatch: pytest.MonkeyPatch, events: queue.SimpleQueue[Event], num_agents: int) -> float:
-    """Function calls of the thread that listens, while each agent says something 20 times, one after the other."""
-    calls, original = 0, Listener._listen
-
-    def count(frame: object, event: str, function: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    def listen(ear: Listener) -> None:
-        sys.setprofile(count)
-        original(ear)
-
-    with monkeypatch.context() as patched, contextlib.ExitStack() as at_last:
-        patched.setattr(Listener, "_listen", listen)
-        ear = Listener("127.0.0.1", TOKEN, events, refuse, refuse)
-        at_last.callback(ear.end)
-        order = AgentOrder(worker="w", driver=ear.address, num_ranks=1, token=TOKEN)
-        with contextlib.ExitStack() as dialled:
-            agents = [dialled.enter_context(contextlib.closing(transfers.dial(order))) for _ in range(num_agents)]
-            for each in agents:  # their first words are heard by other threads
-                each.send(Leaving())
-                heard(events)
-            until(lambda: len(ear._agents) == num_agents, "all agents")
-            before = calls
-            for each in agents * 20:
-                each.send(Leaving())
-                heard(events)
-            after = calls
-        assert [heard(events) for _ in agents] == [Gone] * num_agents  # before the ear ends, which may hear less
-    return (after - before) / (20 * num_agents)

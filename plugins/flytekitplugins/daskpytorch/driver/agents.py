@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,8 +30,10 @@ BUSY_SCHEDULER_PATIENCE = 30.0
 """
 
 
-OnLaunchFailure = Callable[[str, Exception, int], None]
-"""The same, with the number of the launch: the worker may have been asked again since."""
+GROWTH_SETTLE_TIME = 1.0
+"""Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone."""
+Call = Callable[[], object]
+"""A bound call of something that notes what has happened; for the gang's thread."""
 
 
 @dataclass
@@ -67,9 +69,12 @@ class Agents:
     """Ranks per worker."""
     address: tuple[str, int]
     """Where the driver listens."""
-    on_failure: OnLaunchFailure
+    post: Callable[[Call], object]
+    """Has the gang's thread make a call, from any other."""
     token: bytes = field(repr=False)
     """Proves to the driver who dials in."""
+    num_least: int = 1
+    """Workers without which the gang does not go on."""
     num_gpus: int = 0
     """GPUs that each worker's limits ask for; 0 where nobody knows."""
     folder: Path | None = None
@@ -119,15 +124,15 @@ class Agents:
                 )
                 for worker in several
             ]
-            on_failure = functools.partial(self._note_launch_failure, number)
+            on_failure = functools.partial(self._post_refusal, number)
             try:
                 self.launcher.launch(orders, on_failure)
             except Exception as error:  # whatever a client says without its scheduler, whose loss is noticed by itself
                 for worker in several:
                     on_failure(worker, WorkerLostError(f"its agent could not be started: {error}", worker=worker))
 
-    def _note_launch_failure(self, launch: int, worker: str, error: Exception) -> None:
-        self.on_failure(worker, error, launch)
+    def _post_refusal(self, launch: int, worker: str, error: Exception) -> None:
+        self.post(functools.partial(self.refuse, worker, error, launch))
 
     def _numbered(self, workers: Iterable[str]) -> dict[int, list[str]]:
         """The workers by how often they have been asked, this time included."""
@@ -142,14 +147,14 @@ class Agents:
         fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
-    def best_nodes(self, wanted: int, least: int) -> list[Node]:
+    def best_nodes(self) -> list[Node]:
         """Return the nodes that carry the next attempt, without GPUs that have failed where there are others.
 
-        A node whose ranks would need a failed GPU carries some only where fewer than `least` others are there.
+        A node whose ranks would need a failed GPU carries some only where fewer than `num_least` others are there.
         """
         nodes, sound = self.nodes(), self.sound_workers()
         by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
-        chosen = {node.worker for node in by_soundness[: min(wanted, max(least, len(sound)))]}
+        chosen = {node.worker for node in by_soundness[: min(self.num_wanted, max(self.num_least, len(sound)))]}
         return leave_out([node for node in nodes if node.worker in chosen], sorted(self.faulty_gpus), self.num_ranks)
 
     def sound_workers(self) -> set[str]:
@@ -159,6 +164,11 @@ class Agents:
 
     def _is_sound(self, node: Node) -> bool:
         return len(node.without(self.faulty_gpus).gpus) >= min(self.num_ranks, len(node.gpus))
+
+    @property
+    def num_wanted(self) -> int:
+        """How many workers the gang is to have."""
+        return self.launcher.num_wanted
 
     @property
     def num_sound(self) -> int:
@@ -241,8 +251,16 @@ class Agents:
         if self.expected and (present := self._look()) is not None:
             self._give_up(self.expected - present)
 
-    def recruit(self, wanted: int) -> None:
-        """Have agents started on workers that have come since, up to a number; looks every now and then.
+    def can_grow(self, carriers: Collection[str]) -> bool:
+        """Return True if more workers can take part than these, which carry the ranks, and no other seems to follow."""
+        spare = [self.peers[worker] for worker in self.sound_workers() - set(carriers)]
+        if not spare or not self.leaving.isdisjoint(carriers):
+            return False
+        is_whole = len(carriers) + len(spare) >= self.num_wanted
+        return is_whole or self.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
+
+    def recruit(self) -> None:
+        """Have agents started on workers that have come since, as long as some are missing; looks every now and then.
 
         Raises:
             ConnectionError: The scheduler is lost.
@@ -250,7 +268,7 @@ class Agents:
         if (present := self._look()) is None:
             return
         self._give_up(self.expected - present)
-        num_missing = wanted - self.num_sound - len(self.expected)
+        num_missing = self.num_wanted - self.num_sound - len(self.expected)
         newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._shunned
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
@@ -275,25 +293,25 @@ class Agents:
         self._unanswered_since = None
         return present
 
-    def is_hopeless(self, wanted: int, least: int, recruits: bool) -> bool:
+    def is_hopeless(self, *, recruits: bool) -> bool:
         """Too many of the workers have said that they cannot take part, or have gone and are not replaced."""
         gone = self.refused.keys() | (set() if recruits else self.lost.keys())
-        return wanted - len(gone) < least
+        return self.num_wanted - len(gone) < self.num_least
 
-    def too_few_came(self, name: str, wanted: int, timeout: float) -> GangError:
+    def too_few_came(self, name: str, timeout: float) -> GangError:
         """The error that says who did not come, and why."""
         if gone := self.refused or self.lost:
             worker, error = next(iter(gone.items()))
             # No retry will mend an image.
             kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
             return kind(
-                f"{len(gone)} of {wanted} workers could not take part in {name}; the first, {worker}: "
+                f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {worker}: "
                 f"{type(error).__name__}: {error}",
                 worker=worker,
                 cause=str(error),
             )
         return GangStartError(
-            f"only {self.num_nodes} of {wanted} workers started their part of {name} within {timeout:g} s. "
+            f"only {self.num_nodes} of {self.num_wanted} workers started their part of {name} within {timeout:g} s. "
             f"Missing: {', '.join(sorted(self.expected)) or 'those that were lost'}{self.launcher.hindrance()}. "
             "They may be busy with other tasks, or cannot reach this process; look into their logs, or raise "
             "Gang(start_timeout=...)."
@@ -303,8 +321,3 @@ class Agents:
         """Let those workers go that are being taken away; they wait for their agents' end."""
         for worker in self.leaving:
             self.peers[worker].send(Close())
-
-    def broadcast(self, message: ToAgent) -> None:
-        """Tell all agents something."""
-        for peer in self.peers.values():
-            peer.send(message)

@@ -30,6 +30,10 @@ class Announcer:
         wish = self._observers.tell(method, *args)
         self.stopped_early = self.stopped_early or wish
 
+    def for_rank(self) -> list[bytes]:
+        """Return what makes the observers' parts in rank 0, pickled."""
+        return self._observers.for_rank()
+
     def note(self, text: str) -> None:
         """Say what has happened to the gang."""
         self.tell("noted", f"{self._name}: {text}")

@@ -3,13 +3,17 @@
 The collectives of a process group have numbers, and all its ranks must call the same one under the same number.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from flytekitplugins.daskpytorch.driver.stacks import users_frames
 from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
 
+NOT_THE_USERS = re.compile(
+    r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'
+)
+"""Frames of Python, of what is installed, of ours, and of the text that an interpreter was started with."""
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """How the names of operations begin to which ranks may well bring different shapes."""
 MAX_USERS_FRAMES = 3
@@ -194,3 +198,8 @@ def _shown_last(rank: int, recalled: Recalled) -> str:
 def _called_from(collective: Collective) -> str:
     frames = users_frames(collective.frames)[:MAX_USERS_FRAMES]
     return ", called from:" + "".join(f"\n    {frame}" for frame in frames) if frames else ""
+
+
+def users_frames(frames: Iterable[str]) -> list[str]:
+    """Those of the user's own files."""
+    return [frame for frame in frames if not NOT_THE_USERS.search(frame)]

@@ -21,7 +21,6 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
-from flytekitplugins.daskpytorch.driver.events import Committed
 from flytekitplugins.daskpytorch.driver.files import Files, unusable
 from flytekitplugins.daskpytorch.driver.manifest import Manifest
 from flytekitplugins.daskpytorch.driver.retention import retained
@@ -45,6 +44,17 @@ from flytekitplugins.daskpytorch.settings import Gang, Keep
 
 MAX_COMMIT_ATTEMPTS = 10
 """How often a checkpoint is committed before it is given up, which takes some five minutes."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A sharded checkpoint has been committed, or will not be, for this reason."""
+
+    attempt: int
+    number: int
+    """Which of the attempt's saves it is."""
+    step: int
+    error: Exception | None
 
 
 class Worker:

@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, essence, in_words, named
+from flytekitplugins.daskpytorch.driver.collectives import (
+    NOT_THE_USERS,
+    Difference,
+    compare,
+    essence,
+    in_words,
+    named,
+)
 from flytekitplugins.daskpytorch.driver.hang_detector import (
     COLLECTIVE_FILES,
     RankState,
@@ -19,7 +26,6 @@ from flytekitplugins.daskpytorch.driver.hang_detector import (
     other_frames,
     report_deadlock,
 )
-from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS
 from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, named
-from flytekitplugins.daskpytorch.driver.stacks import NOT_THE_USERS, users_frames
+from flytekitplugins.daskpytorch.driver.collectives import NOT_THE_USERS, Difference, compare, named, users_frames
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')

@@ -43,8 +43,6 @@ class HangWatch:
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
         """The collectives that all ranks waited in at the last look, if they did."""
         self._deadlocks = DeadlockWatch(attempt, clock, self._states)
-        self.stacks: dict[int, str] = {}
-        """Of ranks that did not answer."""
 
     def is_hung(self) -> bool:
         """Whether nothing has moved for too long; asks the ranks where they are before it says so."""
@@ -103,7 +101,7 @@ class HangWatch:
         return self._waits is not None and self._waits == before
 
     def _ask(self) -> None:
-        self.stacks.clear()
+        self._attempt.stacks.clear()
         self._attempt.located.clear()
         self._attempt.remembered.clear()
         self._attempt.tell(messages.Tell(orders.Locate()))
@@ -129,7 +127,7 @@ class HangWatch:
                 num_moves=located[rank].num_moves if rank in located else None,
                 num_bytes=located[rank].num_bytes if rank in located else None,
                 still_for=attempt.stillness.still_for(rank, now),
-                stacks=located[rank].stacks if rank in located else self.stacks.get(rank, "it did not answer"),
+                stacks=located[rank].stacks if rank in located else attempt.stacks.get(rank, "it did not answer"),
                 recalled=attempt.remembered.get(rank),
             )
             for rank in attempt.places

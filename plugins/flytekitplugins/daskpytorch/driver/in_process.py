@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import LogRecord, RankContext
-from flytekitplugins.daskpytorch.driver.agents import Agents
+from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, RankSaid, Said, Uploaded
+from flytekitplugins.daskpytorch.driver.committer import Committer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
@@ -101,17 +103,18 @@ class _Supervisor(Supervisor):
 
     needs_linux = False
 
-    def _listen(self, checkpoints: Checkpoints, folder: Path, stack: contextlib.ExitStack) -> Agents:
+    def _listen(
+        self, checkpoints: Checkpoints, committer: Committer, folder: Path, stack: contextlib.ExitStack
+    ) -> GangState:
         agent: Any = self._launcher
-        agent.join(self._events.put, checkpoints, folder, self.received)
+        post = self._calls.put
+        agents = Agents(launcher=agent, num_ranks=1, address=("", 0), post=post, token=b"", folder=folder)
+        state = self._begin(agents, checkpoints, committer)
+        agent.join(state, post, checkpoints, folder)
         how = f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process"
         self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {how}")
         stack.callback(agent.close)
-        return Agents(launcher=agent, num_ranks=1, address=("", 0), on_failure=_never, token=b"", folder=folder)
-
-
-def _never(*_: object) -> Never:
-    raise AssertionError("an agent in this process starts")
+        return state
 
 
 class _Link(GangLink):
@@ -144,14 +147,12 @@ class _Agent(Connection):
         """What the rank is told, once it is; or why it will not be started."""
         self._is_closed = False
 
-    def join(
-        self, put: Callable[[Event], None], checkpoints: Checkpoints, folder: Path, received: ReceivedResults
-    ) -> None:
-        """Take part in a gang, whose supervisor hears events by `put`."""
-        self._put = put
+    def join(self, state: GangState, post: Callable[[Call], object], checkpoints: Checkpoints, folder: Path) -> None:
+        """Take part in a gang, whose thread makes the calls that are posted."""
+        self._state = state
+        self._post = post
         self._checkpoints = checkpoints
         self._folder = folder
-        self._received = received
 
     # ---- the launcher
 
@@ -191,21 +192,19 @@ class _Agent(Connection):
                     self._checkpoints.serve(self, messages.Upload(file, is_there=True))
                 except Exception as refused:
                     error = refused
-                self._put(Uploaded(file, error))
+                self._post(partial(self._state.note_upload, file, error))
             case messages.Bring(chosen):
                 self._session.follow(chosen)
             case messages.Stop():
                 self._end_rank()
-            case messages.Close():
-                self._put(Gone(self))
-            case messages.Dump():
+            case messages.Dump() | messages.Close():
                 pass
 
     def hang_up(self) -> None:
         """Leave the rank alone: it is the caller."""
 
     def _say(self, message: messages.FromAgent) -> None:
-        self._put(Said(self, message))
+        self._post(partial(self._state.hear, self, message))
 
     def _start(self, start: messages.Start) -> tuple[RankOrder, _Link, Session]:
         [place], job = start.places, start.job
@@ -244,9 +243,9 @@ class _Agent(Connection):
         """
         if self._is_closed:
             raise OSError("the gang has ended")
-        keep = self._received.keep
+        keep = self._state.received.keep
         kept = [keep(0, report) if isinstance(report, Piece) else report for report in reports.unpack(data)]
-        self._put(RankSaid(self, 0, kept))
+        self._post(partial(self._state.hear_of_rank, self, 0, kept))
 
     # ---- the rank
 
@@ -266,7 +265,7 @@ class _Agent(Connection):
                 session.see_out()
             exitcode = 0
         except KeyboardInterrupt:
-            self._put(Cancelled())
+            self._post(self._state.cancel)
             raise
         except BaseException as error:
             link.send(failure_of(error, link, is_final=False))

@@ -1,22 +1,20 @@
-"""The driver's ear: accepts agents and turns what they say into events."""
+"""The driver's ear: accepts agents, and passes on what they say as calls for the gang's thread."""
 
-from __future__ import annotations
-
+import asyncio
+import contextlib
+import functools
+import itertools
 import pickle
 import queue
-import select
 import socket
 import threading
 import time
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import islice
 
-from flytekitplugins.daskpytorch.driver.events import Beaten, Event, Gone, RankSaid, Said, Uploaded
-from flytekitplugins.daskpytorch.driver.received import Part
+from flytekitplugins.daskpytorch.driver.agents import Call
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import handshake, heartbeat
 from flytekitplugins.daskpytorch.protocol.failure import raisable
@@ -28,18 +26,16 @@ from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
 """Sends or receives a checkpoint, or what is large in a call, over a connection."""
-PieceKeeper = Callable[[int, Piece], Part]
-"""Keeps a piece of what a rank has submitted or returned."""
 MAX_WAITING = 3000
-"""Events that the supervisor has not taken yet; with so many waiting, agents are not heard, and ranks that report
-faster than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
+"""Calls that the supervisor has not made yet. With so many waiting, agents are not heard, and ranks that report faster
+than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
 MAX_REPORTS = 16
-"""Of a rank in one of these: a message may have a thousand records, which take ten times its memory once opened."""
+"""Of a rank in one call: a message may have a thousand records, which take ten times its memory once opened."""
 WAIT_INTERVAL = 0.005
 MANY_AGENTS = 100
 NAP = 0.01
-"""Seconds after a turn in which so many agents had nothing to say but heartbeats: of thousands a second each would wake
-this thread, which costs more than to read them."""
+"""Seconds to sleep after heartbeats of so many agents: of thousands a second each would wake this thread, which costs
+more than to read them."""
 BEAT_INTERVAL = 0.05
 """Seconds in which heartbeats are gathered: one by one, each would wake the supervisor."""
 MAX_STRANGERS = 256
@@ -57,69 +53,84 @@ END_TIME = 5.0
 
 
 class Listener:
-    """Accepts agents and turns what they say into events; its files and results are kept as they come.
+    """Accepts agents and passes on what they say; files and results are kept as they come.
 
-    Each file travels in a thread of its own; all callers are met, and all agents heard, by a single one. Of many
-    threads that have something to say at once, each would wake every 5 ms to ask for the interpreter.
+    Each file travels in a thread of its own. One thread meets all callers and hears all agents: of many threads that
+    have something to say at once, each would wake every 5 ms to ask for the interpreter.
     """
+
+    _state: GangState
+    _loop: asyncio.AbstractEventLoop
 
     def __init__(
         self,
         host: str,
         token: bytes,
-        events: queue.SimpleQueue[Event],
+        calls: queue.SimpleQueue[Call],
         serve_file: FileServer,
-        keep_piece: PieceKeeper,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # Of agents that dial at once, those beyond the backlog would try again a second later.
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self._server.setblocking(False)  # a caller may have gone again
-        self._token = token
-        self._events = events
-        self._serve_file = serve_file
-        self._keep_piece = keep_piece
-        self._poll = select.epoll()
-        self._poll.register(self._server, select.EPOLLIN)
-        self._strangers: dict[int, _Caller] = {}
-        self._guests: dict[int, _Caller] = {}  # have proved themselves, and not said who they are; both by deadline
-        self._agents: dict[int, _Caller] = {}
-        self._beats: dict[Connection, bytes] = {}
-        """The newest of agents that have told of their ranks since ..."""
-        self._beats_due: float | None = None
-        """... and when the supervisor is told, on the monotonic clock."""
-        self._is_calm = True
-        """Nothing but heartbeats has come in this turn."""
-        self._is_accepting = True
-        self._accept_at: float | None = None
-        """Not before, on the monotonic clock: there was no file for a caller."""
-        self._is_pausing = False
-        self._has_told_of_crowd = False
-        self._is_over = False
-        self._lock = threading.Lock()
-        """Nothing is closed while it is hung up on: its number may be another file's by then."""
-        self._known: weakref.WeakSet[Connection] = weakref.WeakSet()
-        """Those of agents, also of such that have gone: whoever takes the events closes them."""
-        self._transfers: dict[Connection, threading.Thread] = {}
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         """Host and port to dial."""
-        self._thread = threading.Thread(target=self._listen, name="daskpytorch-listener", daemon=True)
+        self._token = token
+        self._calls = calls
+        self._serve_file = serve_file
+        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        """Callers that have not proved themselves, the oldest first: host, and when the caller may have to make room"""
+        self._guests: set[asyncio.Task[None]] = set()
+        """Callers that have proved themselves, and not said who they are."""
+        self._agents: set[Connection] = set()
+        self._beats: dict[Connection, bytes] = {}
+        """The newest heartbeats that the supervisor has yet to be told of."""
+        self._is_napping = False
+        self._is_calm = True
+        """Nothing but heartbeats has come since the last nap."""
+        self._has_told_of_crowd = False
+        self._is_closing = False
+        self._is_closed = asyncio.Event()
+        self._has_changed = asyncio.Event()
+        """An agent has gone."""
+        self._is_over = False
+        self._known: list[Connection] = []
+        """Connections of agents, also of such that have gone: whoever makes the calls closes them."""
+        self._lock = threading.Lock()
+        """No transfer's connection is closed while it is hung up on: its descriptor may be another file's by then."""
+        self._transfers: dict[Connection, threading.Thread] = {}
+        self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
+
+    def listen(self, state: GangState) -> None:
+        """Accept agents from now on; whoever makes the calls has this state hear what they say."""
+        self._state, self._loop = state, asyncio.new_event_loop()
         self._thread.start()
 
     def close(self) -> None:
         """Accept no more, and hang up on callers that have not said who they are; agents and transfers stay."""
-        self._is_accepting = False
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # close alone does not wake the thread that polls
+        self._is_closing = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._is_closed.set)
+
+    def dismiss(self, farewell: object, seconds: float) -> None:
+        """Accept no more, bid all agents farewell, and wait so many seconds at most until they have hung up.
+
+        For the thread that sends to agents, once it makes no more calls.
+        """
+        self.close()
+        for connection in list(self._known):
+            with contextlib.suppress(OSError):  # it has gone, or been given up
+                connection.send(farewell)
+        self._thread.join(seconds)
 
     def end(self) -> None:
         """Hang up on all that are left, and wait until no thread and no open file is.
 
-        For when nobody sends to an agent any more, or takes an event.
+        For when nobody sends to an agent any more, or makes a call.
         """
         self.close()
+        self._is_over = True
         with self._lock:
-            self._is_over = True
             for connection in (*self._known, *self._transfers):
                 connection.hang_up()
         deadline = time.monotonic() + END_TIME
@@ -130,173 +141,157 @@ class Listener:
             self._close_known()
 
     def _close_known(self) -> None:
-        with self._lock:
-            for connection in list(self._known):
-                connection.close()
+        for connection in list(self._known):
+            connection.close()
 
-    def _listen(self) -> None:
-        with self._poll:
-            while not self._is_over and (self._is_accepting or self._agents):
-                self._is_calm = True
-                for file, _ in self._poll.poll(self._patience()):
-                    if (agent := self._agents.get(file)) is not None:
-                        self._hear(agent)
-                    elif file == self._server.fileno():
-                        self._accept()
-                    elif (caller := self._strangers.get(file) or self._guests.get(file)) is not None:
-                        self._meet(caller)
-                self._keep_time()
-                if self._is_calm and len(self._agents) >= MANY_AGENTS:
-                    time.sleep(NAP)
-            self._shut()
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._live())
+        finally:
+            self._loop.close()
         if self._is_over:
             self._close_known()
 
-    def _patience(self) -> float | None:
-        """How long nothing need be done unless somebody calls or speaks."""
-        due = [next(iter(callers.values())).deadline for callers in (self._strangers, self._guests) if callers]
-        due += [moment for moment in (self._accept_at, self._beats_due) if moment is not None]
-        due += [oldest.room_at] if self._is_pausing and (oldest := self._oldest_of_crowd()) is not None else []
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _keep_time(self) -> None:
-        now = time.monotonic()
-        if self._beats_due is not None and self._beats_due <= now:
-            self._events.put(Beaten(self._beats))
-            self._beats, self._beats_due = {}, None
-        for callers in (self._strangers, self._guests):
-            while callers and (first := next(iter(callers.values()))).deadline <= now:
-                self._send_away(first)
-        if self._accept_at is not None and self._accept_at <= now:
-            self._accept_at = None
-        oldest = self._oldest_of_crowd()
-        is_pausing = self._accept_at is not None or (oldest is not None and oldest.room_at > now)
-        if is_pausing != self._is_pausing and self._server.fileno() >= 0:
-            self._poll.modify(self._server, 0 if is_pausing else select.EPOLLIN)  # its end is noticed all the same
-            self._is_pausing = is_pausing
+    async def _live(self) -> None:
+        """Accept callers until this is closed, and hear agents until the last one has gone."""
+        accepting = self._loop.create_task(self._accept())
+        await self._is_closed.wait()
+        meeting = [accepting, *self._strangers, *self._guests]
+        for task in meeting:
+            task.cancel()
+        await asyncio.wait(meeting)
+        self._server.close()
+        while self._agents:
+            self._has_changed.clear()
+            await self._has_changed.wait()
 
     # ---- callers
 
-    def _oldest_of_crowd(self) -> _Caller | None:
-        """Who makes room for the next caller: of the address with most strangers the first; None: there is room."""
-        if len(self._strangers) < MAX_STRANGERS:
-            return None
-        [(host, _)] = Counter(caller.host for caller in self._strangers.values()).most_common(1)
-        return next(caller for caller in self._strangers.values() if caller.host == host)
+    async def _accept(self) -> None:
+        while True:
+            await self._make_room()
+            try:
+                sock, address = await self._loop.sock_accept(self._server)
+            except OSError:  # the caller has gone again; or there may be files and memory again in a while
+                await asyncio.sleep(ACCEPT_PAUSE)
+                continue
+            stranger = self._loop.create_task(self._meet(sock))
+            self._strangers[stranger] = str(address[0]), time.monotonic() + GRACE
+            stranger.add_done_callback(self._strangers.pop)
 
-    def _make_room(self) -> None:
-        while (oldest := self._oldest_of_crowd()) is not None:
-            if oldest.has_spoken():  # and waits to be heard
-                self._meet(oldest)
+    async def _make_room(self) -> None:
+        """Wait for a place, or have the oldest stranger make room, of the address that has most of the places."""
+        while len(self._strangers) >= MAX_STRANGERS:
+            [(crowded, _)] = Counter(host for host, _ in self._strangers.values()).most_common(1)
+            oldest, room_at = next((task, at) for task, (host, at) in self._strangers.items() if host == crowded)
+            # Even with a timeout of 0, what strangers have sent by now is read.
+            patience = max(0.0, room_at - time.monotonic())
+            done, _ = await asyncio.wait(self._strangers, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if done:
                 continue
             if not self._has_told_of_crowd:
                 self._has_told_of_crowd = True
                 say(
                     f"{len(self._strangers)} callers at {self.address[0]}:{self.address[1]}, many of them from "
-                    f"{oldest.host}, have not proved to be agents of this gang; the oldest make room. Who else calls "
+                    f"{crowded}, have not proved to be agents of this gang; the oldest make room. Who else calls "
                     "this port: a scanner, a monitor, another gang's agents?"
                 )
-            self._send_away(oldest)
+            oldest.cancel()
+            await asyncio.wait([oldest])
 
-    def _accept(self) -> None:
-        self._is_calm = False
-        if not self._is_accepting:
-            self._shut()
-            return
-        self._make_room()
-        try:
-            sock, _ = self._server.accept()
-        except (BlockingIOError, ConnectionError):  # the caller has gone again
-            return
-        except OSError:  # there may be files and memory again in a while
-            self._accept_at = time.monotonic() + ACCEPT_PAUSE
-            return
-        try:
-            caller = _Caller(sock, self._token)
-            self._poll.register(sock, select.EPOLLIN)
-        except OSError:
-            sock.close()
-        else:
-            self._strangers[sock.fileno()] = caller
+    async def _meet(self, sock: socket.socket) -> None:
+        """Let a caller prove that he is an agent of this gang. Until then, not a byte more is taken than that needs."""
+        with _closed_on_failure(sock):
+            async with asyncio.timeout(PATIENCE):
+                watch_peer(sock)
+                connection, challenge = Connection(sock), handshake.challenge()
+                connection.send_frame(challenge)  # a few bytes into an empty buffer, which takes them at once
+                answer = await self._frame(sock, Frames(only=handshake.ANSWER_SIZE))
+                connection.send_frame(handshake.prove(self._token, challenge, answer))
+            guest = self._loop.create_task(self._greet(sock, connection))
+            self._guests.add(guest)
+            guest.add_done_callback(self._guests.discard)
 
-    def _shut(self) -> None:
-        if self._server.fileno() >= 0:
-            self._poll.unregister(self._server)
-            self._server.close()
-        for caller in (*self._strangers.values(), *self._guests.values()):
-            self._send_away(caller)
+    async def _greet(self, sock: socket.socket, connection: Connection) -> None:
+        """Hear the first word of an agent, which says what the connection is for."""
+        with _closed_on_failure(sock):
+            async with asyncio.timeout(FIRST_WORD_PATIENCE):
+                first_word = await self._frame(sock, Frames())
+            message = pickle.loads(first_word)  # noqa: S301 - from our own agent, which has proved to be one
+            sock.setblocking(True)
+            if isinstance(message, Transfer):
+                self._transfer(connection, message)
+            else:
+                self._take_in(connection, message)
 
-    def _send_away(self, caller: _Caller) -> None:
-        file = caller.connection.fileno()
-        del (self._strangers if file in self._strangers else self._guests)[file]
-        self._poll.unregister(file)
-        caller.connection.close()
-
-    def _meet(self, caller: _Caller) -> None:
-        self._is_calm = False
-        file = caller.connection.fileno()
-        try:
-            first_word = caller.read()
-        except Exception as error:  # whatever it is, it is not the others'
-            _complain(error)
-            self._send_away(caller)
-            return
-        if caller.is_proven and file in self._strangers:
-            self._guests[file] = self._strangers.pop(file)
-        if first_word is not None:
-            del self._guests[file]
-            self._receive(caller, pickle.loads(first_word))  # noqa: S301 - from our own agent, which has proved to be one
-
-    def _receive(self, caller: _Caller, message: FromAgent | Transfer) -> None:
-        if isinstance(message, Transfer):
-            self._poll.unregister(caller.connection)
-            self._transfer(caller.connection, message)
-            return
-        self._agents[caller.connection.fileno()] = caller
-        with self._lock:
-            self._known.add(caller.connection)
-        self._note(caller.connection, message)
+    async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
+        """Return the next frame, and leave in the socket what follows it."""
+        while True:
+            for frame in frames.take(await self._loop.sock_recv(sock, frames.wanted)):
+                return frame
 
     # ---- agents
 
-    def _hear(self, agent: _Caller) -> None:
+    def _take_in(self, connection: Connection, message: FromAgent) -> None:
+        self._known.append(connection)
+        if self._is_over:
+            connection.hang_up()
+        self._agents.add(connection)
+        self._loop.add_reader(connection.fileno(), self._hear, connection, Frames())
+        self._note(connection, message)
+
+    def _hear(self, connection: Connection, frames: Frames) -> None:
         try:
-            for frame in agent.frames.take(agent.connection.read(READ_SIZE)):
+            for frame in frames.take(connection.read(READ_SIZE)):
                 if heartbeat.is_heartbeat(frame):
-                    self._note_beat(agent.connection, frame)
+                    self._note_beat(connection, frame)
                 else:
-                    self._note(agent.connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
+                    self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
         except Exception as error:  # whatever it is, it is not the other agents'
             _complain(error)
-            self._poll.unregister(agent.connection)
-            del self._agents[agent.connection.fileno()]
-            self._beats.pop(agent.connection, None)
-            self._events.put(Gone(agent.connection))
-            self._is_calm = False
+            self._loop.remove_reader(connection.fileno())
+            self._agents.discard(connection)
+            self._beats.pop(connection, None)
+            self._calls.put(functools.partial(self._state.note_end, connection))
+            self._has_changed.set()
 
     def _note_beat(self, connection: Connection, beat: bytes) -> None:
-        """Keep it for a moment; one that tells of no rank has told all by having come."""
+        """Keep a heartbeat for a moment; one that tells of no rank has told all by having come."""
         if len(beat) > len(heartbeat.MARK):
+            if not self._beats:
+                self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
             self._beats[connection] = beat
-            self._beats_due = self._beats_due or time.monotonic() + BEAT_INTERVAL
+        if not self._is_napping and len(self._agents) >= MANY_AGENTS:
+            self._is_napping = True
+            self._loop.call_soon(self._nap)
+
+    def _nap(self) -> None:
+        if self._is_calm:
+            time.sleep(NAP)
+        self._is_napping, self._is_calm = False, True
+
+    def _tell_beats(self) -> None:
+        if self._beats:
+            self._calls.put(functools.partial(self._state.hear_beats, self._beats))
+            self._beats = {}
 
     def _note(self, connection: Connection, message: FromAgent) -> None:
         self._is_calm = False
         if (beat := self._beats.pop(connection, None)) is not None:  # it came before, and may be an older attempt's
-            self._events.put(Beaten({connection: beat}))
-        for event in self._events_of(connection, message):
-            while self._events.qsize() >= MAX_WAITING and self._is_accepting:
+            self._calls.put(functools.partial(self._state.hear_beats, {connection: beat}))
+        for call in self._calls_for(connection, message):
+            while self._calls.qsize() >= MAX_WAITING and not self._is_closing:
                 time.sleep(WAIT_INTERVAL)
-            self._events.put(event)
+            self._calls.put(call)
 
-    def _events_of(self, connection: Connection, message: FromAgent) -> Iterator[Said | RankSaid]:
+    def _calls_for(self, connection: Connection, message: FromAgent) -> Iterator[Call]:
         if not isinstance(message, Reported):
-            yield Said(connection, message)
+            yield functools.partial(self._state.hear, connection, message)
             return
         rank, reports = message.rank, unpack(message.reports)
-        while several := list(islice(reports, MAX_REPORTS)):
-            kept = [self._keep_piece(rank, report) if isinstance(report, Piece) else report for report in several]
-            yield RankSaid(connection, rank, kept)
+        while several := list(itertools.islice(reports, MAX_REPORTS)):
+            kept = [self._state.received.keep(rank, it) if isinstance(it, Piece) else it for it in several]
+            yield functools.partial(self._state.hear_of_rank, connection, rank, kept)
 
     # ---- files
 
@@ -324,49 +319,23 @@ class Listener:
             connection.close()
             del self._transfers[connection]
         if isinstance(request, Upload):
-            self._events.put(Uploaded(request.file, error))
+            self._calls.put(functools.partial(self._state.note_upload, request.file, error))
 
 
-def _complain(error: Exception) -> None:
+@contextlib.contextmanager
+def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
+    """Hang up on a caller with whom anything goes wrong; whatever it is, it is not the others'."""
+    try:
+        yield
+    except BaseException as error:
+        sock.close()
+        _complain(error)
+        if not isinstance(error, Exception):
+            raise
+
+
+def _complain(error: BaseException) -> None:
     """Show what no connection's end explains."""
-    if not isinstance(error, (EOFError, OSError)):
-        with suppress(Exception):  # standard error may be closed, and this thread must go on
+    if not isinstance(error, (EOFError, OSError, asyncio.CancelledError)):
+        with contextlib.suppress(Exception):  # standard error may be closed, and this thread must go on
             traceback.print_exc()
-
-
-class _Caller:
-    """Somebody who has dialled in. Waits for nothing and, until his first word is here, takes not a byte more."""
-
-    def __init__(self, sock: socket.socket, token: bytes) -> None:
-        watch_peer(sock)
-        self.connection = Connection(sock)
-        self.frames = Frames(only=handshake.ANSWER_SIZE)
-        self.host = str(sock.getpeername()[0])
-        self.deadline = time.monotonic() + PATIENCE
-        """On the monotonic clock, ..."""
-        self.room_at = time.monotonic() + GRACE
-        """... as is this: when he may have to make room."""
-        self.is_proven = False
-        self._token = token
-        self._challenge = handshake.challenge()
-        self.connection.send_frame(self._challenge)  # a few bytes into an empty buffer, which takes them at once
-
-    def has_spoken(self) -> bool:
-        """Whether something has come that was not read, or he has gone."""
-        poll = select.poll()  # `select` takes no file above 1,024
-        poll.register(self.connection, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def read(self) -> bytes | None:
-        """Take in what has come, of which there must be something; his first word, once it is whole.
-
-        Raises:
-            EOFError: He has gone.
-            ConnectionRefusedError: He is no agent of this gang.
-        """
-        frame = next(self.frames.take(self.connection.read(self.frames.wanted)), None)
-        if frame is None or self.is_proven:
-            return frame
-        self.connection.send_frame(handshake.prove(self._token, self._challenge, frame))
-        self.is_proven, self.frames.only, self.deadline = True, None, time.monotonic() + FIRST_WORD_PATIENCE
-        return None

@@ -5,12 +5,11 @@ which all ranks write their parts straight to storage (`committer`).
 """
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
-from flytekitplugins.daskpytorch.driver import events
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.announcer import Announcer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints, Fetches
-from flytekitplugins.daskpytorch.driver.committer import Committer
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.goodput import Accountant
 from flytekitplugins.daskpytorch.driver.retention import hint_of_metric, listed
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
@@ -31,16 +30,14 @@ class Saving:
         announcer: Announcer,
         *,
         keep: Keep,
-        newest: CheckpointFile | None = None,
     ) -> None:
-        """Begin with the checkpoint that the attempt before has left, if there is one."""
         self._checkpoints = checkpoints
         self._committer = committer
         self._accountant = accountant
         self._announcer = announcer
         self._keep = keep
         self._fetches = Fetches(keep, checkpoints.entries)
-        self.newest = newest
+        self.newest: CheckpointFile | None = None
         """What an attempt starts from."""
         self.has_news = False
         """A checkpoint has become safe since this was last looked at."""
@@ -82,7 +79,7 @@ class Saving:
         self._committer.sweep(attempt.number, said.number)
         attempt.tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
 
-    def note_committed(self, attempt: Attempt | None, commit: events.Committed) -> None:
+    def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
         """A sharded checkpoint counts, or could not be made to."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.error is None:

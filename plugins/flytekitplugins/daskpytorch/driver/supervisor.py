@@ -12,18 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.agents import Agents
+from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain, GangCancelledError
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.claim import claimed
-from flytekitplugins.daskpytorch.driver.committer import Committer
-from flytekitplugins.daskpytorch.driver.events import Cancelled, Event, Gone, Interrupted, NotLaunched, Preempted
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
-from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
 from flytekitplugins.daskpytorch.driver.retention import listed
+from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.upload import StorageUpload
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
@@ -67,6 +66,8 @@ class Supervisor:
     """
 
     needs_linux = True
+    _state: GangState
+    """Unset until the driver listens."""
 
     def __init__(
         self,
@@ -78,26 +79,25 @@ class Supervisor:
         if self.needs_linux:
             check_system()
         self._request = request
-        self._deadlines = Deadlines(request.settings.grace_period)
         self._execution = current_execution()
         self._launcher = launcher
         self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
         """What the ranks have submitted."""
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # one that a signal handler may put into
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # one that a signal handler may put into
         self._asked_at = time.monotonic()
         self._debugging = Debugging.here()
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
         """End the gang from any thread; `run` raises `GangCancelledError`."""
-        self._events.put(Cancelled())
+        self._calls.put(lambda: self._state.cancel())  # noqa: PLW0108 - there may be no state yet
 
     def interrupt(self) -> bool:
         """Pass a Ctrl-C on to the rank whose debugger has the terminal, from a signal handler; whether one has it."""
-        is_at_prompt = self._brain is not None and self._brain.at_prompt is not None
+        is_at_prompt = self._brain is not None and self._state.at_prompt is not None
         if is_at_prompt:
-            self._events.put(Interrupted())
+            self._calls.put(self._state.interrupt)
         return is_at_prompt
 
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
 
         `is_awaited`: somebody waits for the end, so that ranks which never ask `should_stop` end at once.
         """
-        self._events.put(Preempted(reason, is_awaited=is_awaited))
+        self._calls.put(lambda: self._state.request_stop(reason, is_awaited=is_awaited))
 
     def run(self) -> list[Any]:
         """Form the gang and see it through; the ranks' reported results, in rank order.
@@ -126,7 +126,7 @@ class Supervisor:
         try:
             with contextlib.ExitStack() as stack:
                 name = self._request.name
-                claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._events.empty()))
+                claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._calls.empty()))
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
                 keep = self._request.settings.keep
                 storage = StorageUpload(self._request.storage, keep) if self._request.storage else None
@@ -137,20 +137,20 @@ class Supervisor:
                 claim.on_loss = functools.partial(self._give_up, checkpoints, committer)
                 if self._request.large is not None:
                     stack.callback(self._request.large.close)
-                self._agents = self._listen(checkpoints, folder, stack)
+                self._state = state = self._listen(checkpoints, committer, folder, stack)
                 try:
-                    results = self._see_through(checkpoints, committer)
-                    committer.flush(self._deadlines.storage)
+                    results = self._see_through(state, checkpoints, committer)
+                    committer.flush(state.deadlines.storage)
                     if storage is not None and "://" not in storage.own:  # a folder of the user's own
-                        checkpoints.flush(self._deadlines.storage)
+                        checkpoints.flush(state.deadlines.storage)
                     return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
-                    checkpoints.flush(self._deadlines.cancelled)  # for a run that goes on from here
-                    committer.flush(self._deadlines.cancelled)
+                    checkpoints.flush(state.deadlines.cancelled)  # for a run that goes on from here
+                    committer.flush(state.deadlines.cancelled)
                     raise
                 except Exception:
-                    checkpoints.flush(self._deadlines.storage)  # for the next attempt, if Flyte makes one
-                    committer.flush(self._deadlines.storage)
+                    checkpoints.flush(state.deadlines.storage)  # for the next attempt, if Flyte makes one
+                    committer.flush(state.deadlines.storage)
                     raise
         except Exception as caught:
             error = from_user(caught)
@@ -172,27 +172,48 @@ class Supervisor:
     def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:
         manifest = storage.manifest if storage is not None else None
         request, filesystem = self._request, self._execution.filesystem
-        return Committer.of(request.settings, request.storage, manifest, folder, filesystem, self._events.put)
+        return Committer.of(request.settings, request.storage, manifest, folder, filesystem, self._post_commit)
 
-    def _listen(self, checkpoints: Checkpoints, folder: Path, stack: contextlib.ExitStack) -> Agents:
-        allow_connections(self._launcher.num_wanted)
+    def _post_commit(self, commit: Committed) -> None:
+        self._calls.put(lambda: self._state.note_commit(commit))
+
+    def _listen(
+        self, checkpoints: Checkpoints, committer: Committer, folder: Path, stack: contextlib.ExitStack
+    ) -> GangState:
+        """Open the driver's port until the end of the stack, which lets the agents go."""
+        request, launcher = self._request, self._launcher
+        allow_connections(launcher.num_wanted)
         token = os.urandom(32)
         serve = functools.partial(self._serve_file, checkpoints)
-        listener = Listener(self._launcher.host, token, self._events, serve, self.received.keep)
+        listener = Listener(launcher.host, token, self._calls, serve)
         agents = Agents(
-            launcher=self._launcher,
-            num_ranks=self._request.ranks_per_worker,
+            launcher=launcher,
+            num_ranks=request.ranks_per_worker,
             address=listener.address,
-            on_failure=lambda *how: self._events.put(NotLaunched(*how)),
+            post=self._calls.put,
             token=token,
-            num_gpus=self._request.num_gpus,
+            num_least=request.settings.min_workers or launcher.num_wanted,
+            num_gpus=request.num_gpus,
             folder=folder,
         )
-        stack.callback(self._launcher.close)
+        state = self._begin(agents, checkpoints, committer)
+        stack.callback(launcher.close)
+        listener.listen(state)
         stack.callback(listener.end)
-        stack.callback(self._dismiss)
-        stack.callback(listener.close)
-        return agents
+        stack.callback(listener.dismiss, messages.Close(), state.deadlines.dismiss)
+        return state
+
+    def _begin(self, agents: Agents, checkpoints: Checkpoints, committer: Committer) -> GangState:
+        return GangState(
+            self._request,
+            agents,
+            checkpoints,
+            committer,
+            self._observers,
+            self.received,
+            asked_at=self._asked_at,
+            running_clock=RunningClock(),
+        )
 
     def _serve_file(self, checkpoints: Checkpoints, connection: Connection, request: Transfer) -> None:
         if not isinstance(request, messages.DownloadLarge):
@@ -200,53 +221,26 @@ class Supervisor:
         elif self._request.large is not None:
             connection.send_file(self._request.large.address.path)
 
-    def _see_through(self, checkpoints: Checkpoints, committer: Committer) -> list[Any]:
-        self._agents.launch(self._launcher.workers)
+    def _see_through(self, state: GangState, checkpoints: Checkpoints, committer: Committer) -> list[Any]:
+        state.agents.launch(self._launcher.workers)
         code = self._request.code or pack_code()  # while the agents are on their way
-        checkpoint = checkpoints.restore()
+        state.saving.newest = checkpoint = checkpoints.restore()
         committer.begin()
         if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
             self._observers.tell("resumed", max(steps))
             self._observers.tell("keeps", listed(checkpoints.saved(), committer.saved()))
         if (text := start_of(self._request.storage, self._request.settings, steps)) is not None:
             self._observers.tell("noted", f"{self._request.name.rpartition('.')[2]}: {text}")
-        self._brain = brain = Brain(
-            self._request,
-            self._agents,
-            checkpoints,
-            committer,
-            self._observers,
-            self.received,
-            code=code,
-            checkpoint=checkpoint,
-            asked_at=self._asked_at,
-            debugging=self._debugging,
-            running_clock=RunningClock(),
-        )
+        self._brain = brain = Brain(state, code, self._debugging)
         while (results := brain.decide()) is None:
-            if (event := self._next_event(brain.patience)) is not None:
-                brain.take(event)
-            brain.look_for_silence()
+            self._take(brain.patience)
+            state.look_for_silence()
         return results
 
-    def _dismiss(self) -> None:
-        """Let the agents go, and wait until they have cleaned up."""
-        self._agents.broadcast(messages.Close())
-        staying = {peer.connection for peer in self._agents.peers.values()}
-        deadline = time.monotonic() + self._deadlines.dismiss
-        while staying and (left := deadline - time.monotonic()) > 0:
-            event = self._next_event(left)
-            if isinstance(event, Gone):
-                staying.discard(event.connection)
-        for connection in staying:
-            connection.hang_up()
-
-    def _next_event(self, timeout: float) -> Event | None:
+    def _take(self, timeout: float) -> None:
+        """Make the next call that is due within so many seconds."""
         try:
-            event = self._events.get(timeout=max(0.0, timeout))
+            call = self._calls.get(timeout=timeout)
         except queue.Empty:
-            return None
-        if isinstance(event, Gone):
-            # By the only thread that sends: another's send might reach whoever gets the number next.
-            event.connection.close()
-        return event
+            return
+        call()

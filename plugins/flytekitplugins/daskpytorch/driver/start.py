@@ -1,0 +1,81 @@
+"""Starts one attempt: places its ranks on the workers that are here, and sends each agent its orders. In the driver."""
+
+import hashlib
+from collections.abc import Sequence
+
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.hang_detector import pulse_for
+from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.node.hardware import local_versions
+from flytekitplugins.daskpytorch.protocol import placement
+from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
+from flytekitplugins.daskpytorch.protocol.observer import Shape
+from flytekitplugins.daskpytorch.protocol.orders import Job
+from flytekitplugins.daskpytorch.protocol.placement import Node
+
+
+def start_attempt(state: GangState, number: int, code: Code, debugging: Debugging) -> Attempt:
+    """Return an attempt with this number whose ranks are being started.
+
+    Raises:
+        ValueError: Driver and workers have different versions of a package, or the workers do not suit the settings.
+    """
+    request, settings, agents = state.request, state.request.settings, state.agents
+    agents.dismiss_leaving()
+    nodes = agents.best_nodes()
+    _check_versions(nodes)
+    places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
+    backend = placement.choose_backend(settings.backend, nodes, places)
+    shape = Shape(name=request.name, backend=backend, nodes=nodes, places=places)
+    state.announcer.tell("placed", shape)
+    carriers = [agents.peers[node.worker] for node in nodes]
+    store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
+    job = _job(state, number, backend, store, debugging)
+    for peer, here in zip(carriers, places, strict=True):
+        peer.start(job, code, here)
+    placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
+    return Attempt(number=number, places=placed, carriers=carriers, has_observers=bool(job.observers), clock=state.now)
+
+
+def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | None, debugging: Debugging) -> Job:
+    request, settings, saving = state.request, state.request.settings, state.saving
+    return Job(
+        gang=hashlib.sha256(state.agents.token).hexdigest()[:16],
+        attempt=number,
+        call=request.call,
+        large=request.large.address if request.large is not None else None,
+        pass_local_rank=request.pass_local_rank,
+        backend=backend,
+        store=store,
+        timeout=settings.start_timeout,
+        devices=settings.devices,
+        max_restarts=settings.max_restarts,
+        checkpoint=saving.newest,
+        sharding=saving.sharding(),
+        kept=saving.saved(),
+        storage=request.storage.own if request.storage is not None else None,
+        best_by=settings.keep.metric,
+        profile=settings.profile,
+        hints=settings.hints,
+        debugging=debugging,
+        pulse=pulse_for(settings.hang_timeout),
+        host=request.host,
+        execution=request.execution,
+        environment=request.environment,
+        observers=state.announcer.for_rank(),
+    )
+
+
+def _check_versions(nodes: Sequence[Node]) -> None:
+    mine = local_versions()
+    differing = [
+        f"{node.worker} has {name} {theirs}, this process {mine.get(name)}"
+        for node in nodes
+        for name, theirs in node.versions.items()
+        if theirs != mine.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"driver and workers differ: {'; '.join(differing)}. Use one image for the task and its Dask cluster."
+        )

@@ -1,0 +1,307 @@
+"""What has happened to one gang so far. Runs in the driver, on the gang's thread.
+
+The handlers here take down what agents and ranks say, and decide nothing: `Brain` alone acts on it, so that the same
+rules meet whatever happens, at whatever moment. The queue between `Listener` and `Supervisor` holds bound calls of the
+handlers.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import assert_never
+
+from flytekitplugins.daskpytorch.context import LogRecord
+from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
+from flytekitplugins.daskpytorch.driver.announcer import Announcer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.goodput import Accountant
+from flytekitplugins.daskpytorch.driver.preemption import Deadlines, StopRequest
+from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
+from flytekitplugins.daskpytorch.driver.request import Request
+from flytekitplugins.daskpytorch.driver.saving import Saving
+from flytekitplugins.daskpytorch.protocol import heartbeat, messages, orders, reports
+from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.observer import Observers
+
+SCHEDULER_LOST = "the Dask scheduler was lost"
+
+
+class GangState:
+    """The state of one gang, through all of its attempts."""
+
+    attempt: Attempt | None = None
+    """The current attempt; None while the gang gathers its workers."""
+    stop_request: StopRequest | None = None
+    """The gang is to save a checkpoint and end."""
+    is_cancelled = False
+    """Nobody wants the results any more."""
+    lost_at: float | None = None
+    """When the newest loss among the attempt's workers was."""
+
+    def __init__(
+        self,
+        request: Request,
+        agents: Agents,
+        checkpoints: Checkpoints,
+        committer: Committer,
+        observers: Observers,
+        received: ReceivedResults,
+        *,
+        asked_at: float,
+        clock: Callable[[], float] = time.monotonic,
+        running_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Begin with a gang whose agents are on their way.
+
+        `asked_at`, like all moments, is by the `clock`, which only goes forward. Deadlines are by the `running_clock`,
+        by default the same.
+        """
+        self.request = request
+        self.agents = agents
+        self.received = received
+        self.asked_at = asked_at
+        self.now = running_clock or clock
+        self.deadlines = Deadlines(request.settings.grace_period)
+        self.accountant = Accountant(asked_at, clock)
+        self.announcer = Announcer(
+            request.name, observers, hints=request.settings.hints, began_at=asked_at, clock=clock
+        )
+        self.saving = Saving(checkpoints, committer, self.accountant, self.announcer, keep=request.settings.keep)
+        self._broken: dict[str, str] = {}
+        """Worker -> traceback of its agent, which has failed and not ended yet."""
+
+    @property
+    def at_prompt(self) -> int | None:
+        """The rank whose debugger has the terminal."""
+        return self.attempt.prompts.shown if self.attempt is not None else None
+
+    @property
+    def has_lost_scheduler(self) -> bool:
+        """True if the scheduler is gone. All workers end then, and may say so before this process learns why."""
+        return not self.agents.launcher.is_connected()
+
+    # ---- from the user's side
+
+    def cancel(self) -> None:
+        """Note that nobody wants the results any more."""
+        self.is_cancelled = True
+
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on to the rank whose debugger has the terminal."""
+        if self.attempt is not None and self.attempt.prompts.shown is not None:
+            self.attempt.tell(messages.Tell(orders.Interrupt(self.attempt.prompts.shown)))
+
+    def request_stop(
+        self, reason: str, *, ends_gang: bool = True, is_workers: bool = False, is_awaited: bool = False
+    ) -> None:
+        """Note that the gang is to save a checkpoint and end, or to go on without a worker; see `StopRequest`."""
+        if self.stop_request is None:
+            self.announcer.note(f"{reason}: saving a checkpoint and ending")
+            whose = {"is_workers": is_workers, "is_awaited": is_awaited}
+            self.stop_request = StopRequest(reason, ends_gang, self.deadlines, **whose, clock=self.now)
+        elif ends_gang and not self.stop_request.ends_gang:
+            self.stop_request.reason, self.stop_request.ends_gang = reason, True
+            self.stop_request.is_workers = is_workers
+
+    # ---- from agents
+
+    def hear(self, connection: Connection, message: messages.FromAgent) -> None:  # noqa: C901 - a case for each message
+        """Take down what an agent has said."""
+        if isinstance(message, messages.Hello):
+            self._welcome(message, connection)
+            return
+        if (peer := self.agents.find(connection)) is None:  # it was given up, and may not have a say any more
+            return
+        match message:
+            case messages.Exited(rank):
+                if (attempt := self._attempt_of(peer, rank)) is not None:
+                    attempt.note_exit(message)
+            case messages.Broken(text):
+                self._broken[peer.node.worker] = text
+            case messages.Leaving():
+                self._note_leaving(peer)
+            case messages.Stacks(rank, text):
+                if self.attempt is not None:
+                    self.attempt.stacks[rank] = text
+            case messages.Lines(rank, lines):
+                self.announcer.tell("wrote", rank, lines)
+            case messages.NotSent(file, reason):
+                self.note_upload(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
+            case messages.Reported():
+                pass  # reports come opened
+            case _:
+                assert_never(message)
+
+    def _welcome(self, hello: messages.Hello, connection: Connection) -> None:
+        if (displaced := self.agents.welcome(hello, connection)) is not None:
+            self._note_loss(displaced)
+
+    def note_end(self, connection: Connection) -> None:
+        """Note that an agent's connection has ended, and close it.
+
+        By the only thread that sends: another's send might reach whoever gets the descriptor next.
+        """
+        connection.close()
+        self._lose(connection)
+
+    def look_for_silence(self) -> None:
+        """Give up agents that have said nothing for too long."""
+        for peer in self.agents.silent():
+            self.give_up(peer)
+
+    def give_up(self, peer: Peer) -> None:
+        """Count an agent as lost that does not answer; it may be suspended."""
+        self._lose(peer.connection)
+        self.agents.give_up_silent(peer)
+
+    def _lose(self, connection: Connection) -> None:
+        if (peer := self.agents.forget(connection)) is not None:
+            self._note_loss(peer)
+
+    def _note_loss(self, peer: Peer) -> None:
+        worker = peer.node.worker
+        traceback = self._broken.pop(worker, None)
+        if traceback is not None:
+            self.agents.note_broken(worker, traceback)
+        if self.attempt is not None and worker in self.attempt.ranks_of:
+            self.attempt.lose(worker, traceback)
+            self.lost_at = self.now()
+        self.saving.forget(peer)
+
+    def _note_leaving(self, peer: Peer) -> None:
+        self.agents.leaving.add(peer.node.worker)
+        if self.attempt is None or peer.node.worker not in self.attempt.ranks_of:
+            peer.send(messages.Close())
+            return
+        settings = self.request.settings
+        may_shrink = settings.min_workers is not None and settings.max_restarts > 0
+        goes_on = may_shrink and self.agents.num_nodes >= self.agents.num_least
+        reason = f"the worker {peer.node.worker} was told to end"
+        if self.has_lost_scheduler:
+            reason, goes_on = SCHEDULER_LOST, False
+        self.request_stop(reason, ends_gang=not goes_on, is_workers=True)
+
+    # ---- from ranks
+
+    def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
+        """Take down the ranks' signs of life, from the newest heartbeats of their agents."""
+        for connection, beat in newest.items():
+            if (peer := self.agents.find(connection)) is not None:
+                for rank, num_moves in heartbeat.unpacked(beat):
+                    if (attempt := self._attempt_of(peer, rank)) is not None:
+                        attempt.note_moves(rank, num_moves)
+
+    def hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Part]) -> None:
+        """Take down what a rank has reported, in order."""
+        if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
+            return
+        for report in said:
+            self._take_report(peer, attempt, rank, report)
+
+    def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
+        """The attempt, where this rank is one of its own, is this agent's, and has not left."""
+        attempt = self.attempt
+        if attempt is None or rank in attempt.exits or rank not in attempt.ranks_of.get(peer.node.worker, ()):
+            return None
+        return attempt
+
+    def _take_report(  # noqa: C901, PLR0912 - a case for each report
+        self, peer: Peer, attempt: Attempt, rank: int, report: reports.ShortReport | Part
+    ) -> None:
+        match report:
+            case LogRecord(step=step):
+                attempt.steps[rank] = step
+                self.announcer.tell("logged", report)
+            case reports.Used() | reports.Spent() | reports.GoodputWanted():
+                self._account_for(peer, attempt, rank, report)
+            case reports.Hint(kind, text):
+                self.announcer.hint(kind, f"rank {rank} {text}")
+            case reports.Noted(text):
+                self.announcer.note(f"rank {rank} {text}")
+            case reports.Saved(file):
+                self.saving.note_saved(peer, attempt, rank, file)
+            case reports.ShardsWritten(shards):
+                self.saving.note_shards(attempt, rank, shards)
+            case reports.ShardsNotWritten():
+                self.saving.note_shards(attempt, rank, report)
+            case reports.Wanted():
+                attempt.wanted.append((peer, rank, report))
+            case Part():
+                self.received.add(report)
+            case reports.FolderWanted():
+                self.received.folder_is_wanted = True
+            case reports.AtPrompt():
+                attempt.prompts.ask(rank)
+            case reports.LeftPrompt(steps):
+                self._note_left_prompt(attempt, rank, steps=steps)
+            case reports.Waits(text):
+                attempt.prompts.debugged.add(rank)
+                self.announcer.note(text)
+            case reports.Ready():
+                self._note_ready(attempt, rank)
+            case reports.Held(num_calls):
+                attempt.held[rank] = num_calls
+            case reports.Stands(is_still):
+                attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
+            case reports.Located(num_moves=num_moves):
+                attempt.located[rank] = report
+                attempt.remembered.pop(rank, None)  # of an earlier question
+                attempt.note_moves(rank, num_moves)
+            case reports.Remembered(recalled):
+                attempt.remembered[rank] = recalled
+            case reports.StoppedEarly():
+                attempt.stopped_early.add(rank)
+            case reports.Returned(value):
+                attempt.results[rank] = value
+            case Failure():
+                attempt.note_failure(rank, report)
+            case _:
+                assert_never(report)
+
+    def _note_left_prompt(self, attempt: Attempt, rank: int, *, steps: bool) -> None:
+        attempt.prompts.leave(rank, steps=steps)
+        attempt.note_stirring()
+        self.announcer.tell("debugging", None)
+
+    def _account_for(
+        self, peer: Peer, attempt: Attempt, rank: int, said: reports.Used | reports.Spent | reports.GoodputWanted
+    ) -> None:
+        """Note what a rank has used and done, and tell one where the time has gone that wants to know."""
+        if isinstance(said, reports.GoodputWanted):
+            if rank and self.accountant.is_training and said.number not in attempt.accounts:
+                attempt.accounts_wanted.append((peer, said.number))
+            else:
+                self._tell_account(peer, attempt, said.number)
+            return
+        if isinstance(said, reports.Used):
+            self.announcer.tell("used", said.usage)
+        if rank == 0:
+            self.accountant.hear(said)
+            wanted, attempt.accounts_wanted = attempt.accounts_wanted, []
+            for other, number in wanted:
+                self._tell_account(other, attempt, number)
+
+    def _tell_account(self, peer: Peer, attempt: Attempt, number: int) -> None:
+        account = attempt.accounts.setdefault(number, self.accountant.goodput())
+        peer.send(messages.Tell(orders.Accounted(number, account)))
+
+    def _note_ready(self, attempt: Attempt, rank: int) -> None:
+        attempt.note_ready(rank)
+        if rank == 0:
+            self.accountant.enter("training")
+        if attempt.is_formed:
+            began_at = self.asked_at if attempt.number == 0 else attempt.began_at
+            self.announcer.tell("formed", self.now() - began_at)
+
+    # ---- from threads that store checkpoints
+
+    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
+        """Note that a checkpoint has arrived in the driver, or why not."""
+        self.saving.note_kept(self.attempt, file, error)
+
+    def note_commit(self, commit: Committed) -> None:
+        """Note that a sharded checkpoint is committed, or why not."""
+        self.saving.note_committed(self.attempt, commit)

@@ -1,0 +1,49 @@
+"""A driver's ear whose gang's state only returns what it hears."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from flytekitplugins.daskpytorch.driver.listener import Listener
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+
+GONE = "gone"
+
+
+class Heard:
+    """In the place of a gang's state: returns what it hears."""
+
+    def __init__(self) -> None:
+        self.received = ReceivedResults()
+
+    def hear(self, connection: Connection, message: object) -> object:
+        return message
+
+    def hear_of_rank(self, connection: Connection, rank: int, said: object) -> object:
+        return said
+
+    def hear_beats(self, newest: object) -> object:
+        return newest
+
+    def note_end(self, connection: Connection) -> str:
+        return GONE
+
+    def note_upload(self, *what: object) -> object:
+        return what
+
+
+def listening(
+    token: bytes, calls: queue.SimpleQueue[Any], serve: Callable[..., None] | None = None, state: object = None
+) -> Listener:
+    """A driver's ear."""
+    ear = Listener("127.0.0.1", token, calls, serve or refuse)
+    ear.listen(state or Heard())  # type: ignore[arg-type]
+    return ear
+
+
+def refuse(*_: object) -> Any:
+    """In place of what takes files, where none is sent."""
+    raise ConnectionRefusedError("no files are taken here")
