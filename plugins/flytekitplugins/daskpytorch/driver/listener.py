@@ -103,7 +103,9 @@ class Listener:
 
     def listen(self, state: GangState) -> None:
         """Accept agents from now on; whoever makes the calls has this state hear what they say."""
-        self._state, self._loop = state, asyncio.new_event_loop()
+        self._state = state
+        # Not a loop of uvloop, which would make the sockets non-blocking that the gang's thread sends by.
+        self._loop = asyncio.SelectorEventLoop()
         self._thread.start()
 
     def close(self) -> None:
