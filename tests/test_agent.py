@@ -115,6 +115,9 @@ class Driver:
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
         self.unheard.extend(dict(heartbeat.unpacked(beat)) for beat in newest.values())
 
+    def note_upload(self, *_: object) -> None:
+        """Take no files."""
+
     def note_end(self, connection: Connection) -> None:
         if connection is self.connection:
             raise EOFError("the agent has gone")
