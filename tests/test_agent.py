@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -174,6 +175,18 @@ def test_rank_that_has_no_orders_yet_is_not_stopped_with_the_others(driver: Driv
     driver.start()
     driver.next(Ready)
     assert cloudpickle.loads(driver.next(Returned).value) == "trained"
+
+
+def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(driver: Driver, tmp_path: Path) -> None:
+    def stand_still() -> None:
+        (tmp_path / "stands").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    driver.start(stand_still)
+    until((tmp_path / "stands").exists, "rank 0")
+    driver.send(messages.Stop(grace=0.1, main_grace=600.0))
+    time.sleep(1.0)
+    assert len(ranks_of(fork_server())) == 1
 
 
 def test_rank_that_ends_before_its_orders_is_replaced(driver: Driver) -> None:

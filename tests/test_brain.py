@@ -132,6 +132,20 @@ def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld)
     assert sum(len(agent.ranks) for agent in world.connected()) == 2
 
 
+def test_newcomer_that_is_taken_away_again_does_not_stop_the_smaller_gang(world_of: MakeWorld) -> None:
+    world = world_of(3, min_workers=1)
+    shrunk(world, W2, W3)
+    newcomer = world.join(world.new_worker())
+    world.say(newcomer, messages.Leaving())
+    assert any(isinstance(order, messages.Close) for order in newcomer.orders)  # and nobody waits for its ranks
+    assert not any("was told to end" in note for note in world.watcher.notes)
+    world.train(3)
+    world.obey_all()
+    assert len(world.starts) == 2
+    world.finish()
+    assert world.results == [0]
+
+
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_failure_while_the_gang_stops_to_grow_is_a_failure(world_of: MakeWorld, moment: str) -> None:
     world = world_of(min_workers=1, max_restarts=1)

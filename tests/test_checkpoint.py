@@ -147,6 +147,14 @@ def test_tied_tensors_stay_tied(rank: Rank) -> None:
     assert again["encoder"] is not again["other"]
 
 
+def test_weights_that_a_model_ties_stay_tied(rank: Rank) -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    again = rank.through(torch.nn.Sequential(first, second).state_dict())  # which has tensors of its own for each name
+    again["0.weight"][0, 0] = 7.0
+    assert again["1.weight"][0, 0] == 7.0
+
+
 def test_tensors_come_without_gradient_and_graph(rank: Rank) -> None:
     weights = torch.ones(2, requires_grad=True)
     again = rank.through({"loss": (weights * 2).sum(), "grad": torch.autograd.grad((weights * 3).sum(), weights)[0]})
