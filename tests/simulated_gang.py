@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.orders import (
-    Chosen,
+    Arrived,
     Hold,
     Kept,
     Leave,
@@ -127,7 +127,7 @@ class Agent:
     ranks: dict[int, Rank] = field(default_factory=dict)
     attempt: int | None = None
     uploads: list[CheckpointFile] = field(default_factory=list)
-    brought: list[Chosen] = field(default_factory=list)
+    brought: list[Arrived] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     """The steps that are kept, as it was told."""
     heard_at: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import queue
@@ -37,12 +36,11 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder
 from flytekitplugins.daskpytorch.protocol.orders import (
     DUMP_SIGNAL,
-    Chosen,
+    START,
+    Arrived,
     Job,
     Leave,
     Locate,
-    NotProvided,
-    Provided,
     ShowStacks,
 )
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place, place_ranks
@@ -272,8 +270,8 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
     for file in files:
         (tmp_path / "agent" / file.name).write_bytes(bytes([file.step]))
         os.utime(tmp_path / "agent" / file.name, (file.step, file.step))
-    chosen = Chosen(0, 1, files[0])
-    at_hand.bring(chosen.file, chosen, lambda reason: replace(chosen, failure=reason))
+    chosen = Arrived(0, 1, files[0])
+    at_hand.bring(chosen)
     assert at_hand.next_outcome() == chosen
     at_hand._drop_older_than(tmp_path / "agent" / files[5].name)
     kept = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "agent").iterdir())
@@ -283,8 +281,8 @@ def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Tran
 def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(at_hand: Transfers, tmp_path: Path) -> None:
     file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
     (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
-    at_hand.bring(file, Provided(0), functools.partial(NotProvided, 0))
-    assert at_hand.next_outcome() == Provided(0)  # and nobody listens where the driver would
+    at_hand.bring(Arrived(0, START, file))
+    assert at_hand.next_outcome() == Arrived(0, START, file)  # and nobody listens where the driver would
     assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
 
 
@@ -334,7 +332,7 @@ def test_transfers_say_nothing_once_the_folder_has_gone_with_its_gang(
     monkeypatch.setattr(transfers, "DIAL_WAITS", ())
     (tmp_path / "agent").rmdir()
     file = CheckpointFile(attempt=0, step=1, size=1, digest="0" * 64)
-    at_hand._bring(file, Provided(0), functools.partial(NotProvided, 0))
+    at_hand._bring(Arrived(0, START, file))
     at_hand._send(file)
 
 

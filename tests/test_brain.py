@@ -1408,7 +1408,7 @@ def test_the_gang_goes_on_from_the_newest_and_never_from_the_best(world_of: Make
     world.report(world.agent(W2), 1, Wanted(1, None))
     world.report(world.agent(W1), 0, Wanted(1, None))
     world.obey_all()
-    assert [agent.brought[-1].file.step for agent in world.connected() if agent.brought[-1].file] == [1, 1]
+    assert [agent.brought[-1].value.step for agent in world.connected() if agent.brought[-1].value] == [1, 1]
 
 
 def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_has_come(world_of: MakeWorld) -> None:
@@ -1423,7 +1423,7 @@ def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_ha
     assert world.agent(W1).brought == []
     assert arrive(world) == [2]
     [chosen] = world.agent(W1).brought
-    assert (chosen.attempt, chosen.number, chosen.file and chosen.file.step) == (0, 1, 2)
+    assert (chosen.attempt, chosen.number, chosen.value and chosen.value.step) == (0, 1, 2)
 
 
 def test_a_checkpoint_that_does_not_come_is_not_waited_for(world_of: MakeWorld) -> None:
@@ -1436,7 +1436,7 @@ def test_a_checkpoint_that_does_not_come_is_not_waited_for(world_of: MakeWorld) 
     world.obey_all()
     world.upload(world.agent(W1), OSError("no space"))
     world.obey_all()
-    assert [chosen.file and chosen.file.step for chosen in world.agent(W1).brought] == [1]
+    assert [chosen.value and chosen.value.step for chosen in world.agent(W1).brought] == [1]
 
 
 def test_other_ranks_get_what_rank_0_got_at_the_same_call(world_of: MakeWorld) -> None:
@@ -1457,7 +1457,7 @@ def test_other_ranks_get_what_rank_0_got_at_the_same_call(world_of: MakeWorld) -
     world.obey_all()
     for worker in (W1, W2):
         brought = world.agent(worker).brought
-        assert [(chosen.number, chosen.file and chosen.file.step) for chosen in brought] == [(1, 1), (2, 2)]
+        assert [(chosen.number, chosen.value and chosen.value.step) for chosen in brought] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("step", "found"), [(2, 2), (1, 1), (7, None), (None, 1)])
@@ -1469,7 +1469,7 @@ def test_a_checkpoint_is_had_by_its_step(world_of: MakeWorld, step: int | None, 
         arrive(world)
     world.report(world.agent(W1), 0, Wanted(1, step))
     world.obey_all()
-    assert [chosen.file and chosen.file.step for chosen in world.agent(W1).brought] == [found]
+    assert [chosen.value and chosen.value.step for chosen in world.agent(W1).brought] == [found]
 
 
 @pytest.mark.parametrize(("step", "found"), [(None, 101), (103, 103), (102, None)])
@@ -1490,7 +1490,7 @@ def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_
     world.work()
     world.obey_all()
     [chosen] = world.agent(W1).brought
-    assert (chosen.file, chosen.sharded and chosen.sharded.step) == (None, found)
+    assert (chosen.value and chosen.value.step) == found
     assert [kept.step for kept in world.watcher.checkpoints[-1]] == world.agent(W2).kept == [101, 103]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import subprocess
@@ -9,7 +10,7 @@ import threading
 import tracemalloc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
@@ -24,11 +25,11 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
+from flytekitplugins.daskpytorch.context import Checkpoint, Progress, SavedCheckpoint, current_rank
 from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
-from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.protocol.orders import START, Arrived
+from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import GangLink
@@ -45,6 +46,26 @@ class TrainingState:
 
 
 @dataclasses.dataclass
+class FakeLink:
+    """Announces what was saved, and has each checkpoint arrive in the same way."""
+
+    progress: Progress
+    announce: Callable[[CheckpointFile], None]
+    awaited: Future[Arrived]
+    kept: Sequence[SavedCheckpoint] = ()
+
+    def send(self, said: Saved | Wanted) -> None:
+        if isinstance(said, Saved):
+            self.announce(said.file)
+
+    def arrival(self, number: int) -> Future[Arrived]:
+        return self.awaited
+
+    def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@dataclasses.dataclass
 class Rank:
     """A rank's checkpoint, and what it has announced."""
 
@@ -58,19 +79,14 @@ class Rank:
         start: CheckpointFile | None = None,
         is_main: bool = True,
         timeout: float = 10.0,
-        provided: Future[Provided | NotProvided] | None = None,
+        arrival: Future[Arrived] | None = None,
         announce: Callable[[CheckpointFile], None] | None = None,
     ) -> RankCheckpoint:
-        return RankCheckpoint(
-            folder=self.folder,
-            attempt=2,
-            start=start,
-            is_main=is_main,
-            progress=self.progress,
-            announce=announce or self.announced.append,
-            provided=provided or arrived(),
-            timeout=timeout,
-        )
+        order = order_for(attempt=2, checkpoint=start, timeout=timeout)
+        if not is_main:
+            order = dataclasses.replace(order, place=dataclasses.replace(order.place, rank=1))
+        link: Any = FakeLink(self.progress, announce or self.announced.append, arrival or arrived())
+        return RankCheckpoint(dataclasses.replace(order, scratch=str(self.folder)), link)
 
     def through(self, state: Any, then: Callable[[], None] = lambda: None) -> Any:
         """What comes back of a state that was saved, where `then` happens right after `save` has returned."""
@@ -81,11 +97,11 @@ class Rank:
         return self.checkpoint(start=self.announced[-1]).load()
 
 
-def arrived() -> Future[Provided | NotProvided]:
+def arrived(**how: Any) -> Future[Arrived]:
     """What a rank waits for, which has happened."""
-    provided: Future[Provided | NotProvided] = Future()
-    provided.set_result(Provided(2))
-    return provided
+    arrival: Future[Arrived] = Future()
+    arrival.set_result(Arrived(2, START, **how))
+    return arrival
 
 
 @pytest.fixture
@@ -418,9 +434,8 @@ def test_flush_waits_no_longer_than_it_is_told(rank: Rank) -> None:
 
 
 FULL_DISK = """
-import resource, sys
-from concurrent.futures import Future
-from pathlib import Path
+import contextlib, resource, sys
+from types import SimpleNamespace
 
 import torch
 
@@ -428,16 +443,13 @@ from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.context import Progress
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-checkpoint = RankCheckpoint(
-    folder=Path(sys.argv[1]),
-    attempt=0,
-    start=None,
-    is_main=True,
+link = SimpleNamespace(
     progress=Progress(),
-    announce=lambda file: print("announced", file.step),
-    provided=Future(),
-    timeout=1.0,
+    send=lambda said: print("announced", said.file.step),
+    saving=lambda _: contextlib.nullcontext(),
 )
+job = SimpleNamespace(attempt=0, checkpoint=None, timeout=1.0, storage=None, best_by=None)
+checkpoint = RankCheckpoint(SimpleNamespace(scratch=sys.argv[1], place=SimpleNamespace(rank=0), job=job), link)
 for step, size in [(1, 10), (2, 1_000_000), (3, 30_000), (4, 10)]:
     checkpoint.save({"w": torch.zeros(size)}, step)
 checkpoint.flush()
@@ -528,27 +540,30 @@ def test_what_is_no_metric_is_refused_before_anything_is_copied(
 # ---- Another one than the start -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Keeper:
+class Keeper(FakeLink):
     """Answers as a driver does that keeps what was announced."""
 
-    rank: Rank
-    asked: list[tuple[int, int | None]] = dataclasses.field(default_factory=list)
-    failure: str | None = None
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank.progress, rank.announced.append, Future())
+        self.rank = rank
+        self.asked: list[tuple[int, int | None]] = []
+        self.failure: str | None = None
 
-    def ask(self, wanted: Wanted) -> Future[Chosen]:
-        self.asked.append((wanted.number, wanted.step))
+    def send(self, said: Saved | Wanted) -> None:
+        if isinstance(said, Saved):
+            super().send(said)
+            self.kept = [file.saved("s3://b") for file in self.rank.announced]
+            return
+        self.asked.append((said.number, said.step))
         files = best_first(self.rank.announced, BEST)
-        if wanted.step is not None:
-            files = [file for file in self.rank.announced if file.step == wanted.step]
-        answer: Future[Chosen] = Future()
-        answer.set_result(Chosen(2, wanted.number, files[0] if files else None, failure=self.failure))
-        return answer
+        if said.step is not None:
+            files = [file for file in self.rank.announced if file.step == said.step]
+        self.awaited = arrived(value=files[0] if files else None, failure=self.failure)
 
     def checkpoint(self, **how: Any) -> RankCheckpoint:
-        made = self.rank.checkpoint()
-        kept = lambda: [file.saved("s3://b") for file in self.rank.announced]  # noqa: E731
-        return dataclasses.replace(made, ask=self.ask, kept=kept, storage="s3://b", best_by="loss", **how)
+        order = order_for(attempt=2, storage="s3://b", best_by="loss", **how)
+        link: Any = self
+        return RankCheckpoint(dataclasses.replace(order, scratch=str(self.rank.folder)), link)
 
 
 BEST = Keep(best=1, metric="loss")
@@ -610,8 +625,8 @@ def test_what_does_not_arrive_is_an_error_with_the_reason(keeper: Keeper) -> Non
 
 
 def test_nobody_waits_for_ever_for_rank_0_to_ask(rank: Rank) -> None:
-    checkpoint = rank.checkpoint(is_main=False, timeout=0.01)
-    checkpoint.ask, checkpoint.best_by = (lambda *_: Future()), "loss"
+    checkpoint = rank.checkpoint(is_main=False, timeout=0.01, arrival=Future())
+    checkpoint._best_by = "loss"
     with pytest.raises(TimeoutError, match=r"the best checkpoint, for which rank 0 has to ask, too, did not arrive"):
         checkpoint.load(best=True)
 
@@ -619,7 +634,7 @@ def test_nobody_waits_for_ever_for_rank_0_to_ask(rank: Rank) -> None:
 @pytest.mark.parametrize(("best_by", "step"), [(None, None), ("loss", 3)])
 def test_the_best_must_be_said_and_be_all_that_is_asked_for(keeper: Keeper, best_by: str | None, step: Any) -> None:
     checkpoint = keeper.checkpoint()
-    checkpoint.best_by = best_by
+    checkpoint._best_by = best_by
     with pytest.raises(ValueError, match=r"Gang\(keep=Keep\(best=1, metric=...\)\), where the metric is"):
         checkpoint.load(best=True, step=step)
 
@@ -660,39 +675,38 @@ def test_what_was_loaded_is_known(rank: Rank, saved: CheckpointFile) -> None:
 
 
 def test_load_waits_for_the_file_to_arrive(rank: Rank, saved: CheckpointFile) -> None:
-    path, provided = rank.folder / saved.name, Future[Provided | NotProvided]()
+    path, arrival = rank.folder / saved.name, Future[Arrived]()
     elsewhere = path.rename(rank.folder / "elsewhere")
 
     def provide() -> None:
         elsewhere.rename(path)
-        provided.set_result(Provided(2))
+        arrival.set_result(Arrived(2, START))
 
     timer = threading.Timer(0.3, provide)
     timer.start()
-    assert rank.checkpoint(start=saved, provided=provided).load()["w"].equal(torch.ones(2))
+    assert rank.checkpoint(start=saved, arrival=arrival).load()["w"].equal(torch.ones(2))
     timer.join()
 
 
 def test_load_says_why_the_file_does_not_arrive(rank: Rank, saved: CheckpointFile) -> None:
-    provided = Future[Provided | NotProvided]()
-    provided.set_result(NotProvided(2, "EOFError: the driver hung up"))
+    arrival = arrived(failure="EOFError: the driver hung up")
     with pytest.raises(OSError, match=r"checkpoint of step 40 did not arrive: EOFError: the driver hung up"):
-        rank.checkpoint(start=saved, provided=provided).load()
+        rank.checkpoint(start=saved, arrival=arrival).load()
 
 
 def test_word_of_an_older_attempts_checkpoint_is_not_for_this_rank() -> None:
     ours, theirs = Pipe()
     with ours, theirs:
         link = GangLink(ours, order_for(attempt=2))
-        link.take(Provided(1))
-        assert not link.provided.done()
-        link.take(NotProvided(2, "the driver hung up"))
-        assert link.provided.result(0) == NotProvided(2, "the driver hung up")
+        link.take(Arrived(1, START))
+        assert not link.arrival(START).done()
+        link.take(Arrived(2, START, failure="the driver hung up"))
+        assert link.arrival(START).result(0).failure == "the driver hung up"
 
 
 def test_load_does_not_wait_for_ever(rank: Rank, saved: CheckpointFile) -> None:
     with pytest.raises(TimeoutError, match=r"checkpoint of step 40 did not arrive within 0\.2 s"):
-        rank.checkpoint(start=saved, provided=Future(), timeout=0.2).load()
+        rank.checkpoint(start=saved, arrival=Future(), timeout=0.2).load()
 
 
 def test_outside_a_gang_nothing_is_kept() -> None:

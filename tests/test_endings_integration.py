@@ -23,7 +23,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.models.literals import LiteralMap
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
-from flytekitplugins.daskpytorch.rank import ending
+from flytekitplugins.daskpytorch.rank import main
 from flytekitplugins.daskpytorch.sweep import storage
 
 ONCE = Gang(max_restarts=0)
@@ -138,7 +138,7 @@ def touch_later(path: Path) -> None:
 
 def never_end(how: str) -> str:
     """Return while something goes on for ever."""
-    ending.GRACE = 1.0
+    main.END_GRACE = 1.0
     match how:
         case "thread":
             threading.Thread(target=time.sleep, args=(600,), name="feeder").start()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import __main__, current_rank, flame_graphs
-from flytekitplugins.daskpytorch.protocol.orders import flame_graph_request
 from flytekitplugins.daskpytorch.rank import flame_graph
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from gangs import Notes, on_this_machine
@@ -28,20 +27,18 @@ def agents_folder(temporary: Path) -> Path:
     return folder
 
 
-def test_request_that_an_agent_takes_counts(temporary: Path) -> None:
+def test_request_that_a_rank_takes_counts(temporary: Path) -> None:
     folder = agents_folder(temporary)
 
     def take() -> None:
-        until(lambda: any(folder.glob(flame_graph_request(3, 7, "*"))), "the request")
-        for request in folder.glob(flame_graph_request(3, 7, "*")):
-            request.unlink()
+        until(lambda: flame_graph.take_requests(3, folder) == [7], "the request")
 
-    agent = threading.Thread(target=take)
-    agent.start()
+    rank = threading.Thread(target=take)
+    rank.start()
     try:
         assert flame_graphs.ask(3, 7) == 1
     finally:
-        agent.join()
+        rank.join()
 
 
 def test_request_that_nobody_takes_is_withdrawn(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

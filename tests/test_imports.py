@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from flytekitplugins.daskpytorch.rank import imports
+from flytekitplugins.daskpytorch.rank import libraries
 
 
 @pytest.fixture(autouse=True)
@@ -29,25 +29,25 @@ def change(module: ModuleType) -> None:
 
 
 def test_a_module_is_changed_before_others_take_from_it() -> None:
-    imports.call_after("waited_for.part", change)
+    libraries.call_after("waited_for.part", change)
     assert "waited_for" not in sys.modules
     assert importlib.import_module("waited_for").answer() == "ours"
 
 
 def test_nothing_is_left_after_the_import() -> None:
     before = [*sys.meta_path]
-    imports.call_after("waited_for.part", change)
+    libraries.call_after("waited_for.part", change)
     importlib.import_module("waited_for")
     assert sys.meta_path == before
 
 
 def test_a_module_that_is_imported_already_is_changed_now() -> None:
     module = importlib.import_module("waited_for.part")
-    imports.call_after("waited_for.part", change)
+    libraries.call_after("waited_for.part", change)
     assert module.answer() == "ours"
 
 
 def test_a_module_that_is_not_there_is_missed_as_ever() -> None:
-    imports.call_after("waited_for.nothing", change)
+    libraries.call_after("waited_for.nothing", change)
     with pytest.raises(ModuleNotFoundError, match=r"waited_for\.nothing"):
         importlib.import_module("waited_for.nothing")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 
 import pytest
 
-from clock import Clock
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.protocol import reports
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
@@ -71,44 +67,6 @@ def test_records_go_though_nothing_follows_them(agent: tuple[GangLink, Connectio
     link.records.add(record(1))
     assert arrived(agents) == [[record(0)]]
     assert arrived(agents, patience=60.0) == [[record(1)]]
-
-
-def test_records_that_follow_other_reports_have_their_time_again(
-    agent: tuple[GangLink, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, agents = agent
-    clock, heard, here, sleep_really = Clock(), [], threading.current_thread(), time.sleep
-
-    def sleep(seconds: float) -> None:
-        if threading.current_thread() is not here:  # the sender of another test's records
-            sleep_really(seconds)
-            return
-        heard.append((seconds, arrived(agents)))
-        clock.now += seconds
-        if len(heard) == 1:  # another thread of the rank has something to say
-            link.send(Held(2))
-            link.records.add(record(3))
-        if len(heard) == 4:
-            raise InterruptedError
-
-    monkeypatch.setattr(records_module, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
-    link.records._interval = 4.0
-    link.records._sender = threading.current_thread()
-    link.records.add(record(0))
-    link.records.add(record(1))
-    clock.now += 2.0
-    link.send(Held(1))
-    clock.now += 1.0
-    link.records.add(record(2))
-    assert arrived(agents) == [[record(0)], [record(1)], [Held(1)]]
-    with pytest.raises(InterruptedError):
-        link.records._keep_sending()
-    assert heard == [
-        (3.0, []),
-        (4.0, [[record(2)], [Held(2)]]),
-        (4.0, [[record(3)]]),
-        (4.0, []),  # where nothing waits it looks now and then
-    ]
 
 
 def test_what_a_save_had_cost_goes_with_the_records_before_the_checkpoint(agent: tuple[GangLink, Connection]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
 import warnings
 import weakref
-from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, Shard
 from flytekitplugins.daskpytorch.protocol.sharded import LAYOUT, ShardedCheckpoint
 from flytekitplugins.daskpytorch.rank import shard_reader, shard_writer, sharded
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from gangs import order_for
 from shards import Rank
 
 
@@ -360,17 +363,9 @@ def test_a_ranks_checkpoint_saves_names_the_step_and_waits_for_what_is_written(t
     rank, progress = Rank(tmp_path), Progress()
 
     def checkpoint(of: Rank) -> RankCheckpoint:
-        return RankCheckpoint(
-            folder=tmp_path,
-            attempt=0,
-            start=None,
-            is_main=True,
-            progress=progress,
-            announce=print,
-            provided=Future(),
-            timeout=1.0,
-            sharded=of.checkpoints,
-        )
+        order = replace(order_for(), scratch=str(tmp_path))
+        link: Any = SimpleNamespace(progress=progress, saving=lambda _: contextlib.nullcontext())
+        return RankCheckpoint(order, link, of.checkpoints)
 
     first = checkpoint(rank)
     first.save_sharded(state(1.0), torch.tensor(5), metrics={"loss": torch.tensor(0.5)})  # type: ignore[arg-type, dict-item]

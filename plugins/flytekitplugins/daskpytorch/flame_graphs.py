@@ -1,6 +1,6 @@
 """Asks for a flame graph of a rank that is running, here or on a cluster. Runs in the process of `__main__`.
 
-The request is a file in the folder of the rank's agent, which looks for it every second and passes it on.
+The request is a file in the folder of the rank's agent; the rank looks for it every two seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import time
 import uuid
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.protocol.orders import flame_graph_request
+from flytekitplugins.daskpytorch.rank.flame_graph import request_name
 
 __all__ = ["ask"]
 
-PATIENCE = 5.0
-"""Seconds for agents, which look every second, to take a request."""
+PATIENCE = 12.0
+"""Seconds for a rank to take a request."""
 CONNECT_TIMEOUT = 10.0
 
 
@@ -47,7 +47,7 @@ async def _ask_on_worker(rank: int, seconds: int) -> int:
 
 def _ask_here(rank: int, seconds: int) -> int:
     """A request that nobody takes is withdrawn: the rank is not there."""
-    name = flame_graph_request(rank, seconds, uuid.uuid4().hex)
+    name = request_name(rank, seconds, uuid.uuid4().hex)
     requests = [folder / name for folder in _agents_folders()]
     placed = [request for request in requests if _place(request)]
     give_up_at = time.monotonic() + PATIENCE
@@ -70,7 +70,7 @@ def _place(request: Path) -> bool:
 
 
 def _withdraw(request: Path) -> bool:
-    """Whether it was still there; one whose agent has gone meanwhile, with its folder, was not taken either."""
+    """Whether it was still there; one whose rank's agent has gone meanwhile, with its folder, was not taken either."""
     try:
         request.unlink()
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Exited, ToAgent
-from flytekitplugins.daskpytorch.protocol.orders import Chosen
+from flytekitplugins.daskpytorch.protocol.orders import Arrived
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritten, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
@@ -104,7 +104,7 @@ class Attempt:
     """How often each rank has called `should_stop`, once it was asked to hold."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
     """Which checkpoints ranks wait for, by their agents."""
-    chosen: dict[int, Chosen] = field(default_factory=dict)
+    chosen: dict[int, Arrived] = field(default_factory=dict)
     """By the numbers of such requests, what rank 0 has got, and others get."""
     accounts: dict[int, Goodput] = field(default_factory=dict)
     """By the numbers of such requests, where ranks were told that the time has gone."""

@@ -7,19 +7,17 @@ thread; its only agent is an object, which does here what a node's agent does wi
 import contextlib
 import math
 import os
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import LogRecord, RankContext
+from flytekitplugins.daskpytorch.context import RankContext
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
 from flytekitplugins.daskpytorch.driver.committer import Committer
@@ -28,11 +26,12 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.hardware import describe_node
+from flytekitplugins.daskpytorch.node.own_node import OwnNode
 from flytekitplugins.daskpytorch.protocol import messages, orders, reports
 from flytekitplugins.daskpytorch.protocol.code import Code, Sources, completed, ending_as_program
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.orders import STOPPED, RankOrder
+from flytekitplugins.daskpytorch.protocol.orders import RankOrder
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 from flytekitplugins.daskpytorch.rank import process_group
@@ -71,31 +70,18 @@ def run_here(
     request = Request(name=name, call=b"", code=code, ranks_per_worker=1, settings=alone, **more)
     agent = _Agent(results_folder)
     supervisor = _Supervisor(request, agent, received=received)
-    ended: Future[object] = Future()
-    threading.Thread(target=_see_through, args=(supervisor, agent, ended), name="daskpytorch-gang", daemon=True).start()
-    try:
-        returned = agent.call(function)
-    except SystemExit as error:
-        failure = ended.exception() or error
-        raise failure from error
-    except Exception:
-        ended.exception()
-        raise
-    except BaseException:  # Ctrl-C
-        supervisor.cancel()
-        ended.exception()
-        raise
+    with ThreadPoolExecutor(1, "daskpytorch-gang") as thread:
+        ended = thread.submit(supervisor.run)
+        ended.add_done_callback(agent.note_end)
+        try:
+            returned = agent.call(function)
+        except SystemExit as error:
+            raise ended.exception() or error from error
+        except KeyboardInterrupt:
+            supervisor.cancel()
+            raise
     ended.result()
     return returned
-
-
-def _see_through(supervisor: Supervisor, agent: "_Agent", ended: Future[object]) -> None:
-    try:
-        ended.set_result(supervisor.run())
-    except BaseException as error:
-        if not agent.started.done():  # somebody waits for that
-            agent.started.set_exception(error)
-        ended.set_exception(error)
 
 
 class _Supervisor(Supervisor):
@@ -117,33 +103,15 @@ class _Supervisor(Supervisor):
         return state
 
 
-class _Link(GangLink):
-    """The rank's link; in place of being killed, a rank that is to end has an exception at its next log record."""
-
-    is_over = False
-
-    def log(self, record: LogRecord) -> None:
-        """Report a log record.
-
-        Raises:
-            SystemExit: The gang has ended.
-        """
-        if self.is_over:
-            raise SystemExit(STOPPED)
-        super().log(record)
-
-
-class _Agent(Connection):
+class _Agent(OwnNode, Connection):
     """The only agent of the gang: also its launcher, the driver's connection with it, and the rank's channel to it."""
 
-    num_wanted = 1
-    host = ""
     heard_at = property(lambda _: math.inf, lambda *_: None)  # it never falls silent
 
     def __init__(self, results_folder: Callable[[], object] | None) -> None:
-        self.workers: Sequence[str] = [socket.gethostname()]
+        super().__init__()
         self._results_folder = results_folder
-        self.started: Future[tuple[RankOrder, _Link, Session]] = Future()
+        self._started: Future[tuple[RankOrder, GangLink, Session]] = Future()
         """What the rank is told, once it is; or why it will not be started."""
         self._is_closed = False
 
@@ -160,17 +128,10 @@ class _Agent(Connection):
         """Say hello."""
         self._say(messages.Hello(describe_node(self.workers[0], None), ("", 0)))
 
-    def present(self) -> Sequence[str]:
-        """Return this node."""
-        return self.workers
-
-    def is_connected(self) -> bool:
-        """Return True: the caller knows the only node."""
-        return True
-
-    def hindrance(self) -> str:
-        """Return no hindrance."""
-        return ""
+    def note_end(self, ended: Future[list[Any]]) -> None:
+        """Tell whoever waits for the rank's start that the gang has ended before, and why."""
+        if not self._started.done():
+            self._started.set_exception(ended.exception())
 
     def close(self) -> None:
         """Take no more reports, and have the rank wait for nothing."""
@@ -183,7 +144,7 @@ class _Agent(Connection):
         """Do what the driver says; called in its thread."""
         match message:
             case messages.Start():
-                self.started.set_result(self._start(message))
+                self._started.set_result(self._start(message))
             case messages.Tell(order):
                 self._session.follow(order)
             case messages.Fetch(file):
@@ -206,7 +167,7 @@ class _Agent(Connection):
     def _say(self, message: messages.FromAgent) -> None:
         self._post(partial(self._state.hear, self, message))
 
-    def _start(self, start: messages.Start) -> tuple[RankOrder, _Link, Session]:
+    def _start(self, start: messages.Start) -> tuple[RankOrder, GangLink, Session]:
         [place], job = start.places, start.job
         order = RankOrder(
             place=place,
@@ -218,18 +179,18 @@ class _Agent(Connection):
             path=sys.path,
             environment=orders.environment(os.environ, place, job, None, self._folder),
         )
-        link = _Link(self, order)
+        link = GangLink(self, order)
         link.folder = self._results_folder
-        link.provided.set_result(orders.Provided(job.attempt))
+        link.take(orders.Arrived(job.attempt, orders.START))
         return order, link, Session(order, link)
 
     @property
     def _session(self) -> Session:
-        return self.started.result()[2]
+        return self._started.result()[2]
 
     def _end_rank(self) -> None:
-        if self.started.done():
-            _, link, _ = self.started.result()
+        if self._started.done():
+            _, link, _ = self._started.result()
             link.is_over = True
             link.ended.set()
 
@@ -251,7 +212,7 @@ class _Agent(Connection):
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Call the function as the rank, once that is started."""
-        order, link, session = self.started.result()
+        order, link, session = self._started.result()
         exitcode = 1
         try:
             with _as_rank(order, session.rank):

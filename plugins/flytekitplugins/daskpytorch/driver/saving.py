@@ -155,11 +155,9 @@ class Saving:
             else:
                 attempt.wanted.append((peer, rank, wanted))
 
-    def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Chosen:
-        if wanted.is_sharded:
-            found = self._committer.find(wanted.step)
-            return orders.Chosen(attempt.number, wanted.number, None, sharded=found)
-        return orders.Chosen(attempt.number, wanted.number, self._checkpoints.find(wanted.step))
+    def _choose(self, attempt: Attempt, wanted: reports.Wanted) -> orders.Arrived:
+        found = (self._committer if wanted.is_sharded else self._checkpoints).find(wanted.step)
+        return orders.Arrived(attempt.number, wanted.number, found)
 
     def give_up_fetches(self) -> None:
         """Whoever would send them is not waited for any longer."""

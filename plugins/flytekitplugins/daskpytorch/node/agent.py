@@ -181,8 +181,7 @@ class _Agent:
             case messages.Fetch(file):
                 self._transfers.send(file)
             case messages.Bring(chosen):
-                failed = functools.partial(replace, chosen)
-                self._transfers.bring(chosen.file, chosen, lambda reason: failed(failure=reason))
+                self._transfers.bring(chosen)
             case messages.Close():
                 self._open = False
             case _:
@@ -216,11 +215,9 @@ class _Agent:
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
         if order.job.large is not None:
-            self._transfers.bring_large(order.job.attempt, order.job.large)
+            self._transfers.bring(orders.Arrived(order.job.attempt, orders.LARGE_ARGUMENTS, order.job.large))
         if order.job.checkpoint is not None:
-            attempt = order.job.attempt
-            missing = functools.partial(orders.NotProvided, attempt)
-            self._transfers.bring(order.job.checkpoint, orders.Provided(attempt), missing)
+            self._transfers.bring(orders.Arrived(order.job.attempt, orders.START, order.job.checkpoint))
 
     def _driver_folder(self) -> str | None:
         folder = self._order.folder
@@ -269,7 +266,6 @@ class _Agent:
             self._heartbeat_at = now + self._heartbeat_interval
             self._beat()
             self._show_stacks()
-            self._take_requests()
 
     def _beat(self) -> None:
         ranks = [(rank.place, rank.num_moves) for rank in self._ranks.values()]
@@ -303,15 +299,6 @@ class _Agent:
                 text = rank.take_stacks(self._scratch) or nothing
                 self._note_lines(rank, text.splitlines())
                 self._say(messages.Stacks(rank.place.rank, text))
-
-    def _take_requests(self) -> None:
-        """Pass on what somebody here has asked of a rank; see `flame_graphs`."""
-        for rank in self._at_work():
-            if rank.place is not None:
-                for request in self._scratch.glob(orders.flame_graph_request(rank.place.rank, "*", "*")):
-                    request.unlink(missing_ok=True)
-                    _, seconds, _ = request.name.rsplit("-", 2)
-                    self._tell(rank, orders.DrawFlameGraph(int(seconds)))
 
     def _show_stacks(self) -> None:
         """Pass on the stacks of ranks that somebody has signalled by hand (`kill -QUIT`)."""

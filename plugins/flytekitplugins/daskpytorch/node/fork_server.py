@@ -245,14 +245,14 @@ class _Server:
 
     def _watch_for_training(self) -> None:
         """In a rank: have the server hear that the rank trains."""
-        from flytekitplugins.daskpytorch.rank import imports
+        from flytekitplugins.daskpytorch.rank import libraries
 
         def note(_: object) -> None:
             with contextlib.suppress(OSError):  # the user's code may have closed all files
                 os.write(self._says_that_it_trains, b".")
 
         if inherited.TRAINS not in sys.modules:
-            imports.call_after(inherited.TRAINS, note)
+            libraries.call_after(inherited.TRAINS, note)
 
     def _use_leisure(self) -> None:
         if self._to_import and not any(client.ranks for client in self._clients):

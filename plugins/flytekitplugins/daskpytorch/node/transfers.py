@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -54,35 +55,18 @@ class Transfers:
         """Return a file descriptor that is readable once there is an outcome."""
         return self._outcomes.fileno()
 
-    def next_outcome(self) -> orders.Order:
+    def next_outcome(self) -> orders.Arrived:
         """Return what the ranks are to hear of what has come, or has not."""
-        outcome: orders.Order = self._outcomes.recv()
+        outcome: orders.Arrived = self._outcomes.recv()
         return outcome
 
-    def bring_large(self, attempt: int, original: Address) -> None:
-        """Have large arguments brought for this attempt."""
-        self._in_background(self._bring_large, attempt, original)
-
-    def bring(self, file: CheckpointFile | None, there: orders.Order, missing: Callable[[str], orders.Order]) -> None:
-        """Have a checkpoint brought.
-
-        Args:
-            file: The checkpoint; None: nothing need come.
-            there: What the ranks hear once the checkpoint is here.
-            missing: Makes what they hear otherwise, given the reason.
-        """
-        self._in_background(self._bring, file, there, missing)
+    def bring(self, wanted: orders.Arrived) -> None:
+        """Have a checkpoint or large arguments brought, and the ranks told that they are here, or why not."""
+        self._in_background(self._bring, wanted)
 
     def send(self, file: CheckpointFile) -> None:
         """Have a checkpoint sent to the driver."""
         self._in_background(self._send, file)
-
-    def _bring_large(self, attempt: int, original: Address) -> None:
-        try:
-            there = orders.Large(attempt, self._find_large(original))
-        except BaseException as error:  # the ranks wait for an answer
-            there = orders.Large(attempt, None, f"{type(error).__name__}: {error}")
-        self._note_outcome(there)
 
     def _find_large(self, original: Address) -> Address:
         """Return where the large arguments are in this machine's memory; fetch them once for all ranks here."""
@@ -95,17 +79,17 @@ class Transfers:
                     self._large = SharedMemory.received(connection, original)
             return self._large.address
 
-    def _bring(self, file: CheckpointFile | None, there: orders.Order, missing: Callable[[str], orders.Order]) -> None:
+    def _bring(self, wanted: orders.Arrived) -> None:
         try:
-            if file is not None:
-                self._find(file)
+            match wanted.value:
+                case CheckpointFile():
+                    self._find(wanted.value)
+                case Address():
+                    wanted = replace(wanted, value=self._find_large(wanted.value))
         except BaseException as error:  # the ranks wait for an answer
-            there = missing(f"{type(error).__name__}: {error}")
-        self._note_outcome(there)
-
-    def _note_outcome(self, there: orders.Order) -> None:
+            wanted = replace(wanted, value=None, failure=f"{type(error).__name__}: {error}")
         with self._outcome_lock, contextlib.suppress(OSError):  # the gang has ended
-            self._outcome_from_thread.send(there)
+            self._outcome_from_thread.send(wanted)
 
     def _find(self, file: CheckpointFile) -> None:
         path = self._scratch / file.name

@@ -7,7 +7,7 @@ Runs in all processes. May import `process`, `settings`, `context` and `errors`.
     rank   ──▶ driver         `reports.Report`: how the function fares, and its results        a pipe to its agent, then
                                                                                                unopened, in `Reported`
     driver ──▶ all ranks      `orders.OrderToAll`                                              in `Tell`, then the pipe
-    agent  ──▶ its ranks      `RankOrder`, before all else; `Provided`, `NotProvided`, `Quit`  the pipe
+    agent  ──▶ its ranks      `RankOrder`, before all else; `Arrived`, `Quit`                  the pipe
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
     rank   ──▶ rank 0         where each of them listens, in torch's `TCPStore`                TCP, one connection each
 
@@ -50,7 +50,7 @@ socket's queue. So the driver needs neither torch nor a connection to each rank,
       │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
       │ all have ended, the file is here         │
       │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ another process
-      │ ◀══ Download(file); its bytes ═════════▶ │ ─── Provided, NotProvided ───────────▶ │ load returns
+      │ ◀══ Download(file); its bytes ═════════▶ │ ─── Arrived ─────────────────────────▶ │ load returns
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │
       │                                          │                                        │
       │ a worker leaves: ─── Tell(Hold) ───────▶ │ ─── Hold ────────────────────────────▶ │ its next should_stop waits

@@ -18,7 +18,6 @@ from tblib import pickling_support
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
-from flytekitplugins.daskpytorch.protocol.gpu_errors import find_gpu_fault, is_memory_of_nccl
 
 MAX_TEXT = 32 << 10
 """Characters of an exception's message, and of its traceback."""
@@ -34,6 +33,23 @@ CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 """Of errors that the same code runs into again, however it got there; the last is what `q` in a debugger raises."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
 """Exceptions by which a loop, an event loop or a debugger ends without an error, wherever they are raised."""
+# The texts of GPUs' errors are those of CUDA 13's runtime, of NCCL 2.28 and of torch 2.6 to 2.15.
+GPU_FAULT = re.compile(
+    r"uncorrectable (ECC|NVLink) error|over nvlink or a hardware error|is/are busy or unavailable"
+    r"|(CUDA error: |Error 802: |Cuda failure (802 )?')system not yet initialized"
+    r"|GPU is lost|fallen off the bus|\bXid\b.{0,40}\b79\b"
+    r"|nvml\w+\([^)]*\) failed|(Failed to|Can't) initialize NVML|NVML_SUCCESS == (?!.*CachingAllocator)",
+    re.IGNORECASE,
+)
+"""A GPU, its links, its fabric or its driver has failed, whatever the code does.
+
+Left out are errors that code may cause, too: "unspecified launch failure", "hardware stack error" and "initialization
+error". Torch's allocator asks NVML only where memory is short, so its failed question is left out as well.
+"""
+NCCL_MEMORY = re.compile(
+    r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (malloc|calloc|host alloc)", re.IGNORECASE
+)
+"""NCCL has found too little memory on the rank's own GPU. Its error has the type that a lost peer has, too."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GROUP_FILES = re.compile(
     r"/(torch/(distributed|nn/parallel|autograd)|flytekitplugins/daskpytorch/(rank|protocol|node))/"
@@ -175,7 +191,7 @@ class RankExit:
             return ""
         if self.failure is not None:
             return self.failure.gpu_fault
-        return find_gpu_fault(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
+        return _find_gpu_fault(self.log_tail) if self.exitcode == -signal.SIGABRT and not self.stopped else ""
 
     @property
     def is_consequence(self) -> bool:
@@ -248,7 +264,7 @@ def _is_of_group(error: BaseException) -> bool:
     Torch raises its own types, or a `RuntimeError`, whose text tells. An `OSError` may come from any socket: the calls
     that led to it tell whose.
     """
-    if is_memory_of_nccl(_text_of(error)):
+    if _is_memory_of_nccl(_text_of(error)):
         return False
     if type(error).__name__ in CONSEQUENCE_TYPES:
         return True
@@ -261,7 +277,7 @@ def _is_of_group(error: BaseException) -> bool:
 def _gpu_fault_of(error: BaseException) -> str:
     """Return the line by which a GPU has failed. Torch raises a `RuntimeError`, nvidia-ml-py a class of its own."""
     is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
-    return find_gpu_fault(_text_of(error)) if is_of_gpu else ""
+    return _find_gpu_fault(_text_of(error)) if is_of_gpu else ""
 
 
 def _caller_of(error: BaseException) -> str:
@@ -301,3 +317,13 @@ def _pickled(error: BaseException) -> bytes | None:
     except BaseException:  # of a user's own class
         return None
     return bytes(data) if len(data) <= MAX_PICKLED else None
+
+
+def _find_gpu_fault(text: str) -> str:
+    """Return the line in which an error's text, or a log, says that a GPU has failed; "" without one."""
+    return next((line.strip() for line in text.splitlines() if GPU_FAULT.search(line)), "")
+
+
+def _is_memory_of_nccl(text: str) -> bool:
+    """Return True if an error's text says that NCCL has found too little memory."""
+    return NCCL_MEMORY.search(text) is not None

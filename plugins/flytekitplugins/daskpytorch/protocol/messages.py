@@ -7,7 +7,7 @@ from typing import Protocol
 
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.orders import Chosen, Job, OrderToAll
+from flytekitplugins.daskpytorch.protocol.orders import Arrived, Job, OrderToAll
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 
@@ -187,7 +187,7 @@ class Fetch:
 class Bring:
     """Have this checkpoint in the agent's folder, and pass it on to every rank that it is there, or will not be."""
 
-    chosen: Chosen
+    chosen: Arrived
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What a rank is told: before it starts, and while it runs. Filled in by driver and agent, read by the rank."""
 
+import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Sources
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
-from flytekitplugins.daskpytorch.protocol.nanny import without_nannys
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.protocol.program import Program
 from flytekitplugins.daskpytorch.protocol.segments import Address
@@ -27,6 +27,10 @@ DUMP_SIGNAL = signal.SIGQUIT
 """Has a rank write down its main thread's stack, as it has a Java machine; also good for `kill -QUIT` by hand."""
 MAX_STACKS = 64 << 10
 """Bytes of a rank's stacks."""
+NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
+"""Nobody but a nanny sets it, as a rule."""
+NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""`distributed.nanny.pre-spawn-environ` up to distributed 2026.8. A nanny keeps what its own environment has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,51 +186,24 @@ class Leave:
 # ---- ... and from the agent
 
 
-@dataclass(frozen=True)
-class Provided:
-    """The checkpoint that this attempt starts from lies in the agent's folder."""
-
-    attempt: int
-
-
-@dataclass(frozen=True)
-class NotProvided:
-    """That checkpoint will not come, for this reason."""
-
-    attempt: int
-    reason: str
+START = 0
+"""The number of the checkpoint that an attempt starts from, among those that ranks wait for; ..."""
+LARGE_ARGUMENTS = -1
+"""... and that of what is large in the call. Numbers from 1 up are those of `reports.Wanted`."""
 
 
 @dataclass(frozen=True)
-class Large:
-    """Where this node has what is large in the call of this attempt."""
-
-    attempt: int
-    address: Address | None
-    failure: str | None = None
-    """Why it will not come."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Which checkpoint a rank gets that has asked for one (`reports.Wanted`); it lies in the agent's folder."""
+class Arrived:
+    """What ranks wait for is on their node, or will not come."""
 
     attempt: int
     number: int
-    """As in `reports.Wanted`."""
-    file: CheckpointFile | None
-    """None: there is none such."""
-    sharded: ShardedCheckpoint | None = None
-    """In its place, if that was asked for; it is nowhere but in storage."""
+    """Says what it is; see `START`."""
+    value: CheckpointFile | ShardedCheckpoint | Address | None = None
+    """A checkpoint in the agent's folder, or in storage if it is sharded, or the arguments' memory. None: there is no
+    such checkpoint."""
     failure: str | None = None
     """Why it will not come."""
-
-
-@dataclass(frozen=True)
-class DrawFlameGraph:
-    """Be watched for so many seconds, and submit where the time went."""
-
-    seconds: int
 
 
 @dataclass(frozen=True)
@@ -240,7 +217,7 @@ class Quit:
 
 
 OrderToAll = Hold | Release | Settled | Kept | Accounted | Locate | ShowStacks | Prompt | Interrupt | Leave
-OrderToRank = OrderToAll | Provided | NotProvided | Large | Chosen | DrawFlameGraph
+OrderToRank = OrderToAll | Arrived
 """What a rank does, and goes on."""
 Order = OrderToRank | Quit
 
@@ -258,7 +235,7 @@ def environment(
         scratch: The agent's folder.
     """
     host, port = job.store or _own_store()
-    env = {**without_nannys(base), **job.environment}
+    env = {**_without_nannys(base), **job.environment}
     env |= {
         "RANK": str(place.rank),
         # What most code passes to set_device; so does `torchrun --virtual-local-rank` where a rank sees one GPU.
@@ -299,9 +276,39 @@ def _own_store() -> tuple[str, int]:
         return "127.0.0.1", server.getsockname()[1]
 
 
-def flame_graph_request(rank: int, seconds: int | str, token: str) -> str:
-    """The file by which an agent is asked, in its folder, for a flame graph of a rank; the token is the asker's own."""
-    return f"flame-graph-of-{rank}-for-{seconds}-{token}"
+def _without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment less what a nanny has set.
+
+    A nanny sets the variables in its own process, too: in the program that makes a `LocalCluster`. So the user's are
+    those with other values, and those that the program or its nanny was started with.
+    """
+    if NANNYS_MARK not in environment:
+        return dict(environment)
+    at_start = _before_nanny()
+    return {
+        name: value
+        for name, value in environment.items()
+        if value != NANNYS_SETTINGS.get(name) or at_start.get(name) == value
+    }
+
+
+def _before_nanny() -> Mapping[str, str]:
+    """Return what the nearest process that no nanny has started was started with: this one or one above it."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            at_start = _at_start(pid)
+            if NANNYS_MARK not in at_start:
+                return at_start
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # another user's, or it has ended
+            break
+    return {}
+
+
+def _at_start(pid: int) -> dict[str, str]:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
 
 
 def stacks_path(scratch: Path, place: Place) -> Path:

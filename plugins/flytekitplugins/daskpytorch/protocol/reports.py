@@ -55,7 +55,7 @@ class ShardsNotWritten:
 
 @dataclass(frozen=True)
 class Wanted:
-    """It waits for a checkpoint to load, which `orders.Chosen` tells it of."""
+    """It waits for a checkpoint to load, which `orders.Arrived` tells it of."""
 
     number: int
     """Which of its requests this is: all ranks get the same for the same number, as rank 0 decides."""

@@ -5,7 +5,6 @@ rank 0 --file--> its agent --connection--> the driver's checkpoints; and back to
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -14,23 +13,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from flytekitplugins.daskpytorch.context import Checkpoint, Progress, SavedCheckpoint, numbers
+from flytekitplugins.daskpytorch.context import Checkpoint, SavedCheckpoint, numbers
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
-from flytekitplugins.daskpytorch.protocol.orders import Chosen, NotProvided, Provided
-from flytekitplugins.daskpytorch.protocol.reports import Wanted
+from flytekitplugins.daskpytorch.protocol.orders import START, RankOrder
+from flytekitplugins.daskpytorch.protocol.reports import Saved, Wanted
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 if TYPE_CHECKING:
     import torch
+
+    from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
 SHARDED = (
@@ -43,38 +43,24 @@ LARGE = 1 << 20
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
 class RankCheckpoint(Checkpoint):
     """Rank 0 writes, one state at a time; every rank reads the same."""
 
-    folder: Path
-    """The agent's: new files are left here, and what `start` names arrives here."""
-    attempt: int
-    start: CheckpointFile | None
-    """What the attempt starts from."""
-    is_main: bool
-    progress: Progress
-    announce: Callable[[CheckpointFile], None]
-    """Called, in the writing thread, for each file that is whole."""
-    provided: Future[Provided | NotProvided]
-    """Whether the file that `start` names is in the folder, once that is known."""
-    timeout: float
-    """Seconds to wait for a file."""
-    sharded: ShardedCheckpoints | None = None
-    """None: nobody keeps them."""
-    ask: Callable[[Wanted], Future[Chosen]] | None = None
-    """Asks for a checkpoint."""
-    kept: Callable[[], Sequence[SavedCheckpoint]] = tuple
-    """All that are kept, as far as is known here."""
-    storage: str | None = None
-    """The folder that all are copied to."""
-    best_by: str | None = None
-    """The metric that the best are kept by."""
-    saving: Callable[[int], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    """Entered with the step while the training waits for a save."""
-    _writing: threading.Thread | None = None
-    _num_asked: int = 0
-    _loaded: SavedCheckpoint | None = None
+    def __init__(self, order: RankOrder, link: GangLink, sharded: ShardedCheckpoints | None = None) -> None:
+        """Write and read in the agent's folder; without `sharded` nobody keeps such checkpoints."""
+        job = order.job
+        self._link = link
+        self.sharded = sharded
+        self.folder = Path(order.scratch)
+        self._attempt = job.attempt
+        self._start = job.checkpoint
+        self._is_main = order.place.rank == 0
+        self._timeout = job.timeout
+        self._storage = job.storage
+        self._best_by = job.best_by
+        self._writing: threading.Thread | None = None
+        self._num_asked = 0
+        self._loaded: SavedCheckpoint | None = None
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
@@ -88,11 +74,11 @@ class RankCheckpoint(Checkpoint):
             TypeError: The state cannot be pickled; or, on every rank, it is sharded, or a metric is no number.
         """
         step, plain = int(step), numbers(metrics)
-        self.progress.reach(step, anew=True)
-        if not self.is_main:
+        self._link.progress.reach(step, anew=True)
+        if not self._is_main:
             _refuse_sharded(state)
             return
-        with self.saving(step):
+        with self._link.saving(step):
             self.flush()
             copied = _copy(state)
         writing = threading.Thread(
@@ -113,9 +99,9 @@ class RankCheckpoint(Checkpoint):
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep a state that is spread over the ranks; see `Checkpoint`."""
         step, plain = int(step), numbers(metrics)
-        self.progress.reach(step, anew=True)
+        self._link.progress.reach(step, anew=True)
         if self.sharded is not None:
-            with self.saving(step):
+            with self._link.saving(step):
                 self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
@@ -126,7 +112,7 @@ class RankCheckpoint(Checkpoint):
         if not best and step is None:
             start = self.sharded.load(state)
             if start is not None:
-                self.progress.reach(start, anew=True)
+                self._link.progress.reach(start, anew=True)
             return start
         chosen = self._choose_sharded(None if step is None else int(step))
         self._loaded = chosen.saved if chosen is not None else None
@@ -144,16 +130,16 @@ class RankCheckpoint(Checkpoint):
         """
         self._check_wish("load", best, step)
         if best or step is not None:
-            file = self._await_choice(None if step is None else int(step)).file
-        elif (file := self.start) is not None:
+            file = self._await_choice(None if step is None else int(step), CheckpointFile)
+        elif (file := self._start) is not None:
             self._await_start(file)
-            self.progress.reach(file.step, anew=True)
-        self._loaded = file.saved(self.storage) if file is not None else None
+            self._link.progress.reach(file.step, anew=True)
+        self._loaded = file.saved(self._storage) if file is not None else None
         return self._read(file) if file is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
         """All that are kept, as far as is known here."""
-        return self.kept()
+        return self._link.kept
 
     def _read(self, file: CheckpointFile) -> Any:
         import torch
@@ -166,12 +152,12 @@ class RankCheckpoint(Checkpoint):
     def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
         import torch
 
-        unfinished = self.folder / f"unfinished-{self.attempt}-{step}"
+        unfinished = self.folder / f"unfinished-{self._attempt}-{step}"
         try:
             with _HashedFile(io.FileIO(unfinished, "w")) as file:
                 torch.save(state, file)
             written = CheckpointFile(
-                attempt=self.attempt,
+                attempt=self._attempt,
                 step=step,
                 size=unfinished.stat().st_size,
                 digest=file.digest.hexdigest(),
@@ -186,28 +172,26 @@ class RankCheckpoint(Checkpoint):
                 file=sys.stderr,
             )
             return
-        self.announce(written)
+        self._link.send(Saved(written))
 
     def _await_start(self, wanted: CheckpointFile) -> None:
-        outcome = self._await(self.provided, f"the checkpoint of step {wanted.step}")
-        if isinstance(outcome, NotProvided):
-            raise OSError(f"the checkpoint of step {wanted.step} did not arrive: {outcome.reason}")
+        self._await(START, f"the checkpoint of step {wanted.step}")
 
     def _check_wish(self, method: str, best: bool, step: int | None) -> None:
-        if best and (self.best_by is None or step is not None):
+        if best and (self._best_by is None or step is not None):
             raise ValueError(
                 f"checkpoint.{method}(best=True, step={step}): the best is had by itself, and with "
-                f"Gang(keep=Keep(best=1, metric=...)), where the metric is {self.best_by!r}"
+                f"Gang(keep=Keep(best=1, metric=...)), where the metric is {self._best_by!r}"
             )
 
     def _choose_sharded(self, step: int | None) -> ShardedCheckpoint | None:
         """What rank 0 is given, on all ranks."""
         self.flush()
         failure: Exception | None = None
-        chosen: Chosen | None = None
-        if self.is_main:
+        chosen: ShardedCheckpoint | None = None
+        if self._is_main:
             try:
-                chosen = self._await_choice(step, is_sharded=True)
+                chosen = self._await_choice(step, ShardedCheckpoint)
             except (LookupError, OSError) as error:  # the others are waiting to hear of it
                 failure = error
         else:
@@ -215,30 +199,29 @@ class RankCheckpoint(Checkpoint):
         [(chosen, failure), *_] = gathered((chosen, failure))
         if failure is not None:
             raise failure
-        return chosen.sharded if chosen is not None else None
+        return chosen
 
-    def _await_choice(self, step: int | None, *, is_sharded: bool = False) -> Chosen:
+    def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
         """What rank 0 has chosen; none, if there is no best."""
-        if self.ask is None:
-            raise AssertionError("nobody is there to ask")
-        self.progress.move()
+        self._link.progress.move()
         self.flush()
         self._num_asked += 1
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
-        wanted = Wanted(self._num_asked, step, is_sharded)
-        chosen = self._await(self.ask(wanted), f"{what}, for which rank 0 has to ask, too,")
-        if chosen.failure is not None:
-            raise OSError(f"{what} did not arrive: {chosen.failure}")
-        if chosen.file is None and chosen.sharded is None and step is not None:
+        self._link.send(Wanted(self._num_asked, step, is_sharded=kind is ShardedCheckpoint))
+        chosen = self._await(self._num_asked, what, ", for which rank 0 has to ask, too,")
+        if chosen is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "no"
             raise LookupError(f"checkpoint.load(step={step}): {what} is not kept; those of these steps are: {steps}")
-        return chosen
+        return chosen if isinstance(chosen, kind) else None
 
-    def _await(self, future: Future[T], what: str) -> T:
+    def _await(self, number: int, what: str, more: str = "") -> object:
         try:
-            return future.result(self.timeout)
+            arrived = self._link.arrival(number).result(self._timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"{what} did not arrive within {self.timeout:g} s") from error
+            raise TimeoutError(f"{what}{more} did not arrive within {self._timeout:g} s") from error
+        if arrived.failure is not None:
+            raise OSError(f"{what} did not arrive: {arrived.failure}")
+        return arrived.value
 
 
 class _HashedFile(io.BufferedWriter):

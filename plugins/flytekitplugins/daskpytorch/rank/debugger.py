@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.protocol import orders, reports
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging
-from flytekitplugins.daskpytorch.rank import imports
+from flytekitplugins.daskpytorch.rank import libraries
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.orders import RankOrder
@@ -114,7 +114,7 @@ class Prompt:
 
 def watch_pdb(prompt: Prompt) -> None:
     """Have pdb, in whatever way it is called, talk to the terminal; `breakpoint()` calls it, too."""
-    imports.call_after("pdb", functools.partial(_at_terminal, prompt))
+    libraries.call_after("pdb", functools.partial(_at_terminal, prompt))
 
 
 def _at_terminal(prompt: Prompt, pdb: Any) -> None:

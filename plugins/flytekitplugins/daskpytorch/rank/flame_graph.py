@@ -1,4 +1,7 @@
-"""Has py-spy watch this rank for a while, and draw where its time went. Runs in the rank, in a thread of its own."""
+"""Has py-spy watch this rank for a while, and draw where its time went. Runs in the rank, in a thread of its own.
+
+A request is a file in the folder of the rank's agent, which the rank looks into every two seconds.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,19 @@ PR_SET_PTRACER = 0x59616D61
 """Of `prctl`: where only ancestors may look into a process (Yama's ptrace_scope 1), so may this child."""
 MAX_COMPLAINT = 500
 NEEDS = 'needs py-spy where the ranks run: pip install "flytekitplugins-daskpytorch[profile]"'
+
+
+def request_name(rank: int, seconds: int | str, token: str) -> str:
+    """Return the name of the file that asks for a flame graph of a rank; the token is the asker's own."""
+    return f"flame-graph-of-{rank}-for-{seconds}-{token}"
+
+
+def take_requests(rank: int, scratch: Path) -> list[int]:
+    """Remove the requests for this rank; return how many seconds each asks for."""
+    requests = list(scratch.glob(request_name(rank, "*", "*")))
+    for request in requests:
+        request.unlink(missing_ok=True)
+    return [int(request.name.rsplit("-", 2)[1]) for request in requests]
 
 
 def record(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from flytekitplugins.daskpytorch.protocol import torch_parts
+from flytekitplugins.daskpytorch.protocol.program import FIRST_OWN_SEED
 from flytekitplugins.daskpytorch.protocol.reports import Hint
-from flytekitplugins.daskpytorch.protocol.torch_settings import FIRST_OWN_SEED
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
-
-from flytekitplugins.daskpytorch.rank import imports
 
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
 """The oldest that the tests have passed with; a callback may ask for more."""
@@ -28,11 +29,11 @@ def guide() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     for pytorch, fabric in LIGHTNING:
         for package in (pytorch, fabric):
-            imports.call_after(f"{package}.accelerators.cpu", _count_ranks_as_devices)
-        imports.call_after(f"{pytorch}.trainer.trainer", _check_trainers)
-        imports.call_after(f"{fabric}.fabric", _check_fabrics)
-    imports.call_after("accelerate.state", _check_accelerators)
-    imports.call_after("transformers.training_args", _count_over_host)
+            call_after(f"{package}.accelerators.cpu", _count_ranks_as_devices)
+        call_after(f"{pytorch}.trainer.trainer", _check_trainers)
+        call_after(f"{fabric}.fabric", _check_fabrics)
+    call_after("accelerate.state", _check_accelerators)
+    call_after("transformers.training_args", _count_over_host)
 
 
 def require(library: str, minimum: str) -> None:
@@ -153,3 +154,32 @@ def _check_accelerators(module: ModuleType) -> None:
     module.PartialState.__init__ = begin_checked
     # Not `local_process_index`, by which Accelerate finds the rank's GPU.
     module.PartialState.is_local_main_process = property(lambda _: _host_rank() == 0)
+
+
+def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
+    """Call this with a module once it has been imported; now, if it has been already."""
+    if (module := sys.modules.get(name)) is not None:
+        call(module)
+    else:
+        sys.meta_path.insert(0, _Waiting(name, call))
+
+
+class _Waiting(MetaPathFinder):
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._call(module)
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.context import Link, LogRecord, Progress, Saved
 from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol import orders, reports, result_frames
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.segments import send_by_file
+from flytekitplugins.daskpytorch.protocol.segments import Address, send_by_file
 from flytekitplugins.daskpytorch.rank import flight_recorder, usage
 from flytekitplugins.daskpytorch.rank.records import Records, interval_of
 from flytekitplugins.daskpytorch.rank.returned import dump_returned
@@ -56,8 +56,8 @@ class GangLink(Link):
         """Returns the folder of the task's results; None where the function is not that of a task."""
         self.ended = threading.Event()
         """Set when every rank of the gang has finished."""
-        self.provided: Future[orders.Provided | orders.NotProvided] = Future()
-        """Whether the checkpoint to start from is here, once that is known."""
+        self.is_over = False
+        """True if the rank is to end; only in a process that outlives the rank."""
         self.kept: Sequence[SavedCheckpoint] = job.kept
         """All checkpoints that the driver keeps, as far as it has told."""
         self._channel = channel
@@ -67,8 +67,7 @@ class GangLink(Link):
         self._timeout = job.timeout
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
-        self._large: Future[orders.Large] = Future()
-        self._chosen: dict[int, Future[orders.Chosen]] = {}
+        self._arrivals: dict[int, Future[orders.Arrived]] = {}
         self._accounts: dict[int, Future[Goodput]] = {}
         self._num_accounts = 0
         self._hinted: set[str] = set()
@@ -88,7 +87,13 @@ class GangLink(Link):
     # ---- what `RankContext` calls
 
     def log(self, record: LogRecord) -> None:
-        """Report a log record: to observers here at once, to the driver soon."""
+        """Report a log record: to observers here at once, to the driver soon.
+
+        Raises:
+            SystemExit: The gang has ended, and this process, which is not the rank's own, was not killed.
+        """
+        if self.is_over:
+            raise SystemExit(orders.STOPPED)
         self.ledger.mark()
         self.observers.tell("logged", record)
         self.records.add(record)
@@ -133,25 +138,26 @@ class GangLink(Link):
         """Report to the driver. Where nobody listens any more, the rank is about to be ended."""
         data = pickle.dumps(report)  # nothing of the user's is in it but plain values and bytes
         self.has_delivered |= isinstance(report, reports.Returned)
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             self._send_in_turn(data)
 
     def send_moves(self, num_moves: int) -> None:
         """Report how many signs of life there have been."""
-        with self._lock, contextlib.suppress(OSError):
-            self._channel.send_bytes(reports.NUM_MOVES.pack(num_moves))
+        with contextlib.suppress(OSError):
+            self._send_in_turn(reports.NUM_MOVES.pack(num_moves))
 
     def send_records(self) -> None:
         """Report what has been logged."""
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             self._send_in_turn(b"")
 
     def _send_in_turn(self, data: bytes) -> None:
         """Send all records that were there before, and then these bytes."""
-        if records := self.records.take():
-            self._channel.send_bytes(pickle.dumps(records))
-        if data:
-            self._channel.send_bytes(data)
+        with self._lock:
+            if records := self.records.take():
+                self._channel.send_bytes(pickle.dumps(records))
+            if data:
+                self._channel.send_bytes(data)
 
     def send_collectives(self) -> None:
         """Report the last collectives."""
@@ -186,9 +192,7 @@ class GangLink(Link):
             return writer.close()
 
     def _send_piece(self, piece: result_frames.Piece) -> None:
-        data = pickle.dumps(piece)
-        with self._lock:
-            self._send_in_turn(data)
+        self._send_in_turn(pickle.dumps(piece))
 
     # ---- questions, and their answers
 
@@ -198,15 +202,14 @@ class GangLink(Link):
         Raises:
             OSError: It will not come.
         """
-        told = self._large.result()
-        if told.address is None:
-            raise OSError(f"the large arguments of the call did not come: {told.failure}")
-        return told.address.mapped()
+        arrived = self.arrival(orders.LARGE_ARGUMENTS).result()
+        if not isinstance(arrived.value, Address):
+            raise OSError(f"the large arguments of the call did not come: {arrived.failure}")
+        return arrived.value.mapped()
 
-    def ask(self, wanted: reports.Wanted) -> Future[orders.Chosen]:
-        """Ask the driver for a checkpoint."""
-        self.send(wanted)
-        return self._chosen.setdefault(wanted.number, Future())
+    def arrival(self, number: int) -> Future[orders.Arrived]:
+        """Return what will be settled when what has this number arrives, see `orders.START`, or will not come."""
+        return self._arrivals.setdefault(number, Future())
 
     def ask_for_account(self) -> Future[Goodput]:
         """Ask the driver where the gang's time has gone."""
@@ -215,19 +218,12 @@ class GangLink(Link):
         self.send(reports.GoodputWanted(self._num_accounts))
         return account
 
-    def take(
-        self, answer: orders.Provided | orders.NotProvided | orders.Large | orders.Chosen | orders.Accounted
-    ) -> None:
+    def take(self, answer: orders.Arrived | orders.Accounted) -> None:
         """Hand an answer to whoever waits for it; one to an earlier attempt, or given before, is passed over."""
-        match answer:
-            case orders.Accounted(number, goodput):
-                _settle(self._accounts.setdefault(number, Future()), goodput)
-            case orders.Provided() | orders.NotProvided() if answer.attempt == self._attempt:
-                _settle(self.provided, answer)
-            case orders.Large() if answer.attempt == self._attempt:
-                _settle(self._large, answer)
-            case orders.Chosen() if answer.attempt == self._attempt:
-                _settle(self._chosen.setdefault(answer.number, Future()), answer)
+        if isinstance(answer, orders.Accounted):
+            _settle(self._accounts.setdefault(answer.number, Future()), answer.goodput)
+        elif answer.attempt == self._attempt:
+            _settle(self.arrival(answer.number), answer)
 
 
 def _fall_silent(link: GangLink | None) -> None:

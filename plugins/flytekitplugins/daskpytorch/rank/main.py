@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -21,21 +23,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process.system import optional, show_as
-from flytekitplugins.daskpytorch.protocol import orders, program, reports, torch_settings
+from flytekitplugins.daskpytorch.protocol import orders, program, reports
 from flytekitplugins.daskpytorch.protocol.code import Call, completed, ending_as_program, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.orders import STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.worker_data import WorkerData
 from flytekitplugins.daskpytorch.rank import (
     debugger,
-    ending,
     flight_recorder,
-    imports,
     libraries,
     numa,
     process_group,
     sources,
-    stacks,
     standstill,
 )
 from flytekitplugins.daskpytorch.rank.link import GangLink
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
     import torch
 
 
+END_GRACE = 10.0
+"""Seconds for threads, executors, child processes and exit functions to end, from the end of the rank's function on."""
 FLUSH_SHARE = 0.6
 """Part of the grace period in which a rank that is told to end may finish writing its newest checkpoint."""
 
@@ -68,7 +69,7 @@ def main(channel: Connection) -> int:
             ).start()
             debugger.watch_pdb(session.prompt)
             if order.data is not None:
-                imports.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
+                libraries.call_after("distributed", functools.partial(_show_dask_the_way, order.data))
             debugger.wait_for_editor(order, link.send)
             process_group.expect(order.place, order.job, functools.partial(_take_device, order), listener)
             context.enter(session.rank)  # before the user's modules, of which some ask at their tops who they are
@@ -202,10 +203,10 @@ def _settle_in(order: RankOrder) -> None:
     sys.path[:] = order.path
     sources.enter(order.sources)
     program.enter(order.program, order.sources.script)
-    stacks.write_to(stacks_path(Path(order.scratch), order.place))
+    standstill.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = order.environment["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have one for each level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
-    torch_settings.enter(order.program.torch)
+    program.enter_torch(order.program.torch)
 
 
 def _show_dask_the_way(way: WorkerData, distributed: ModuleType) -> None:
@@ -267,4 +268,39 @@ def _wind_up(order: RankOrder, link: GangLink, outcome: int, exit_code: int = 1)
     """Close what observers have open, and end the program; the outcome of a rank that was stopped is 1, too."""
     link.observers.tell("close", outcome)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that workers of DataLoaders end now is nothing to torch
-    ending.end_as_program(order.place.rank, exit_code)
+    _end_as_program(order.place.rank, exit_code)
+
+
+def _end_as_program(rank: int, exit_code: int) -> None:
+    """Wait for threads and executors, call the exit functions, and flush what was printed, as Python does.
+
+    The fork server's ranks leave by `os._exit`, which does none of that. After `END_GRACE`, end the process, and name
+    what Python would still wait for.
+    """
+    has_ended = threading.Event()
+    watch = threading.Thread(target=_end_late, args=(has_ended, rank, exit_code), name="daskpytorch-end", daemon=True)
+    watch.start()
+    threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors first, then other threads: 3.11 to 3.14
+    atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
+    has_ended.set()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _end_late(has_ended: threading.Event, rank: int, exit_code: int) -> None:
+    if has_ended.wait(END_GRACE):
+        return
+    text = f"rank {rank} is ended {END_GRACE:g} s after its function, with what had not ended by then: {_left()}\n"
+    os.write(2, text.encode())  # past `sys.stderr`, whose lock a thread may hold that does not end
+    os._exit(exit_code)
+
+
+def _left() -> str:
+    """Return the names of the threads, processes or exit functions that Python waits for."""
+    main = threading.main_thread()
+    left = [f"thread {thread.name!r}" for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    left += [f"process {child.name!r} (pid {child.pid})" for child in multiprocessing.active_children()]
+    if not left and (frame := sys._current_frames().get(main.ident or 0)) is not None:  # noqa: SLF001
+        [*_, place] = traceback.extract_stack(frame)
+        left = [f"an exit function, at {place.filename}:{place.lineno}"]
+    return ", ".join(left) or "the rank itself"

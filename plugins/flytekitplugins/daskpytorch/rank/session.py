@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.rank import (
     flight_recorder,
     hints,
     process_group,
-    stacks,
     standstill,
     usage,
 )
@@ -54,22 +53,7 @@ class Session:
             self.sharded = ShardedCheckpoints(
                 job.sharding, attempt=job.attempt, rank=place.rank, report=link.send, moved=link.progress.move
             )
-        self.checkpoint = RankCheckpoint(
-            folder=Path(order.scratch),
-            attempt=job.attempt,
-            start=job.checkpoint,
-            is_main=place.rank == 0,
-            progress=link.progress,
-            announce=lambda file: link.send(reports.Saved(file)),
-            provided=link.provided,
-            sharded=self.sharded,
-            timeout=job.timeout,
-            ask=link.ask,
-            kept=lambda: link.kept,
-            storage=job.storage,
-            best_by=job.best_by,
-            saving=link.saving,
-        )
+        self.checkpoint = RankCheckpoint(order, link, self.sharded)
         self.rank = RankContext(
             rank=place.rank,
             local_rank=place.local_rank,
@@ -95,7 +79,9 @@ class Session:
             with (
                 self._hinting(),
                 usage.watched(link.ledger),
-                gauge.reporting(order.place.world_size, lambda used: link.send(reports.Used(used))),
+                gauge.reporting(
+                    order.place.world_size, lambda used: link.send(reports.Used(used)), self._draw_flame_graphs
+                ),
             ):
                 yield
             link.send(reports.Spent(link.ledger.close(), is_last=True))
@@ -130,6 +116,12 @@ class Session:
         with StepProfiler(asked, place.rank, Path(self._order.scratch), submit, self._link.note).watching():
             yield
 
+    def _draw_flame_graphs(self) -> None:
+        """Do what somebody on this host has asked for; see `flame_graphs`."""
+        rank, scratch, submit = self.rank.rank, Path(self._order.scratch), functools.partial(self._link.submit, "")
+        for seconds in flame_graph.take_requests(rank, scratch):
+            flame_graph.record(rank, seconds, scratch, submit, self._link.note)
+
     def see_out(self) -> None:
         """Wait until all ranks have finished: they may be talking to this one. Then tell observers of the time."""
         link = self._link
@@ -140,7 +132,7 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 link.observers.tell("accounted", link.ask_for_account().result(ACCOUNT_TIMEOUT))
 
-    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901, PLR0912 - a case for each order
+    def follow(self, order: orders.OrderToRank) -> None:  # noqa: C901 - a case for each order
         """Do what an order says; called by the thread that receives it, since the main one may be in a collective."""
         link, rank = self._link, self.rank
         match order:
@@ -156,16 +148,13 @@ class Session:
             case orders.Locate(look):
                 self._locate(look)
             case orders.ShowStacks():
-                stacks.show()
+                standstill.show_stacks()
             case orders.Prompt() | orders.Interrupt():
                 if self.prompt is not None:
                     self.prompt.obey(order)
-            case orders.DrawFlameGraph(seconds):
-                submit = functools.partial(link.submit, "")
-                flame_graph.record(rank.rank, seconds, Path(self._order.scratch), submit, link.note)
             case orders.Kept(checkpoints):
                 link.kept = checkpoints
-            case orders.Provided() | orders.NotProvided() | orders.Large() | orders.Chosen() | orders.Accounted():
+            case orders.Arrived() | orders.Accounted():
                 link.take(order)
             case _:
                 assert_never(order)
@@ -174,7 +163,7 @@ class Session:
         num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
         self._link.send(
             reports.Located(
-                stacks=stacks.of_all_threads(),
+                stacks=standstill.stacks(),
                 num_collectives=num_collectives,
                 num_moves=num_moves,
                 look=look,

@@ -1,6 +1,10 @@
-"""Tells the driver when this rank stands still: no new collective, no sign of life. Runs in a rank."""
+"""Where a rank stands: whether it stands still, without a collective or a sign of life, and its threads' stacks.
+
+Runs in a rank.
+"""
 
 import contextlib
+import faulthandler
 import fcntl
 import os
 import socket
@@ -10,8 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from termios import FIONREAD, TIOCOUTQ
+from typing import IO
 
 from flytekitplugins.daskpytorch.context import Progress
+from flytekitplugins.daskpytorch.protocol.orders import DUMP_SIGNAL, MAX_STACKS
 from flytekitplugins.daskpytorch.protocol.reports import Stands
 from flytekitplugins.daskpytorch.rank import process_group
 
@@ -68,3 +74,33 @@ def _received_by(descriptor: int) -> int | None:
             return 0
         queued = (struct.unpack("i", fcntl.ioctl(sock, asked, bytes(4)))[0] for asked in (FIONREAD, TIOCOUTQ))
         return None if any(queued) else received
+
+
+def write_stacks_to(path: Path) -> None:
+    """Have `DUMP_SIGNAL` write the main thread's stack to this file, and a crash in C code all stacks to the log."""
+    global _stacks_file
+    faulthandler.enable()
+    _stacks_file = path.open("a+")
+    # Of the other threads a signal handler may read frames that they are changing, and crash: python/cpython#116008.
+    faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
+
+
+def stacks() -> str:
+    """Return what all threads do, written down while this one holds the interpreter, so that they stand still."""
+    if _stacks_file is None:
+        return ""
+    _stacks_file.truncate(0)
+    faulthandler.dump_traceback(_stacks_file, all_threads=True)
+    text = os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
+    _stacks_file.truncate(0)  # it is told; what is found there later was asked for by hand
+    return text
+
+
+def show_stacks() -> None:
+    """Write all stacks to standard error, past `sys.stderr`, whose lock a thread that hangs may hold."""
+    with contextlib.suppress(OSError):  # it may be closed
+        os.write(2, f"\n{stacks()}".encode())
+
+
+_stacks_file: IO[str] | None = None
+"""Stays open for as long as `DUMP_SIGNAL` may come; None in a process that is not the rank's own."""

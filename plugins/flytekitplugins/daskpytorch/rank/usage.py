@@ -6,6 +6,7 @@ in the open, and what is open belongs to the step that ends it.
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ MAX_SAMPLES = 200
 
 @dataclass(slots=True)
 class _Page:
-    """All that a ledger says; of one only `marked_at` changes, so that another thread reads what was at some moment."""
+    """All that a ledger says. Each entry makes a new page, so that other threads read what was true at one moment."""
 
     part: str
     """What the time since then goes into; `open`: that is decided by what comes."""
@@ -35,16 +36,10 @@ class _Page:
     seconds: dict[str, float]
     has_begun: bool
     """A batch has come, or a step is over: from here on what is open is part of a step."""
-    marked_at: float | None = None
-    """Another step was over, while the part was open; all that was open until then is a step's."""
 
     def until(self, now: float) -> dict[str, float]:
-        seconds, since = dict(self.seconds), self.since
-        if (marked_at := self.marked_at) is not None:
-            seconds["stepping"] += seconds["open"] + marked_at - since
-            seconds["open"], since = 0.0, marked_at
-        seconds[self.part] += max(0.0, now - since)  # a mark may have come after `now` was read
-        return seconds
+        """Return the seconds of each part until now."""
+        return {**self.seconds, self.part: self.seconds[self.part] + now - self.since}
 
 
 class Ledger:
@@ -77,13 +72,10 @@ class Ledger:
         if page.part != "open" or threading.get_ident() != self._owner:
             return
         now = self._clock()
-        if page.has_begun:
-            page.marked_at = now  # as little as can be, since it is done at each step
-        else:
-            seconds = page.until(now)
-            seconds["preparing"] += seconds["open"]
-            seconds["open"] = 0.0
-            self._page = _Page("open", now, seconds, has_begun=True)
+        seconds = page.until(now)
+        seconds["stepping" if page.has_begun else "preparing"] += seconds["open"]
+        seconds["open"] = 0.0
+        self._page = _Page("open", now, seconds, has_begun=True)
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
@@ -190,18 +182,33 @@ class Gauge:
         )
 
     @contextlib.contextmanager
-    def reporting(self, world_size: int, send: Callable[[RankUsage], None]) -> Iterator[None]:
-        """Meanwhile send it every two seconds, in a thread; ranks of large gangs seldomer.
+    def reporting(
+        self, world_size: int, send: Callable[[RankUsage], None], look: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Send a sample every two seconds during the block, in a thread; ranks of large gangs send fewer.
 
-        Where it was sent it is at the end, too, so that the last word on a rank is of all its steps.
+        Where a sample was sent, another is sent at the end, so that the last word on a rank is of all its steps.
+
+        Args:
+            world_size: The number of ranks in the gang.
+            send: Reports a sample.
+            look: Called every two seconds.
         """
-        interval, is_over, has_sent = max(INTERVAL, world_size / MAX_SAMPLES), threading.Event(), threading.Event()
+        every, is_over, has_sent = (
+            max(1, round(world_size / MAX_SAMPLES / INTERVAL)),
+            threading.Event(),
+            threading.Event(),
+        )
 
         def go_on() -> None:
-            while not is_over.wait(interval):
+            for turn in itertools.count(1):
+                if is_over.wait(INTERVAL):
+                    return
                 with optional("Reading what this rank uses"):
-                    send(self.read())
-                    has_sent.set()
+                    look()
+                    if turn % every == 0:
+                        send(self.read())
+                        has_sent.set()
 
         thread = threading.Thread(target=go_on, name="daskpytorch-usage", daemon=True)
         thread.start()
