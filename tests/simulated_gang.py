@@ -18,12 +18,13 @@ from flytekitplugins.daskpytorch.context import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Agents, Call
 from flytekitplugins.daskpytorch.driver.brain import Brain
 from flytekitplugins.daskpytorch.driver.checkpoints import Checkpoints
-from flytekitplugins.daskpytorch.driver.committer import Committed, Committer, ShardStorage, Worker
-from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.received import Part, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.supervisor import RunningClock
+from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.driver.worker import Worker
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import heartbeat, messages
@@ -31,6 +32,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher, AgentOrder, OnFailure, Upload
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
@@ -58,7 +60,7 @@ from flytekitplugins.daskpytorch.protocol.reports import (
     StoppedEarly,
 )
 from flytekitplugins.daskpytorch.protocol.sharded import StoredPart, WrittenShards, folder_name
-from flytekitplugins.daskpytorch.settings import Gang, Keep
+from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
 
@@ -168,27 +170,20 @@ class MoodyFiles(Files):
     """A file system that may fail."""
 
     fails = False
+    num_failures = 0
 
     def write(self, path: str, data: bytes) -> None:
         if self.fails:
+            self.num_failures += 1
             raise OSError("the storage is not in the mood")
         super().write(path, data)
 
 
 class Jobs(Worker):
-    """What is to be done in the thread of the storage is done when a test says so."""
+    """Work with storage is done when a test says so."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: deque[Callable[[], object]] = deque()
-        self.num_pauses = 0
-
-    def submit(self, job: Callable[[], object]) -> None:
-        self.waiting.append(job)
-
-    def pause(self, seconds: float, least: float) -> bool:
-        self.num_pauses += 1
-        return True
+    def _start(self) -> None:
+        pass
 
 
 class Watcher(Observer):
@@ -241,14 +236,17 @@ class World:
         self.clock = Clock()
         self.cluster = Cluster([f"tcp://10.0.0.{i}:1" for i in range(1, num_workers + 1)])
         self.folder = folder
-        self.checkpoints = Checkpoints(folder, None, settings.get("keep"))
+        self.settings = Gang(**settings)
+        self.jobs = Jobs()
+        vault = Vault(None, self.settings.keep, self.jobs)
+        self.checkpoints = Checkpoints(folder, vault)
         self.watcher = Watcher()
         self.received = ReceivedResults()
         self.calls: deque[Call] = deque()
-        self.jobs = Jobs()
-        shards = ShardStorage(base=str(folder / "shards"), filesystem=lambda _: LocalFileSystem())
-        self.files = vars(shards)["files"] = MoodyFiles(LocalFileSystem())
-        self.committer = Committer(shards, None, self._hear_of_commit, settings.get("keep", Keep()), self.jobs)
+        self.committer = Committer(
+            self.settings, None, vault, folder, lambda _: LocalFileSystem(), self._hear_of_commit
+        )
+        self.files = vars(self.committer)["files"] = MoodyFiles(LocalFileSystem())
         self.settled: list[Settled] = []
         """What rank 0 was told."""
         self.written: dict[tuple[int, int], set[int]] = {}
@@ -283,7 +281,6 @@ class World:
             num_least=settings.get("min_workers") or num_workers,
             clock=self.clock,
         )
-        self.settings = Gang(**settings)
         what = {"name": "m.train", "call": b"", "ranks_per_worker": ranks_per_worker, "storage": storage}
         request = Request(**what, settings=self.settings)
         self.register.launch(self.cluster.workers)
@@ -582,8 +579,8 @@ class World:
 
     def work(self) -> None:
         """Storage is written to, as far as there is something to write."""
-        while self.jobs.waiting:
-            self.jobs.waiting.popleft()()
+        while (job := self.jobs.first()) is not None:
+            self.jobs.do(job)
             self.feed()
 
     def _hear_of_commit(self, committed: Committed) -> None:

@@ -23,7 +23,6 @@ from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.driver import brain, committer
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE
 from flytekitplugins.daskpytorch.driver.brain import GangCancelledError
-from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.errors import (
     GangError,
     GangHungError,
@@ -35,6 +34,7 @@ from flytekitplugins.daskpytorch.errors import (
 from flytekitplugins.daskpytorch.protocol import messages, result_frames
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalled
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.orders import Locate, Settled
 from flytekitplugins.daskpytorch.protocol.reports import Held, Hint, Located, Remembered, Saved, Wanted
@@ -633,7 +633,7 @@ def test_storage_that_does_not_take_a_commit_for_long_costs_that_checkpoint_alon
     world.save_shards()
     world.files.fails = True
     world.save_shards()
-    assert world.jobs.num_pauses == committer.MAX_COMMIT_ATTEMPTS
+    assert world.files.num_failures == committer.MAX_COMMIT_ATTEMPTS
     assert world.settled[-1] == Settled(1, 101, committed=False)
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("the sharded checkpoint of step 101 could not be committed (OSError: the storage is not in")
@@ -757,7 +757,7 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(world_of: Mak
 def test_shards_are_stored_though_another_checkpoint_is_not(
     world_of: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = world_of(storage=StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own="/store"))
+    world = world_of(storage=StoragePaths(files=Files(LocalFileSystem()), previous=None, own="/store"))
     monkeypatch.setattr(world.checkpoints, "flush", lambda _: False)
     world.heeds = True
     world.form()
@@ -775,7 +775,7 @@ def test_shards_are_stored_though_another_checkpoint_is_not(
 def test_last_checkpoint_of_a_training_that_ends_well_is_waited_for_where_its_folder_is_the_users(
     world_of: MakeWorld, own: str, is_waited_for: bool
 ) -> None:
-    world = world_of(storage=StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own=own))
+    world = world_of(storage=StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own))
     world.form()
     for agent in world.connected():
         world.step(agent)
@@ -1722,7 +1722,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def what_is_committed_is_whole_and_stays(self) -> None:
-        for entry in self.world.committer._kept:
+        for entry in self.world.committer.vault.sharded:
             attempt, number, _ = Path(entry.uri).name.split("-")
             assert self.world.written[int(attempt), int(number)] == set(range(entry.world_size))
             parts = {f"__{rank}_0.distcp" for rank in range(entry.world_size)}

@@ -19,7 +19,7 @@ import pytest
 from flytekitplugins.daskpytorch import GangStartError
 from flytekitplugins.daskpytorch.driver import claim as module
 from flytekitplugins.daskpytorch.driver.claim import Claim, claimed
-from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from processes import until
@@ -50,21 +50,19 @@ def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         options = {"key": weed.keys.access, "secret": weed.keys.secret, "endpoint_url": weed.endpoint}
     files = Files(fsspec.core.url_to_fs(uri, **options)[0])
     own = f"{files.path(uri)}/same"
-    return StoragePaths(file_access=files, previous=own, own=own)
+    return StoragePaths(files=files, previous=own, own=own, is_claimed=True)
 
 
 def written(paths: StoragePaths) -> dict[str, Any]:
-    assert isinstance(paths.file_access, Files)
-    paths.file_access.fs.invalidate_cache()
-    return dict(json.loads(paths.file_access.read(f"{paths.own}/claim.json")))
+    paths.files.fs.invalidate_cache()
+    return dict(json.loads(paths.files.read(f"{paths.own}/claim.json")))
 
 
 def leave(paths: StoragePaths, **about: Any) -> None:
     """A claim of another gang's."""
     now = time.time()
-    assert isinstance(paths.file_access, Files)
     content = {**OTHERS, "since": now - 90, "renewed": now, **about}
-    paths.file_access.write(f"{paths.own}/claim.json", json.dumps(content).encode())
+    paths.files.write(f"{paths.own}/claim.json", json.dumps(content).encode())
 
 
 def test_a_second_gang_is_refused_and_one_after_the_end_goes_on_at_once(paths: StoragePaths) -> None:
@@ -75,8 +73,7 @@ def test_a_second_gang_is_refused_and_one_after_the_end_goes_on_at_once(paths: S
         assert written(paths)["name"] == "flows.first"
     with claimed(paths, "flows.second"):
         assert written(paths)["name"] == "flows.second"
-    assert isinstance(paths.file_access, Files)
-    assert not paths.file_access.fs.exists(f"{paths.own}/claim.json")
+    assert not paths.files.fs.exists(f"{paths.own}/claim.json")
 
 
 def test_of_many_that_come_at_once_one_has_it(paths: StoragePaths) -> None:
@@ -163,10 +160,11 @@ def test_who_is_known_to_have_ended_is_taken_over_at_once(
 DIES = """
 import os, sys
 from flytekitplugins.daskpytorch.driver.claim import claimed
-from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from fsspec.implementations.local import LocalFileSystem
-with claimed(StoragePaths(file_access=Files(LocalFileSystem()), previous=sys.argv[1], own=sys.argv[1]), "first"):
+files, own = Files(LocalFileSystem()), sys.argv[1]
+with claimed(StoragePaths(files=files, previous=own, own=own, is_claimed=True), "first"):
     os.kill(os.getpid(), 9)
 """
 
@@ -179,7 +177,7 @@ def test_a_process_of_this_machine_that_was_killed_is_taken_over_at_once(
     assert killed.returncode == -9
     assert (tmp_path / "same" / "claim.json").exists()
     monkeypatch.setattr(module, "POLL_INTERVAL", 1e9)  # nobody waits
-    again = StoragePaths(file_access=Files(fsspec.filesystem("file")), previous=own, own=own)
+    again = StoragePaths(files=Files(fsspec.filesystem("file")), previous=own, own=own, is_claimed=True)
     with claimed(again, "second"):
         assert written(again)["name"] == "second"
 

@@ -6,8 +6,6 @@ import gc
 import hashlib
 import json
 import os
-import shutil
-import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,11 +18,10 @@ from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
 from flytekitplugins.daskpytorch.driver import committer
-from flytekitplugins.daskpytorch.driver.committer import Committed, Committer, ShardStorage
-from flytekitplugins.daskpytorch.driver.files import Files
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read_manifest
+from flytekitplugins.daskpytorch.driver.committer import LANE, Committed, Committer
 from flytekitplugins.daskpytorch.driver.request import storage_of
-from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.driver.vault import MANIFEST, Vault, read_manifest
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
 from flytekitplugins.daskpytorch.protocol.sharded import (
     LAYOUT,
@@ -36,8 +33,8 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
 )
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from others import give_away
-from processes import run_program, until
-from seaweed import NO_RIGHTS, WRITER, Weed
+from processes import run_program
+from seaweed import WRITER, Weed
 
 PATIENCE = 300.0
 """Seconds that nothing here takes."""
@@ -62,14 +59,14 @@ class Driver:
         self.fs = fsspec.core.url_to_fs(self.uri, **self.options)[0]
         files = Files(self.fs)
         self.uri = files.path(self.uri)
-        paths = StoragePaths(file_access=files, previous=self.previous or self.uri, own=self.uri)
-        self.upload = StorageUpload(paths, retry_after=0.05)
-        place = ShardStorage.of(paths, lambda _: self.fs, Path("/nowhere"), is_users="://" not in self.uri)
-        self.committer = Committer(place, self.upload.manifest, self.heard.append, self.keep, retry_after=0.05)
+        paths = StoragePaths(files=files, previous=self.previous or self.uri, own=self.uri)
+        self.vault = Vault(paths, self.keep, retry_after=0.05)
+        settings = Gang(checkpoint_uri=self.uri)
+        self.committer = Committer(settings, paths, self.vault, Path("/nowhere"), lambda _: self.fs, self.heard.append)
 
     def begin(self) -> Driver:
         """Start, on a disk of its own."""
-        self.upload.restore(Path("/nowhere"))
+        self.vault.restore(Path("/nowhere"))
         self.committer.begin()
         return self
 
@@ -109,7 +106,7 @@ class Driver:
         return self.heard[-1]
 
     def flush(self) -> bool:
-        return self.committer.worker.flush(PATIENCE)
+        return self.vault.worker.flush(LANE, PATIENCE) and self.vault.flush(PATIENCE)
 
     def steps(self) -> list[int]:
         """Those that ranks would start from."""
@@ -127,7 +124,6 @@ class Driver:
         return sorted(name.rpartition("-")[0] for name in names)
 
     def close(self) -> None:
-        self.upload.close()
         self.committer.close()
 
 
@@ -180,25 +176,6 @@ def test_state_that_plain_torch_could_not_read_is_committed_with_a_word_about_it
     assert mine.save(7, 0).error is None
     assert [entry.step for entry in mine.named()] == [7]
     assert "can be read by gangs only, not by plain torch: ImportError: another torch" in capsys.readouterr().err
-
-
-def test_manifest_is_written_last(driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-    real = Files._rename_into
-    monkeypatch.setattr(
-        Files, "_rename_into", lambda self, path, write: (order.append(Path(path).name), real(self, path, write))
-    )
-    mine = driver()
-    mine.save(7, 0)
-    assert order == ["__0_0.distcp", "__1_0.distcp", LAYOUT, ".metadata", MANIFEST]
-
-
-def test_older_ones_are_removed_after_the_manifest_does_without_them(driver: MakeDriver) -> None:
-    mine = driver()
-    for number in range(4):
-        mine.save(10 + number, number)
-    assert mine.steps() == [13, 12]
-    assert mine.folders() == ["step-12/0-2", "step-13/0-3"]
 
 
 def test_best_ones_stay_beside_the_last_from_gang_to_gang(driver: MakeDriver) -> None:
@@ -265,16 +242,19 @@ def test_next_call_with_the_same_uri_goes_on_and_removes_what_was_not_finished(d
     assert second.folders() == ["step-11/0-1", "step-12/0-0"]
 
 
+@pytest.mark.parametrize("where", ["same", "other"])
 @pytest.mark.parametrize("manifest", ["{", '{"checkpoints": [], "sharded": [{"of": "a later version"}]}'])
-def test_manifest_that_cannot_be_read_costs_no_shards(driver: MakeDriver, manifest: str) -> None:
-    first = driver()
+def test_manifest_that_cannot_be_read_costs_no_shards(
+    driver: MakeDriver, tmp_path: Path, manifest: str, where: str
+) -> None:
+    first = driver(str(tmp_path / "same"))
     first.save(10, 0)
     first.close()
     Path(first.uri, MANIFEST).write_text(manifest)
-    second = driver()
+    second = driver(str(tmp_path / where), previous=first.uri)
     assert second.steps() == []
     assert second.flush()
-    assert second.folders() == ["step-10/0-0"]
+    assert first.folders() == ["step-10/0-0"]
 
 
 def test_next_attempt_of_a_task_names_what_the_one_before_has_left_and_copies_and_removes_nothing(
@@ -316,58 +296,21 @@ def test_next_attempt_of_a_task_removes_what_the_one_before_has_not_finished(
     assert second.folders() == ["step-10/0-0"]
 
 
-def test_next_attempt_removes_nothing_of_one_whose_manifest_it_cannot_read(driver: MakeDriver, tmp_path: Path) -> None:
-    first = driver(str(tmp_path / "0"))
-    first.save(10, 0)
-    first.close()
-    Path(first.uri, MANIFEST).write_text("{")
-    second = driver(str(tmp_path / "1"), previous=str(tmp_path / "0"))
-    assert second.flush()
-    assert first.folders() == ["step-10/0-0"]
-
-
-def test_manifest_of_a_version_before_names_no_shards(driver: MakeDriver) -> None:
-    kept = Path(driver().uri)
-    kept.mkdir(exist_ok=True)
-    (kept / MANIFEST).write_text('{"checkpoints": []}')
-    assert driver().steps() == []
-
-
 # ---- Storage that fails ---------------------------------------------------------------------------------------------
-
-
-def test_commit_that_fails_is_tried_again_and_told_in_one_line(
-    driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine, tries = driver(), []
-    real = Files.put_data
-
-    def put_data(self: Files, local_path: str, remote_path: str) -> None:
-        tries.append(remote_path)
-        if len(tries) < 4:
-            raise OSError("the storage is not in the mood")
-        real(self, local_path, remote_path)
-
-    monkeypatch.setattr(Files, "put_data", put_data)
-    assert mine.save(7, 0).error is None
-    assert len(tries) == 4
-    assert mine.steps() == [7]
-    [told] = capsys.readouterr().err.splitlines()
-    assert "the sharded checkpoint of step 7 could not be committed (OSError: the storage is not in the mood)" in told
-    assert "The training goes on" in told
 
 
 def test_shards_that_a_manifest_may_name_are_not_removed(driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage took the manifest, but its answer was lost: whoever reads it finds what it names."""
     mine = driver()
-    real = Files.put_data
+    real = Files.write
 
-    def put_data(self: Files, local_path: str, remote_path: str) -> None:
-        real(self, local_path, remote_path)
-        raise TimeoutError("no answer")
+    def write(self: Files, path: str, data: bytes) -> None:
+        real(self, path, data)
+        if path.endswith(MANIFEST):
+            raise TimeoutError("no answer")
 
     monkeypatch.setattr(committer, "MAX_COMMIT_ATTEMPTS", 2)
-    monkeypatch.setattr(Files, "put_data", put_data)
+    monkeypatch.setattr(Files, "write", write)
     assert isinstance(mine.save(7, 0).error, TimeoutError)
     assert [entry.step for entry in mine.named()] == [7]
     assert mine.folders() == ["step-7/0-0"]
@@ -376,36 +319,6 @@ def test_shards_that_a_manifest_may_name_are_not_removed(driver: MakeDriver, mon
     mine.save(8, 1)
     assert mine.steps() == [8]
     assert mine.folders() == ["step-8/0-1"]
-
-
-def test_no_space_for_the_layout_costs_that_checkpoint_alone(
-    driver: MakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(committer, "MAX_COMMIT_ATTEMPTS", 2)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    try:
-        mine = driver(str(disk / "kept"))
-        assert mine.save(7, 0).error is None
-        written = mine.write(8, 1)
-        filler = disk / "filler"
-        with pytest.raises(OSError, match="No space"):
-            filler.write_bytes(bytes(1 << 20))
-        mine.committer.commit(written)
-        mine.committer.sweep(0, 1)
-        assert mine.flush()
-        assert isinstance(mine.heard[-1].error, OSError)
-        assert [entry.step for entry in mine.named()] == mine.steps() == [7]
-        filler.unlink()
-        assert mine.save(9, 2).error is None
-        assert mine.steps() == [9, 7]
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize("at", [LAYOUT, ".metadata", MANIFEST])
@@ -421,14 +334,14 @@ def test_driver_killed_in_the_middle_of_a_commit_leaves_the_checkpoint_before(
 
         mine = Driver({str(tmp_path / "kept")!r}).begin()
         mine.save(10, 0)
-        real = Files._rename_into
+        real = Files.write
 
-        def die(self, path, write):
+        def die(self, path, data):
             if path.endswith({at!r}):
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(self, path, write)
+            real(self, path, data)
 
-        Files._rename_into = die
+        Files.write = die
         mine.save(11, 1)
         """
     )
@@ -487,24 +400,6 @@ def test_s3_that_forbids_to_remove_keeps_all_and_says_so_once(
     assert f"cannot be removed from s3://{bucket}/kept and stay there (" in told
 
 
-def test_s3_that_forbids_to_write_costs_the_checkpoint_alone(
-    driver: MakeDriver,
-    weed: Weed,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(committer, "MAX_COMMIT_ATTEMPTS", 2)
-    monkeypatch.setattr(StorageUpload, "restore", lambda *_: None)  # nor may it look for what was there
-    mine = driver(f"s3://{bucket}/kept", options=options(weed, keys=NO_RIGHTS))
-    ranks = driver(f"s3://{bucket}/kept", options=options(weed))  # with other rights
-    mine.committer.commit(ranks.write(10, 0))
-    assert mine.flush()
-    assert isinstance(mine.heard[-1].error, PermissionError)
-    assert mine.steps() == []
-    assert "could not be committed (PermissionError" in capsys.readouterr().err
-
-
 # ---- Where they lie -------------------------------------------------------------------------------------------------
 
 
@@ -514,43 +409,46 @@ class InFlyte(Execution):
     name = "a1b2"
 
     def __init__(self, attempt: str) -> None:
-        self.paths = StoragePaths(file_access=Files(LocalFileSystem()), previous=None, own=f"/flyte/{attempt}/gang")
+        self.paths = StoragePaths(files=Files(LocalFileSystem()), previous=None, own=f"/flyte/{attempt}/gang")
 
     def checkpoint_paths(self, key: str) -> StoragePaths | None:
         return self.paths
 
 
-def place_of(paths: StoragePaths | None, scratch: Path, *, is_users: bool = False) -> ShardStorage:
-    return ShardStorage.of(paths, lambda _: LocalFileSystem(), scratch, is_users=is_users)
+def place_of(execution: Execution, key: str, settings: Gang, scratch: Path) -> Committer:
+    def opened(uri: str) -> Any:
+        raise AssertionError("nobody asked for it")
+
+    paths = storage_of(execution, key, settings)
+    return Committer(settings, paths, Vault(paths, Keep()), scratch, opened, lambda _: None)
 
 
 def test_without_storage_they_lie_in_a_folder_that_goes_with_the_driver(tmp_path: Path) -> None:
-    place = place_of(storage_of(Execution(), "train-1", Gang()), tmp_path)
+    place = place_of(Execution(), "train-1", Gang(), tmp_path)
     assert Path(place.base).parent == tmp_path
     assert place.token is not None
     assert place.token.parent == tmp_path
 
 
 def test_in_a_flyte_task_they_lie_beside_the_other_checkpoints_of_the_attempt(tmp_path: Path) -> None:
-    place = place_of(storage_of(InFlyte("n0-0"), "gang", Gang()), tmp_path)
-    assert place.base == "/flyte/n0-0/gang"
-    assert not place.is_reused
+    place = place_of(InFlyte("n0-0"), "gang", Gang(), tmp_path)
+    assert (place.base, place.previous) == ("/flyte/n0-0/gang", None)
     retry = InFlyte("n0-1")
     retry.paths = replace(retry.paths, previous="file:///flyte/n0-0/gang")
-    assert place_of(storage_of(retry, "gang", Gang()), tmp_path).previous == place.base
+    assert place_of(retry, "gang", Gang(), tmp_path).previous == place.base
 
 
 def test_uri_in_a_flyte_task_holds_the_shards_of_each_attempt_apart_and_flyte_the_manifest(tmp_path: Path) -> None:
     settings, bases = Gang(checkpoint_uri="s3://bucket/shards/"), set()
     first, retry = InFlyte("n0-0"), InFlyte("n0-1")
     retry.paths = replace(retry.paths, previous=first.paths.own)
-    places = [place_of(storage_of(each, "gang", settings), tmp_path, is_users=True) for each in (first, retry)]
+    places = [place_of(each, "gang", settings, tmp_path) for each in (first, retry)]
     assert [place.previous for place in places] == [None, places[0].base]
     for attempt in ("n0-0", "n0-1", "n1-0"):
         paths = storage_of(InFlyte(attempt), "gang", settings)
         assert paths is not None
         assert paths.own == f"/flyte/{attempt}/gang"
-        place = place_of(paths, tmp_path, is_users=True)
+        place = place_of(InFlyte(attempt), "gang", settings, tmp_path)
         assert place.base.startswith("s3://bucket/shards/a1b2/")
         assert place.token is None
         bases.add(place.base)
@@ -563,9 +461,8 @@ def test_uri_outside_flyte_holds_all_of_each_gang_by_its_key(tmp_path: Path, mon
         paths = storage_of(Execution(), "train-1", Gang(checkpoint_uri=uri))
         assert paths is not None
         assert paths.own == paths.previous == str(tmp_path / "kept" / "train-1")
-        place = place_of(paths, tmp_path, is_users=True)
-        assert place.base == paths.own
-        assert place.is_reused
+        place = place_of(Execution(), "train-1", Gang(checkpoint_uri=uri), tmp_path)
+        assert place.base == place.previous == paths.own
         assert place.token is not None
         assert str(place.token.parent) == paths.own  # a folder that the ranks' machines may share
 
@@ -581,41 +478,19 @@ def test_token_is_there_while_the_gang_is(driver: MakeDriver) -> None:
 
 def test_folder_that_cannot_be_written_is_an_error_at_the_start_that_says_what_named_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    paths = storage_of(Execution(), "train-1", Gang(checkpoint_uri=str(tmp_path / "file")))
-    committer = Committer(place_of(paths, tmp_path, is_users=True), None, lambda _: None)
+    committer = place_of(Execution(), "train-1", Gang(checkpoint_uri=str(tmp_path / "file")), tmp_path)
     told = rf"^Gang\(checkpoint_uri=...\): {tmp_path}/file/train-1 cannot be used \(NotADirectoryError: .*Check"
     with pytest.raises(OSError, match=told):
         committer.begin()
 
 
-def test_gang_that_saves_no_shards_has_no_thread_for_them_and_no_client(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def opened(uri: str) -> Any:
-        raise AssertionError("nobody asked for it")
-
-    committer = Committer(ShardStorage.of(None, opened, tmp_path, is_users=False), None, lambda _: None)
+def test_gang_that_saves_no_shards_has_nothing_to_do_for_them_and_no_client(tmp_path: Path) -> None:
+    committer = place_of(Execution(), "train-1", Gang(), tmp_path)
     committer.begin()
     assert committer.sharding().start == ()
     assert committer.flush(0.0)
     committer.close()
-    assert not committer.worker.has_begun
-
-
-def test_closing_ends_the_thread_though_storage_fails(driver: MakeDriver) -> None:
-    mine = driver()
-    mine.committer.retry_after = PATIENCE
-    shards = mine.write(7)
-    shutil.rmtree(mine.uri)
-    Path(mine.uri).write_text("in the way")
-    mine.committer.commit(shards)
-    thread = mine.committer.worker._thread
-    assert thread is not None
-    until(mine.committer.worker._jobs.empty, "the commit")
-    mine.committer.worker.close()
-    thread.join(PATIENCE / 2)
-    assert not thread.is_alive()
-    assert mine.heard[0].error is not None
+    assert not committer.vault.worker.has_begun(LANE)
 
 
 def test_what_the_user_keeps_beside_the_shards_stays(tmp_path: Path) -> None:
@@ -648,9 +523,8 @@ def test_checkpoints_that_another_user_may_have_written_are_not_gone_on_from(
     try:
         paths = storage_of(Execution(), "same", settings)
         assert paths is not None
-        (tmp_path / "checkpoint").write_bytes(b"weights")
         for name in (MANIFEST, "step-1-abc.pt"):
-            paths.file_access.put_data(str(tmp_path / "checkpoint"), f"{paths.own}/{name}")
+            paths.files.write(f"{paths.own}/{name}", b"weights")
     finally:
         os.umask(before)
     assert storage_of(Execution(), "same", settings) is not None

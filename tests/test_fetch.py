@@ -1,4 +1,4 @@
-"""Checkpoints on their way to the checkpoints."""
+"""Which checkpoint is brought to the driver next."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_one_at_a_time_and_the_newest_next(agent: tuple[Peer, Connection]) -> No
     (peer, connection), fetches = agent, Fetches()
     for step in (1, 2, 3):
         fetches.fetch(peer, checkpoint(step))
+    fetches.note_end(checkpoint(7))  # of another one: no news
     assert asked_for(connection) == [1]
     fetches.note_end(checkpoint(1))
     assert asked_for(connection) == [3]
@@ -72,15 +73,6 @@ def test_the_end_of_one_whose_metric_is_no_number_is_noted(agent: tuple[Peer, Co
     fetches.fetch(peer, checkpoint(1, loss=math.nan))
     fetches.note_end(pickle.loads(pickle.dumps(checkpoint(1, loss=math.nan))))
     assert not fetches.is_busy
-
-
-def test_the_end_of_another_one_changes_nothing(agent: tuple[Peer, Connection]) -> None:
-    (peer, connection), fetches = agent, Fetches()
-    fetches.fetch(peer, checkpoint(1))
-    fetches.fetch(peer, checkpoint(2))
-    fetches.note_end(checkpoint(7))
-    assert asked_for(connection) == [1]
-    assert fetches.is_busy
 
 
 def test_what_a_lost_agent_was_to_bring_is_not_waited_for(agent: tuple[Peer, Connection]) -> None:

@@ -22,14 +22,10 @@ import psutil
 import pytest
 import torch
 from distributed import Client
-from flytekit.core.data_persistence import FileAccessProvider
 
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
-from flytekitplugins.daskpytorch.driver.upload import StorageUpload
-from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.driver.vault import MANIFEST
 from pages import block
 from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 from test_task_integration import (
@@ -433,41 +429,3 @@ def best_of(attempt: Attempt) -> tuple[list[list[float]], int, float]:
     weights = torch.load(outputs["weights"].scalar.blob.uri, weights_only=True)
     epoch, loss = (outputs[name].scalar.primitive for name in ("epoch", "held_out_loss"))
     return weights.tolist(), epoch.integer, loss.float_value
-
-
-def store(folder: Path, epochs: list[int]) -> Path:
-    """Checkpoints of `resumable`, as an attempt leaves them; where they lie."""
-    own = folder / "daskpytorch" / "gang"
-    local = folder.with_name("local")
-    local.mkdir(parents=True)
-    storage = StorageUpload(
-        StoragePaths(file_access=FileAccessProvider(str(local), str(local)), previous=None, own=str(own))
-    )
-    for epoch in epochs:
-        path = local / "state.pt"
-        torch.save({"epoch": epoch, "value": expected(epoch)}, path)
-        file = CheckpointFile(attempt=0, step=epoch, size=path.stat().st_size, digest=digest_of(path))
-        storage.offer(file, path.rename(local / file.name))
-        assert storage.flush(10)
-    storage.close()
-    return own
-
-
-@pytest.mark.parametrize(
-    ("damage", "resumes_at"),
-    [("nothing there", 0), ("torn file", 2)],
-)
-def test_what_the_attempt_before_left_may_be_damaged(
-    execution: Execution, tmp_path: Path, damage: str, resumes_at: int
-) -> None:
-    """See test_upload.py for the other ways."""
-    previous = tmp_path / "previous"
-    own = store(previous, [2, 3])
-    if damage == "nothing there":
-        shutil.rmtree(previous)
-    else:
-        [path] = own.glob("step-3-*")
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    attempt = execution.attempt(1, epochs=4, previous=str(previous), env={"WANDB_MODE": "disabled"})
-    assert result(attempt) == expected(4)
-    assert execution.starts(1) == [resumes_at] * 2

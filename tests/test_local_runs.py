@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import LiteralMap
 from flytekit.types.file import FlyteFile
 
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, Manifest
-from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch import Keep
+from flytekitplugins.daskpytorch.driver.vault import MANIFEST, Vault
 from flytekitplugins.daskpytorch.flyte import context
 from flytekitplugins.daskpytorch.flyte.task import identities
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of
@@ -68,20 +67,25 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
     source = scratch / "checkpoint"
     source.write_bytes(b"weights %d" % step)
     file = CheckpointFile(attempt=0, step=step, size=source.stat().st_size, digest=digest_of(source))
-    with contextlib.closing(StorageUpload(paths)) as upload:
-        upload.offer(file, source.rename(scratch / file.name))
-        assert upload.flush(60)
+    vault = Vault(paths, Keep())
+    with contextlib.closing(vault.worker):
+        vault.offer(file, source.rename(scratch / file.name))
+        assert vault.flush(60)
     (scratch / file.name).unlink()
     return file
 
 
-def sharded_checkpoint(step: int, uri: str = "/nowhere") -> ShardedCheckpoint:
-    return ShardedCheckpoint(attempt=0, step=step, world_size=1, uri=uri, size=5, layout_digest="d")
+def name_shards(run: LocalRun, uri: str = "/nowhere") -> None:
+    """Name a sharded checkpoint of step 3 in the manifest of a run's gang."""
+    vault = Vault(run.paths("gang"), Keep())
+    vault.name([ShardedCheckpoint(attempt=0, step=3, world_size=1, uri=uri, size=5, layout_digest="d")])
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
-    with contextlib.closing(StorageUpload(run.paths(key))) as upload:
-        found = upload.restore(scratch)
+    vault = Vault(run.paths(key), Keep())
+    with contextlib.closing(vault.worker):
+        found = vault.restore(scratch)
+        assert vault.flush(60)
     return (scratch / found[-1].name).read_bytes() if found else None
 
 
@@ -167,10 +171,9 @@ def test_files_appear_whole(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
         save(run, 1, tmp_path)
         manifest = run.folder / "gang" / MANIFEST
         before = manifest.read_text()
-        (tmp_path / "newer").write_text("{}")
         monkeypatch.setattr(os, "fsync", _fail)
         with pytest.raises(OSError, match="power"):
-            run.paths("gang").file_access.put_data(str(tmp_path / "newer"), str(manifest))
+            run.paths("gang").files.write(str(manifest), b"{}")
         assert manifest.read_text() == before
 
 
@@ -244,7 +247,7 @@ def test_shards_of_a_run_that_ended_before_its_first_checkpoint_was_whole_are_re
 def test_a_run_goes_on_from_shards(root: Path, tmp_path: Path) -> None:
     with run_of() as run:
         (run.folder / "gang" / "step-3" / "0-0-abc").mkdir(parents=True)  # as ranks do, before there is a record
-        Manifest(run.paths("gang")).write(sharded=[sharded_checkpoint(3)])
+        name_shards(run)
         assert run.newest_step() == 3
         assert "the checkpoint of step 3 is kept" in run.advice()
 
@@ -257,7 +260,7 @@ def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
         part = first.folder / "gang" / "step-3" / "0-0-abc" / "part"
         part.parent.mkdir(parents=True)
         part.write_bytes(bytes(100_000))
-        Manifest(first.paths("gang")).write(sharded=[sharded_checkpoint(3, str(part.parent))])
+        name_shards(first, str(part.parent))
     for path in first.folder.rglob("*"):
         os.utime(path, (time.time() - 86_400 * (15 if why == "old" else 1),) * 2)
     if why == "large":
@@ -265,7 +268,7 @@ def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
     monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder))
     with run_of() as second:
         # Its first manifest, with which its folder is made, names what it goes on from.
-        Manifest(second.paths("gang")).write(sharded=[sharded_checkpoint(3, str(part.parent))])
+        name_shards(second, str(part.parent))
         assert part.exists()
     local_runs.clean(root)
     assert part.exists()
@@ -328,7 +331,10 @@ def test_a_run_stays_whose_files_a_later_one_has_not_copied_yet(
     age(first.folder)
     monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
     with run_of() as second:
-        Manifest(second.paths("gang")).write(files=[replace(file, folder=str(first.folder / "gang"))])
+        restored(second, tmp_path)
+        (second.folder / "gang" / file.name).unlink()  # as if it had named the file only, and been killed
+        manifest = second.folder / "gang" / MANIFEST
+        manifest.write_text(manifest.read_text().replace('"folder": null', f'"folder": "{first.folder / "gang"}"'))
     local_runs.clean(root)
     assert (first.folder / "gang" / file.name).exists()
 

@@ -123,34 +123,3 @@ def test_where_obstore_fails_s3fs_writes_and_reads(
     assert content["weights"].equal(torch.arange(5 * MIB))
     assert asked == [method for method in ["open", *["read"] * 6] if method != broken]  # 40 MiB, in pieces
     assert capsys.readouterr().err == ""
-
-
-def test_ranks_that_have_something_to_load_reach_the_storage_meanwhile(files: S3FileSystem) -> None:
-    state = {"weights": torch.arange(6.0)}
-    first = Rank("s3://quick/ahead")
-    first.checkpoints.reach_ahead()
-    assert quick_of(files)._store.cache_info().currsize == 0  # there is nothing to load
-    saved = first.save(state, 10)
-    quick_of(files)._store.cache_clear()
-    second = Rank("s3://quick/ahead", [saved], attempt=1)
-    second.checkpoints.reach_ahead()
-    assert second.checkpoints._reaching is not None
-    second.checkpoints._reaching.join()
-    assert quick_of(files)._store.cache_info().currsize == 1
-    loaded = {"weights": torch.zeros(6)}
-    assert second.checkpoints.load(loaded) == 10
-    assert loaded["weights"].tolist() == state["weights"].tolist()
-
-
-def test_storage_that_cannot_be_reached_ahead_is_spoken_of_by_who_loads(
-    files: S3FileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = Rank("s3://quick/ahead").save({"weights": torch.arange(6.0)}, 10)
-
-    def fail(*_: object) -> None:
-        raise PermissionError("expired")
-
-    monkeypatch.setattr(quick_s3.QuickS3, "reach", fail)
-    second = Rank("s3://quick/ahead", [saved], attempt=1)
-    second.checkpoints.reach_ahead()
-    assert second.checkpoints.load({"weights": torch.zeros(6)}) == 10

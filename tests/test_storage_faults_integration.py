@@ -23,7 +23,7 @@ import fault_training as ft
 from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import checkpoints
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.vault import MANIFEST
 from flytekitplugins.daskpytorch.rank import checkpoint as rank_checkpoint
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, small_disk, until
 from tasks import char_lstm

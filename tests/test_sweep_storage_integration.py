@@ -14,7 +14,7 @@ from distributed import Client
 
 from conftest import REPOSITORY
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
-from flytekitplugins.daskpytorch.driver.files import Files
+from flytekitplugins.daskpytorch.protocol.files import Files
 from processes import Cluster, end, is_alive, run_program, until
 from warm import warm_python
 
@@ -95,13 +95,13 @@ def test_a_stopped_model_keeps_its_last_value_and_checkpoint(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is stopped after its first epoch that counts, since the first has been there with a better loss."""
-    put = Files.put_data
+    put = Files.put
 
     def put_slowly(*args: Any) -> None:
         time.sleep(1.0)  # a checkpoint is on its way when its model is stopped
         put(*args)
 
-    monkeypatch.setattr(Files, "put_data", put_slowly)
+    monkeypatch.setattr(Files, "put", put_slowly)
     never = tmp_path / "never"
     grid = [
         {"trace": str(tmp_path / "0"), "loss": 1.0},

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
+from flytekit.core.context_manager import ExecutionState
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.system import FlyteUploadDataException
 
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
 from flytekitplugins.daskpytorch.task.results import TaskResults
 from processes import until
 from test_results import files, submit
@@ -24,7 +27,10 @@ AWKWARD = {"a [1]*?.json": b"1", "ü/… x": b"2", "rank-0/#x%20y": b"3", "empty
 def outputs_at(prefix: str, tmp_path: Path, grace_period: float = 20.0) -> TaskResults:
     """The results of a task whose raw outputs go there."""
     access = FileAccessProvider(str(tmp_path / "sandbox"), prefix, DataConfig.auto())
-    return TaskResults(grace_period, access)
+    here = FlyteContextManager.current_context()
+    state = here.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    ctx = here.with_file_access(access).with_execution_state(state).build()
+    return TaskResults(grace_period, FlyteExecution(ctx, None))
 
 
 @pytest.fixture
@@ -98,7 +104,7 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
     place: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     results: TaskResults = request.getfixturevalue(place)
-    files_there = results._files.get_filesystem_for_path(results.folder)
+    files_there = results._execution.filesystem(results.folder)
     with results.received():
         pass
     assert not files_there.exists(results.folder)

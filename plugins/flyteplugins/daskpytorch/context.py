@@ -1,4 +1,4 @@
-"""Flyte 2's context, as the rest of the plugin asks for it, and its storage. Runs in the driver."""
+"""Flyte 2's context, as the rest of the plugin asks for it. Runs in the driver."""
 
 import contextlib
 import os
@@ -10,12 +10,13 @@ import flyte
 from flyte._initialize import _get_init_config
 from flyte._internal.runtime.io import error_path
 from flyte._secret import secrets_from_request
-from flyte.models import RawDataPath, TaskContext
-from flyte.storage import ABFS, S3, Storage, is_remote
+from flyte.models import TaskContext
+from flyte.storage import ABFS, S3, Storage
 
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from flytekitplugins.daskpytorch.driver.vault import MANIFEST
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 BESIDE = ".daskpytorch"
@@ -25,41 +26,6 @@ SECRETS_FOLDER = Path("/etc/flyte/secrets")
 OF_AZURE = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
 """What adlfs takes, and Flyte knows by the same names."""
 INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
-
-
-@dataclass(frozen=True)
-class Files:
-    """Flyte's storage, as gangs and results use it."""
-
-    prefix: RawDataPath
-
-    def get_data(self, remote_path: str, local_path: str) -> object:
-        """Download a file."""
-        return self.get_filesystem_for_path(remote_path).get_file(remote_path, local_path)
-
-    def put_data(self, local_path: str, remote_path: str, is_multipart: bool = False) -> object:
-        """Upload a file, or a folder."""
-        files = self.get_filesystem_for_path(remote_path)
-        if is_multipart:
-            for path in sorted(Path(local_path).rglob("*")):
-                if path.is_file():
-                    files.put_file(str(path), f"{remote_path}/{path.relative_to(local_path).as_posix()}")
-            return None
-        if not is_remote(remote_path):
-            Path(remote_path.removeprefix("file://")).parent.mkdir(parents=True, exist_ok=True)
-        return files.put_file(local_path, remote_path)
-
-    def get_filesystem_for_path(self, path: str) -> Any:
-        """Opened with what Flyte knows of how to get there."""
-        return _opened(path, storage())
-
-    def get_random_remote_directory(self) -> str:
-        """Among the outputs of the task."""
-        return str(self.prefix.get_random_remote_path())
-
-    def is_remote(self, path: str) -> bool:
-        """Whether it lies elsewhere."""
-        return bool(is_remote(path))
 
 
 class Flyte2Execution(host.Execution):
@@ -79,10 +45,11 @@ class Flyte2Execution(host.Execution):
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
         if paths is None or not paths.checkpoint_path:
             return None
-        own, previous = (_beside(path, key) for path in (paths.checkpoint_path, paths.prev_checkpoint_path))
+        files = Files(self.filesystem(paths.checkpoint_path.strip()))
+        own, previous = (_beside(files, path, key) for path in (paths.checkpoint_path, paths.prev_checkpoint_path))
         if _is_there(f"{own}/{MANIFEST}"):  # written by an earlier start of this attempt: see `earlier_system_errors`
             previous = own
-        return host.StoragePaths(file_access=Files(self._ctx.raw_data_path), previous=previous, own=str(own))
+        return host.StoragePaths(files=files, previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
         """As Flyte's own data."""
@@ -90,7 +57,13 @@ class Flyte2Execution(host.Execution):
 
     def new_folder(self) -> str | None:
         """As Flyte names what a task uploads."""
-        return Files(self._ctx.raw_data_path).get_random_remote_directory() if self.task is not None else None
+        return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
+
+    def put_folder(self, folder: Path, uri: str) -> None:
+        """File by file."""
+        files = Files(self.filesystem(uri))
+        for path in filter(Path.is_file, sorted(folder.rglob("*"))):
+            files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
 
     def in_ranks(self) -> host.Execution | None:
         """The way to Flyte's data, with the keys that this task has of it."""
@@ -152,9 +125,9 @@ def _is_there(path: str) -> bool:
         return False
 
 
-def _beside(checkpoint: str | None, key: str) -> str | None:
-    path = (checkpoint or "").strip().rstrip("/")
-    return f"{path}{BESIDE}/{key}" if path else None
+def _beside(files: Files, checkpoint: str | None, key: str) -> str | None:
+    path = (checkpoint or "").strip()
+    return f"{files.path(path)}{BESIDE}/{key}" if path else None
 
 
 def rank_environment(secrets: Any) -> dict[str, str]:

@@ -162,9 +162,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _rank_host(self, inputs: dict[str, Any]) -> Callable[[str], Flyte2Rank]:
         return lambda folder: Flyte2Rank.of_current_task(self.name, inputs, list(self.interface.outputs), folder)
 
-    def _output_storage(self) -> context.Files:
-        return context.Files(flyte.ctx().raw_data_path)
-
     def _as_output(self, folder: str) -> Any:
         from flyte.io import Dir
 

@@ -15,10 +15,10 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.display.training import flat
-from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.extras import require_extra
 from flytekitplugins.daskpytorch.media import Histogram, Picture
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Training
 
@@ -135,7 +135,7 @@ class _EventFiles(Run):
         try:
             files = Files(self._execution.filesystem(where))
             for file in self._folder.iterdir():
-                files.put_data(str(file), f"{files.path(where)}/{file.name}")
+                files.put(file, f"{files.path(where)}/{file.name}")
         except Exception as error:  # whatever a storage's client raises
             raise ConnectionError(f"{where} takes no files ({type(error).__name__}: {error})") from error
         self._has_news = False

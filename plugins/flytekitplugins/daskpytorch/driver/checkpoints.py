@@ -1,7 +1,7 @@
 """A gang's checkpoints: brought from its nodes, and safe on the driver's disk when workers die. Runs in the driver.
 
 The driver is the only writer. It takes files whole or not at all, refuses those of older attempts, keeps the last
-few and the best, and hands them on to storage (see `upload`), so that the task's next attempt starts from the newest.
+few and the best, and hands them on to storage (see `vault`), so that the task's next attempt starts from the newest.
 """
 
 import threading
@@ -11,10 +11,9 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.driver.agents import Peer
-from flytekitplugins.daskpytorch.driver.retention import retained
-from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.driver.retention import find, retained
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.log import say
-from flytekitplugins.daskpytorch.protocol.best import best_first
 from flytekitplugins.daskpytorch.protocol.checkpoint_file import CheckpointFile, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Download, Fetch, Upload
@@ -27,10 +26,10 @@ MAX_RETRIES = 2
 class Checkpoints:
     """Keeps the newest checkpoints of one gang, and the best."""
 
-    def __init__(self, folder: Path, storage: StorageUpload | None, keep: Keep | None = None) -> None:
+    def __init__(self, folder: Path, vault: Vault) -> None:
         self._folder = folder
-        self._storage = storage
-        self._keep = keep or Keep()
+        self._vault = vault
+        self._keep = vault.keep
         self._lock = threading.Lock()
         self._kept: list[CheckpointFile] = []
         self._states: dict[str, tuple[int, ...]] = {}
@@ -38,12 +37,10 @@ class Checkpoints:
         self._attempt = 0
 
     def restore(self) -> CheckpointFile | None:
-        """Take over what the attempt before left in storage, and carry it forward to where the next will look."""
-        found = self._storage.restore(self._folder) if self._storage else []
+        """Take over what the attempt before left in storage; return what to go on from."""
+        found = self._vault.restore(self._folder)
         for file in found:
             self._keep_here(file)
-        if self._storage is not None:
-            self._storage.supply({file.name: self._folder / file.name for file in found})
         return found[-1] if found else None
 
     def fence(self, attempt: int) -> None:
@@ -69,24 +66,17 @@ class Checkpoints:
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """What a user is told of them."""
-        folder = self._storage.own if self._storage is not None else None
-        return tuple(file.saved(folder) for file in self.entries())
+        return tuple(file.saved(self._vault.own) for file in self.entries())
 
     def find(self, step: int | None) -> CheckpointFile | None:
         """The newest whole one of this step or, with None, the best; None: there is none."""
         with self._lock:
             whole = [file for file in self._kept if self._is_whole(file)]
-        found = best_first(whole, self._keep) if step is None else [file for file in whole[::-1] if file.step == step]
-        return found[0] if found else None
+        return find(whole, self._keep, step)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the newest checkpoint is in storage, too, and the best; whether the newest is."""
-        return self._storage is None or self._storage.flush(timeout)
-
-    def close(self) -> None:
-        """Send nothing more to storage."""
-        if self._storage is not None:
-            self._storage.close()
+        """Wait until the newest checkpoint is in storage, too, and the best; return True if the newest is."""
+        return self._vault.flush(timeout)
 
     def serve(self, connection: Connection, request: Upload | Download) -> None:
         """Take or give one file, in a thread of the listener.
@@ -123,8 +113,7 @@ class Checkpoints:
             ValueError: It is that of an older attempt.
         """
         file = self._keep_here(file)
-        if self._storage is not None:
-            self._storage.offer(file, self._folder / file.name)
+        self._vault.offer(file, self._folder / file.name)
 
     def _keep_here(self, file: CheckpointFile) -> CheckpointFile:
         with self._lock:

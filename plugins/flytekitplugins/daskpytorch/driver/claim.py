@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.log import say
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 CLAIM = "claim.json"
@@ -163,11 +163,10 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
     Raises:
         GangStartError: Another gang that is alive uses them, or has taken them over.
     """
-    files = getattr(paths.file_access, "files", paths.file_access) if paths is not None else None  # of a sweep's model
-    if paths is None or paths.own != paths.previous or not isinstance(files, Files):
+    if paths is None or not paths.is_claimed:
         yield Claim(Files(None), "", name)
         return
-    claim = Claim(files, paths.own, name)
+    claim = Claim(paths.files, paths.own, name)
     try:
         claim.take(is_over)
     except GangStartError:

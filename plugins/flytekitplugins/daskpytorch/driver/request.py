@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
-from flytekitplugins.daskpytorch.driver.files import Files
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.code import Code, name_of, pack_call
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
 from flytekitplugins.daskpytorch.protocol.segments import SharedMemory
@@ -166,7 +166,7 @@ def storage_of(
         files = Files(execution.filesystem(uri))
         own = f"{files.path(uri)}/{key}"
         files.refuse_foreign(own)  # a checkpoint is a pickle
-        return StoragePaths(file_access=files, previous=own, own=own)
+        return StoragePaths(files=files, previous=own, own=own, is_claimed=True)
     shards, previous = (
         f"{uri.rstrip('/')}/{execution.name or key}/{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
         if folder

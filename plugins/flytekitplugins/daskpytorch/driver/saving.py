@@ -171,7 +171,7 @@ class Saving:
 
     def hurry(self) -> None:
         """No other attempt follows."""
-        self._committer.hurry()
+        self._committer.vault.worker.hurry()
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
         """Wait so many seconds for the newest checkpoint, of either kind, to be in storage; say what there is then."""

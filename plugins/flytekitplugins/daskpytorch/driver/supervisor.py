@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, start_of
 from flytekitplugins.daskpytorch.driver.retention import listed
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.driver.upload import StorageUpload
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
 from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
 from flytekitplugins.daskpytorch.protocol import messages
@@ -128,20 +128,25 @@ class Supervisor:
                 name = self._request.name
                 claim = stack.enter_context(claimed(self._request.storage, name, lambda: not self._calls.empty()))
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                keep = self._request.settings.keep
-                storage = StorageUpload(self._request.storage, keep) if self._request.storage else None
-                checkpoints = Checkpoints(folder, storage, keep)
-                stack.callback(checkpoints.close)
-                committer = self._committer(folder, storage)
+                vault = Vault(self._request.storage, self._request.settings.keep)
+                checkpoints = Checkpoints(folder, vault)
+                committer = Committer(
+                    self._request.settings,
+                    self._request.storage,
+                    vault,
+                    folder,
+                    self._execution.filesystem,
+                    self._post_commit,
+                )
                 stack.callback(committer.close)
-                claim.on_loss = functools.partial(self._give_up, checkpoints, committer)
+                claim.on_loss = functools.partial(self._give_up, committer)
                 if self._request.large is not None:
                     stack.callback(self._request.large.close)
                 self._state = state = self._listen(checkpoints, committer, folder, stack)
                 try:
                     results = self._see_through(state, checkpoints, committer)
                     committer.flush(state.deadlines.storage)
-                    if storage is not None and "://" not in storage.own:  # a folder of the user's own
+                    if vault.own is not None and "://" not in vault.own:  # a folder of the user's own
                         checkpoints.flush(state.deadlines.storage)
                     return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
@@ -163,16 +168,10 @@ class Supervisor:
                 self._observers.tell("accounted", self._brain.final_account(error))
             self._observers.tell("ended", error)
 
-    def _give_up(self, checkpoints: Checkpoints, committer: Committer) -> None:
+    def _give_up(self, committer: Committer) -> None:
         """Write nothing more where another gang's checkpoints lie, and end."""
-        checkpoints.close()
         committer.close()
         self.cancel()
-
-    def _committer(self, folder: Path, storage: StorageUpload | None) -> Committer:
-        manifest = storage.manifest if storage is not None else None
-        request, filesystem = self._request, self._execution.filesystem
-        return Committer.of(request.settings, request.storage, manifest, folder, filesystem, self._post_commit)
 
     def _post_commit(self, commit: Committed) -> None:
         self._calls.put(lambda: self._state.note_commit(commit))

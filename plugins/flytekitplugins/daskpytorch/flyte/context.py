@@ -1,6 +1,7 @@
 """Flyte's context, as the rest of the plugin asks for it. Runs in the driver."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
@@ -9,6 +10,7 @@ from flytekit.models.security import Secret
 
 from flytekitplugins.daskpytorch.flyte.storage import FlyteStorage
 from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.task.config import Host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
@@ -38,10 +40,11 @@ class FlyteExecution(host.Execution):
         own, previous = getattr(checkpoint, "_checkpoint_dest", None), getattr(checkpoint, "_checkpoint_src", None)
         if not own:
             return None
+        files, ours = Files(self.filesystem(own)), f"{CHECKPOINTS}/{key}"
         return host.StoragePaths(
-            file_access=self._ctx.file_access,
-            previous=f"{previous}/{CHECKPOINTS}/{key}" if previous else None,
-            own=f"{own}/{CHECKPOINTS}/{key}",
+            files=files,
+            previous=f"{files.path(previous)}/{ours}" if previous else None,
+            own=f"{files.path(own)}/{ours}",
         )
 
     def filesystem(self, uri: str) -> Any:
@@ -53,6 +56,10 @@ class FlyteExecution(host.Execution):
         state = self._ctx.execution_state
         is_executing = state is not None and state.mode is not None
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
+
+    def put_folder(self, folder: Path, uri: str) -> None:
+        """As flytekit uploads outputs: its errors have Flyte try the task again."""
+        self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
         """The way to Flyte's data, with the keys that this task has of it."""

@@ -229,9 +229,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
             self.name, self.python_interface, literals, folder, shows_outputs=has_tab
         )
 
-    def _output_storage(self) -> Any:
-        return FlyteContextManager.current_context().file_access
-
     def _as_output(self, folder: str) -> FlyteDirectory:
         return FlyteDirectory(folder, remote_directory=False)
 

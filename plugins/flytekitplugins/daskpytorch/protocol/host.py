@@ -6,35 +6,32 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-class Storage(Protocol):
-    """Where a host keeps files, as flytekit's `FileAccessProvider` has it."""
-
-    def get_data(self, remote_path: str, local_path: str) -> object:
-        """Download a file."""
-
-    def put_data(self, local_path: str, remote_path: str) -> object:
-        """Upload a file."""
-
-    def get_filesystem_for_path(self, path: str) -> Any:
-        """The fsspec file system of such a path."""
+    from flytekitplugins.daskpytorch.protocol.files import Files
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoragePaths:
     """Where checkpoints come from and go to."""
 
-    file_access: Storage
+    files: "Files"
+    """The file system of `previous` and `own`."""
     previous: str | None
-    """The folder of the attempt before."""
+    """Folder of the attempt before."""
     own: str
-    """The folder of this attempt."""
+    """Folder of this attempt."""
+    is_claimed: bool = False
+    """True if two gangs may be given the same folder at the same time."""
+    prepare: Callable[[], object] = lambda: None
+    """Called before a checkpoint or the manifest is written."""
     shards: str | None = None
-    """Where its ranks write those of sharded checkpoints, a path or an fsspec URL; None: in `own`, too."""
+    """Folder or fsspec URL below which this attempt's ranks write sharded checkpoints. None means `own`."""
     previous_shards: str | None = None
-    """The same of the attempt before; None: in `previous`."""
+    """Folder or fsspec URL of the attempt before, likewise. None means `previous`."""
 
 
 class Execution:
@@ -56,6 +53,14 @@ class Execution:
     def new_folder(self) -> str | None:
         """The URI of a folder that nobody else has, among the outputs of the task; None where nothing has outputs."""
         return None
+
+    def put_folder(self, folder: "Path", uri: str) -> None:
+        """Upload the files of a folder to `new_folder()`, if that is a URL.
+
+        Raises:
+            Exception: The storage does not take them. The host's error decides whether the task is tried again.
+        """
+        raise NotImplementedError
 
     def in_ranks(self) -> "Execution | None":
         """What stands for it in ranks without a `RankHost`, where it is pickled to; None: they need nothing of it."""

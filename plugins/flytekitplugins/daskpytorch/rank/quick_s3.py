@@ -59,11 +59,6 @@ class QuickS3:
         bucket, key, _ = self._files.split_path(path)
         return bytes(obstore.get_range(self._store(bucket), key, start=start, end=end))
 
-    def reach(self, path: str) -> None:
-        """Do what the first object takes longer for than all others: find server and credentials."""
-        bucket, _, _ = self._files.split_path(path)
-        self._store(bucket)
-
     def _opened(self, bucket: str) -> Any:
         from fsspec.asyn import sync
         from obstore.store import S3Store

@@ -72,8 +72,6 @@ class Session:
         link.observers.tell("begins")  # so that they find the call as it is about to be made
         link.send(reports.Ready())
         link.ledger.begin()
-        if self.sharded is not None:
-            self.sharded.reach_ahead()
         gauge = Gauge(order.place.rank, link.ledger, order.place.device_index or 0)
         with self._profiling():
             with (

@@ -6,7 +6,6 @@ load: the newest whole one of those that this attempt may start from, straight f
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -19,7 +18,6 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.reports import ShardsNotWritten, ShardsWritten
 from flytekitplugins.daskpytorch.protocol.sharded import ShardedCheckpoint, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
-from flytekitplugins.daskpytorch.rank.quick_s3 import QuickS3
 from flytekitplugins.daskpytorch.rank.save_slots import SaveSlots, View
 from flytekitplugins.daskpytorch.rank.shard_copies import ShardCopies
 from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
@@ -75,16 +73,6 @@ class ShardedCheckpoints:
         self._plans: SavePlans | None = None
         self._files: Any = None
         self._writing: threading.Thread | None = None
-        self._reaching: threading.Thread | None = None
-
-    def reach_ahead(self) -> None:
-        """Reach the storage while the training prepares itself, where there is something to load."""
-        base = self._sharding.base
-        if self._sharding.start and "://" in base:
-            quick = QuickS3.of(current_execution().filesystem(base))  # here, since it imports
-            if quick is not None:
-                self._reaching = threading.Thread(target=_tried, args=(quick.reach, base), daemon=True)
-                self._reaching.start()
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
         """Copy this rank's part of a state, and have it written as soon as may be.
@@ -135,8 +123,6 @@ class ShardedCheckpoints:
         from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
         is_touched = False
-        if self._reaching is not None:
-            self._reaching.join()
         for checkpoint in checkpoints:
             files = current_execution().filesystem(checkpoint.uri)
             reader = ShardReader(files, checkpoint, state, copies=self._copies, moved=self._moved)
@@ -267,11 +253,6 @@ def _check(heard: Sequence[_Said]) -> None:
     if len({said.step for said in heard}) > 1:
         steps = ", ".join(f"rank {rank} step {said.step}" for rank, said in enumerate(heard))
         raise ValueError(f"all ranks are to save the same step at the same time; they save {steps}")
-
-
-def _tried(act: Callable[[str], object], path: str) -> None:
-    with contextlib.suppress(Exception):  # whoever loads hears of it
-        act(path)
 
 
 def _told(error: Exception | None) -> str | None:

@@ -2,7 +2,7 @@
 
 Below the sweep's folder `call.pkl` says which function was called, and each model has a folder named by its index:
 `outcome.pkl` is what came of it, and there only once it has ended; `begun.pkl` and the checkpoints beside it, which
-`driver.upload` writes and finds, are those of a model that has not. Each file appears whole or not at all.
+`driver.vault` writes and finds, are those of a model that has not. Each file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from dask.base import normalize_token, tokenize
 from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.context import LogRecord
 from flytekitplugins.daskpytorch.display.training import inputs_of
-from flytekitplugins.daskpytorch.driver.files import Files, unusable
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.streams import without_secrets
 from flytekitplugins.daskpytorch.protocol.code import name_of
+from flytekitplugins.daskpytorch.protocol.files import Files, unusable
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
@@ -125,7 +124,7 @@ class SweepStorage:
 
 @dataclass(eq=False, kw_only=True)
 class ModelStorage:
-    """One model's folder; what its gang's checkpoints go through, too."""
+    """One model's folder."""
 
     files: Files
     folder: str
@@ -134,8 +133,9 @@ class ModelStorage:
 
     @property
     def paths(self) -> StoragePaths:
-        """Where the checkpoints come from and go to."""
-        return StoragePaths(file_access=self, previous=self.folder, own=self.folder)
+        """Where the model's checkpoints come from and go to. What it has logged is written before each of them."""
+        folder = self.folder
+        return StoragePaths(files=self.files, previous=folder, own=folder, is_claimed=True, prepare=self.note_progress)
 
     def note_progress(self) -> None:
         """Write what the model is trained with, and what it has logged by now."""
@@ -154,22 +154,6 @@ class ModelStorage:
                 say(f"its outcome could not be kept in {self.folder} ({type(error).__name__}: {error}); {again}")
                 time.sleep(wait_for or 0.0)
         return None
-
-    # ---- for the gang's checkpoints
-
-    def put_data(self, local_path: str, remote_path: str) -> None:
-        """Upload a file; before the manifest, which makes a checkpoint count, what was logged until then."""
-        if remote_path.endswith(f"/{MANIFEST}"):
-            self.note_progress()
-        self.files.put_data(local_path, remote_path)
-
-    def get_data(self, remote_path: str, local_path: str) -> None:
-        """Download a file."""
-        self.files.get_data(remote_path, local_path)
-
-    def get_filesystem_for_path(self, path: str) -> Any:
-        """That of all."""
-        return self.files.fs
 
 
 def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, Kept]]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.messages import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.observer import Observer, Training
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
-    from flytekitplugins.daskpytorch.task.results import OutputStorage, TaskResults
+    from flytekitplugins.daskpytorch.task.results import TaskResults
 
 
 CLUSTER_SETTINGS = {
@@ -112,10 +112,6 @@ class InRanks:
             """Whether the training has a page."""
 
     # ---- What a host adds --------------------------------------------------------------------------------------------
-
-    def _output_storage(self) -> OutputStorage:
-        """Where files go that are outputs."""
-        raise NotImplementedError
 
     def _as_output(self, folder: str) -> object:
         """A folder there, as a task may return it."""
@@ -214,7 +210,7 @@ class InRanks:
             display=machine.progress(self.name, is_plain=self._is_debugging),
             recorder=Recorder(self.name, inputs),
             observers=self._observers(inputs),
-            results=TaskResults(self.task_config.gang.grace_period, self._output_storage()),
+            results=TaskResults(self.task_config.gang.grace_period, current_execution()),
         )
         how, pressed = "failed", ctrl_c.get(CtrlC())
         try:

@@ -22,11 +22,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+from flytekitplugins.daskpytorch.driver.vault import MANIFEST, named_in
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.private_folder import make_private, refuse_foreign
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
@@ -35,9 +36,10 @@ RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 """`1` or `last`: go on from the task's newest run; else the folder of a run."""
 RECORD = "daskpytorch.json"
 OURS = re.compile(
-    r"daskpytorch\.json|(.+/)?(unfinished-)?(manifest\.json|step--?\d+-\w+\.pt)|(.+/)?step--?\d+/\d+-\d+-\w+/[^/]+"
+    r"daskpytorch\.json|(.+/)?(unfinished-)?(manifest\.json|step--?\d+-\w+\.pt)(\.[0-9a-f]{32})?"
+    r"|(.+/)?step--?\d+/\d+-\d+-\w+/[^/]+"
 )
-"""Files that we make in a run's folder: its record, manifests, checkpoints and shards."""
+"""Files that we make in a run's folder: its record, manifests, checkpoints and shards, finished or not."""
 MAX_AGE = 14 * 86_400.0
 """Seconds since its last checkpoint after which a run is removed."""
 MAX_BYTES = 10 << 30
@@ -63,13 +65,15 @@ class LocalRun:
         previous = str(self.previous / key) if self.previous is not None else None
         with contextlib.suppress(OSError):  # tried again, and told, with the first checkpoint
             self.make_folder()  # with its record, before ranks write shards there
-        return StoragePaths(file_access=_Files(self), previous=previous, own=str(self.folder / key))
+            make_private(self.folder / key)
+        files, own = Files(LocalFileSystem()), str(self.folder / key)
+        return StoragePaths(files=files, previous=previous, own=own, prepare=self.make_room)
 
     def newest_step(self) -> int | None:
         """The step of the newest checkpoint that a next run would find."""
         with contextlib.suppress(OSError, LookupError):
             manifests = sorted(self.folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
-            return max((kind[0].step for kind in named_in(manifests[-1]) or () if kind), default=None)
+            return max((kind[0].step for kind in named_in(manifests[-1].read_bytes()) or () if kind), default=None)
         return None
 
     def advice(self) -> str:
@@ -99,7 +103,8 @@ class LocalRun:
         self._record.flush()
 
     def make_room(self) -> None:
-        """Remove what is too old or too much of earlier runs, once, before the first checkpoint is kept."""
+        """Make the folder and, before its first checkpoint is kept, remove other runs that are too old or too large."""
+        self.make_folder()
         if not self._has_made_room:
             self._has_made_room = True
             clean(self.folder.parent.parent, self.previous)
@@ -116,34 +121,6 @@ class LocalRun:
                 (self.folder / RECORD).unlink()
                 self.folder.rmdir()
         self._record.close()
-
-
-class _Files:
-    """A run's folder as `StorageUpload` sees storage: files appear there whole, and survive a power cut."""
-
-    def __init__(self, run: LocalRun) -> None:
-        self._run = run
-
-    def get_data(self, remote_path: str, local_path: str) -> object:
-        return shutil.copyfile(remote_path, local_path)
-
-    def put_data(self, local_path: str, remote_path: str) -> object:
-        self._run.make_folder()
-        self._run.make_room()
-        target = Path(remote_path)
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        unfinished = target.with_name(f"unfinished-{target.name}")
-        unfinished.unlink(missing_ok=True)
-        try:
-            os.link(local_path, unfinished)  # nobody writes into a checkpoint's file again
-        except OSError:  # another file system
-            shutil.copyfile(local_path, unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file)
-        return unfinished.replace(target)
-
-    def get_filesystem_for_path(self, path: str) -> Any:
-        return fsspec.filesystem("file")
 
 
 @contextlib.contextmanager
@@ -203,7 +180,7 @@ def _is_removable(run: Path) -> bool:
 
 def _folders_named_by(run: Path, root: Path) -> set[Path]:
     """The runs in which the checkpoints of this one lie: its own folder, and those of runs that it has gone on from."""
-    named = [*filter(None, map(named_in, run.glob(f"*/{MANIFEST}")))]
+    named = [*filter(None, (named_in(path.read_bytes()) for path in run.glob(f"*/{MANIFEST}")))]
     folders = [Path(entry.uri) for _, sharded in named for entry in sharded]
     folders += [Path(file.folder) for files, _ in named for file in files if file.folder]
     return {root.joinpath(*folder.relative_to(root).parts[:2]) for folder in folders if folder.is_relative_to(root)}

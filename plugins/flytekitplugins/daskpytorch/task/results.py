@@ -6,14 +6,13 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from flytekitplugins.daskpytorch.driver.preemption import Deadlines
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.log import say
 from flytekitplugins.daskpytorch.process.scratch import scratch_folder
-from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
@@ -23,28 +22,15 @@ FAILED_LIMIT = 60.0
 """Seconds for the results of a gang that failed to reach storage, so that its error need not wait for ever."""
 
 
-class OutputStorage(host.Storage, Protocol):
-    """Where a host keeps the files that are outputs, as flytekit's `FileAccessProvider` has it."""
-
-    def get_random_remote_directory(self) -> str:
-        """The URI of a folder that nobody else has."""
-
-    def is_remote(self, path: str) -> bool:
-        """Whether it lies elsewhere."""
-
-    def put_data(self, local_path: str, remote_path: str, is_multipart: bool = False) -> object:
-        """Upload a file, or if `is_multipart` a folder."""
-
-
 class TaskResults:
     """Where the results of one task go: a folder of its raw outputs, on this machine or remote."""
 
-    def __init__(self, grace_period: float, files: OutputStorage) -> None:
+    def __init__(self, grace_period: float, execution: Execution) -> None:
         self._preempted_limit = Deadlines(grace_period).results
-        self._files = files
-        self.folder: str = self._files.get_random_remote_directory()
+        self._execution = execution
+        self.folder = str(execution.new_folder())
         """Holds everything when the task ends. Not made where nobody submits, unless a rank has asked for it."""
-        self._is_remote = self._files.is_remote(self.folder)
+        self._is_remote = "://" in self.folder and not self.folder.startswith("file://")
         self.has_files = False
         """Something has been submitted, and is in the folder."""
         self._profiles: list[str] = []
@@ -113,7 +99,7 @@ class TaskResults:
         self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
             if self._is_remote:
-                self._files.put_data(str(folder), self.folder, is_multipart=True)
+                self._execution.put_folder(folder, self.folder)
                 self._profiles = _files_below(folder / PROFILES)
             self.has_files = True
 
@@ -134,7 +120,7 @@ class TaskResults:
 
     def _make_empty_folder(self) -> None:
         if self._is_remote:  # an object store has no folders; this marker stands for an empty one
-            self._files.get_filesystem_for_path(self.folder).pipe_file(f"{self.folder}/", b"")
+            self._execution.filesystem(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
             Path(self.folder.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
 

@@ -1,7 +1,6 @@
-"""A file system of fsspec's, in which files appear whole or not at all. Runs in the driver."""
+"""A storage as gangs use it: a file system of fsspec, in which files appear whole or not at all. Runs in the driver."""
 
 import contextlib
-import functools
 import os
 import shutil
 import uuid
@@ -13,6 +12,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.process.private_folder import WRITABLE, refuse_foreign
 
+CHUNK = 25 << 20
+"""Bytes in one request of an upload to S3 or Google Cloud. Clients hold ten requests in memory, by default of 50 MB."""
+
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
     """Return the error of a storage address that cannot be used: of the same kind, with setting and address named."""
@@ -23,8 +25,13 @@ def unusable(setting: str, folder: str, error: OSError) -> OSError:
     )
 
 
+def full_path(folder: str) -> str:
+    """Return the absolute path of a path or `file://` URL."""
+    return str(LocalFileSystem._strip_protocol(folder))  # noqa: SLF001 - fsspec has no other way
+
+
 class Files:
-    """One file system; also a host's storage, see `protocol.host`."""
+    """Whole files of one file system."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -42,17 +49,17 @@ class Files:
                 refuse_foreign(each)
 
     def path(self, folder: str) -> str:
-        """A folder's full name."""
-        return str(self.fs._strip_protocol(folder)) if self.is_local else folder.rstrip("/")  # noqa: SLF001 - its way
+        """Return a folder's full name, without a slash at its end."""
+        return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:
-        """All files in it, as seen from there."""
+        """Return the paths of all files in a folder and its sub-folders, relative to the folder."""
         self.fs.invalidate_cache()
         root = self.fs._strip_protocol(folder)  # noqa: SLF001
         return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
 
     def folders(self, folder: str) -> list[str]:
-        """The names of the folders in it; none where it is not there."""
+        """Return the names of the folders in a folder; none if the folder does not exist."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return [
@@ -63,20 +70,23 @@ class Files:
         return []
 
     def read(self, path: str) -> bytes:
-        """What is in a file."""
+        """Return the content of a file."""
         return bytes(self.fs.cat_file(path))
 
     def write(self, path: str, data: bytes) -> None:
-        """Have a file of this."""
+        """Write a file with this content."""
         if self.is_local:
-            self._rename_into(path, lambda unfinished: unfinished.write_bytes(data))
+            _rename_into(path, lambda unfinished: unfinished.write_bytes(data))
         else:
             self.fs.pipe_file(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Have a file of this where there is none; whether there was none. Not every store can tell of two at once."""
+        """Write a file with this content and return True, or return False if the file exists.
+
+        Of two callers at once, both may be told True by a store without exclusive creation.
+        """
         if self.is_local:
-            return self._link_into(Path(path), data)
+            return _link_into(Path(path), data)
         try:
             self.fs.pipe_file(path, data, mode="create")
         except FileExistsError:
@@ -106,44 +116,55 @@ class Files:
     def _ours(self, folder: str, is_ours: Callable[[str], bool]) -> list[str]:
         return [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
 
-    def get_data(self, remote_path: str, local_path: str) -> None:
+    def get(self, path: str, to: Path) -> None:
         """Download a file."""
-        self.fs.get_file(remote_path, local_path)
+        self.fs.get_file(path, str(to))
 
-    def put_data(self, local_path: str, remote_path: str) -> None:
-        """Upload a file."""
+    def put(self, source: Path, path: str) -> None:
+        """Upload a file that nobody changes afterwards: on one disk, both names may stand for the same bytes."""
         if self.is_local:
-            self._rename_into(remote_path, functools.partial(shutil.copyfile, local_path))
+            _rename_into(path, lambda unfinished: _link_or_copy(source, unfinished))
+        elif {"s3", "gs"} & {self.fs.protocol, *self.fs.protocol}:
+            self.fs.put_file(str(source), path, chunksize=CHUNK)
         else:
-            self.fs.put_file(local_path, remote_path)
+            self.fs.put_file(str(source), path)
 
-    def get_filesystem_for_path(self, path: str) -> Any:
-        """That of all."""
-        return self.fs
 
-    def _link_into(self, target: Path, data: bytes) -> bool:
-        unfinished = f"{target}.{uuid.uuid4().hex}"
-        self.write(unfinished, data)
-        try:
-            os.link(unfinished, target)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without links
-            with contextlib.suppress(FileExistsError), target.open("xb") as file:
-                file.write(data)
-                return True
-            return False
-        finally:
-            Path(unfinished).unlink()
-        return True
+def _link_or_copy(source: Path, target: Path) -> None:
+    if source.stat().st_uid == os.geteuid():  # another user's would be refused when it is to be read
+        with contextlib.suppress(OSError):  # another file system, or one without links
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
 
-    def _rename_into(self, path: str, write: Callable[[Path], object]) -> None:
-        target = Path(path)
-        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
-        try:
-            write(unfinished)
-            unfinished.chmod(unfinished.stat().st_mode & ~WRITABLE)  # whatever the umask is
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+
+def _link_into(target: Path, data: bytes) -> bool:
+    unfinished = Path(f"{target}.{uuid.uuid4().hex}")
+    _rename_into(str(unfinished), lambda new: new.write_bytes(data))
+    try:
+        os.link(unfinished, target)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        with contextlib.suppress(FileExistsError), target.open("xb") as file:
+            file.write(data)
+            return True
+        return False
+    finally:
+        unfinished.unlink()
+    return True
+
+
+def _rename_into(path: str, write: Callable[[Path], object]) -> None:
+    """Have a file appear whole, which stays whole if the power fails afterwards."""
+    target = Path(path)
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+    try:
+        write(unfinished)
+        with unfinished.open("rb") as file:
+            unfinished.chmod(os.fstat(file.fileno()).st_mode & ~WRITABLE)  # whatever the umask is
+            os.fsync(file)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""The order in which a gang's work with storage is done, and what becomes of work that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from flytekitplugins.daskpytorch.driver.worker import Worker
+from processes import until
+
+PATIENCE = 300.0
+"""Seconds that nothing here takes."""
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(retry_after=0.02)
+    yield made
+    made.close()
+
+
+def test_a_lane_whose_job_fails_waits_in_order_while_others_go_on(worker: Worker) -> None:
+    done: list[str] = []
+    is_up = threading.Event()
+
+    def fail_at_first() -> None:
+        if not is_up.is_set():
+            raise OSError("down")
+        done.append("first")
+
+    worker.submit("a", fail_at_first, lambda *_: False)
+    worker.submit("a", lambda: done.append("second"))
+    worker.submit("b", lambda: done.append("other"))
+    assert worker.flush("b", PATIENCE)
+    assert not worker.flush("a", 0.1)
+    assert done == ["other"]
+    is_up.set()
+    assert worker.flush("a", PATIENCE)
+    assert done == ["other", "first", "second"]
+
+
+def test_pauses_double_until_somebody_waits_and_the_job_may_be_given_up(worker: Worker) -> None:
+    pauses: list[float] = []
+
+    def fail() -> None:
+        raise OSError("down")
+
+    def gives_up(error: Exception, num_failures: int, pause: float) -> bool:
+        assert str(error) == "down"
+        pauses.append(pause)
+        return num_failures == 5
+
+    worker.submit("a", fail, gives_up)
+    until(lambda: len(pauses) == 3, "three failures")
+    assert worker.flush("a", PATIENCE)
+    assert pauses[:3] == [0.02, 0.04, 0.08]
+    assert pauses[4] == 0.02
+
+
+def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Worker) -> None:
+    before = set(threading.enumerate())
+    assert worker.flush("a", 0.0)
+    assert set(threading.enumerate()) == before  # most gangs store nothing
+    slow = Worker(retry_after=PATIENCE)
+    tried = threading.Event()
+
+    def fail() -> None:
+        tried.set()
+        raise OSError("down")
+
+    slow.submit("a", fail, lambda *_: False)
+    assert tried.wait(PATIENCE)
+    [thread] = set(threading.enumerate()) - before
+    waiting = threading.Timer(0.1, slow.close)
+    waiting.start()
+    assert not slow.flush("a", PATIENCE)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
