@@ -1,1 +1,1 @@
-"""Workflows, each a story of its own; its docstring says how to run it."""
+"""Example workflows. The docstring of each file says how to run the workflow."""

@@ -1,33 +1,35 @@
 """Tell breeds of dogs apart by transfer learning on the pictures of an S3 bucket, as a Flyte workflow.
 
-index (lists the bucket once) -> train (by DDP on a Dask cluster) -> classify
+Steps: index (lists the bucket once) -> train (with DDP on a Dask cluster) -> classify
 
-On this machine, without a bucket: on photographs that it generates, with a small network (under a minute on two cores):
+Run the workflow on this machine without a bucket. It generates photographs and trains a small network on them (under a
+minute on two cores):
 
     pyflyte run workflows/dogs.py dogs
 
-Tiny, to see that everything works:
+Try a tiny training first:
 
     pyflyte run workflows/dogs.py dogs --hp '{"epochs": 1}'
 
-On a bucket that holds prefix/class/image, such as Stanford Dogs; from torchvision's ResNet-50, whose last layer alone
-is trained in the first epoch. The credentials are those that AWS's own tools find; `--anon` is for public buckets, and
-`--endpoint_url` for servers other than AWS:
+Train on a bucket that holds prefix/class/image, such as Stanford Dogs. The training starts from torchvision's ResNet-50
+and trains only its last layer in the first epoch. Credentials are those that AWS's own tools find. `--anon` is for
+public buckets, and `--endpoint_url` for servers other than AWS:
 
     pyflyte run workflows/dogs.py dogs --bucket s3://my-bucket/dogs/Images --hp '{"epochs": 5, "frozen_epochs": 1}'
 
-On a Flyte backend with the Dask operator (build the image from the Dockerfile first), on four workers with a GPU each;
-where the pods cannot download torchvision's weights, give the file as `--state`:
+Run the workflow on a Flyte backend with the Dask operator, on four workers with a GPU each. Build the image from the
+Dockerfile first. If the pods cannot download torchvision's weights, pass the file as `--state`:
 
     DOGS_WORKERS=4 DOGS_GPUS=1 pyflyte run --remote --image registry/daskpytorch:tag workflows/dogs.py dogs \
         --bucket my-bucket --prefix dogs/Images --state ./resnet50-11ad3fa6.pth
 
-The first node refuses what cannot be trained before any cluster starts. Training is cached by what the bucket holds,
-the weights it starts from and the hyper-parameters: it is not done again unless one of them changes. Locally the cache
-is in ~/.flyte; `pyflyte local-cache clear` empties it.
+The first task checks all inputs before any cluster starts. Flyte caches the training by the bucket's listing, the
+initial weights and the hyper-parameters. It trains again only if one of the three changes. The local cache is in
+~/.flyte, and `pyflyte local-cache clear` empties it.
 
-When the workflow is registered or run here, `DOGS_WORKERS` sets the number of Dask workers, and `DOGS_GPUS` the GPUs of
-each, with a rank on every one of them; without GPUs a worker is one rank. `DASKPYTORCH_PROFILE=gpu` gives each a GPU.
+The environment variables below are read when the workflow is registered or run here. `DOGS_WORKERS` sets the number of
+Dask workers. `DOGS_GPUS` sets the number of GPUs of each worker, with one rank on each GPU. A worker without GPUs runs
+one rank. `DASKPYTORCH_PROFILE=gpu` gives each worker a GPU.
 """
 
 from __future__ import annotations
@@ -58,19 +60,19 @@ NUM_WORKERS = resources.number("DOGS_WORKERS", 2)
 NUM_GPUS = resources.number("DOGS_GPUS", resources.NUM_GPUS, least=0)
 NUM_RANKS = NUM_WORKERS * max(1, NUM_GPUS)
 SETTINGS = resources.SETTINGS | {"DOGS_WORKERS": str(NUM_WORKERS), "DOGS_GPUS": str(NUM_GPUS)}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 INDEX = "index.json"
-"""What a directory of pictures holds in place of the pictures when they stay in a bucket."""
+"""Name of the bucket's listing in the directory of pictures, if the pictures stay in a bucket."""
 NUM_PICTURES = 24
-"""Held-out images that the Deck shows."""
+"""Number of held-out images in the Deck."""
 PIXELS = 128
-"""Their longer edge there."""
+"""Longer edge of an image in the Deck, in pixels."""
 NUM_NAMES = 3
-"""Classes that are named below each, the likeliest first."""
+"""Number of classes in an image's caption, the likeliest first."""
 
 
 def _content_hash(data: FlyteFile | FlyteDirectory) -> str:
-    """Of a file, or of a directory's files and their names."""
+    """Return a hash of a file's content, or of a directory's files and their names."""
     root, digest = Path(data.path), hashlib.sha256()
     for file in sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]:
         digest.update(f"{file.relative_to(root)} {file.stat().st_size} ".encode())
@@ -80,41 +82,43 @@ def _content_hash(data: FlyteFile | FlyteDirectory) -> str:
 
 HashedPictures = Annotated[FlyteDirectory, HashMethod(_content_hash)]
 HashedState = Annotated[PythonPickledFile, HashMethod(_content_hash)]
-"""What is equal is the same to Flyte's cache, whenever it was listed and wherever it came from."""
+"""Inputs with equal content have the same key in Flyte's cache, wherever they came from and whenever they were
+listed."""
 
 
 @dataclass
 class Place:
-    """Where the pictures are."""
+    """Location of the pictures."""
 
     bucket: str = ""
-    """Its name, or s3://bucket/prefix; empty: they are generated."""
+    """Name of the bucket, or s3://bucket/prefix. Empty: generated pictures."""
     prefix: str = ""
     anon: bool = False
     endpoint_url: str = ""
 
 
 class Source(NamedTuple):
-    """What to train on, from and how, checked."""
+    """Checked inputs of the training."""
 
     pictures: HashedPictures
-    """The bucket's listing, or the generated pictures themselves."""
+    """Directory with the bucket's listing, or with the generated pictures."""
     place: Place
     start: HashedState
-    """The weights to start from."""
+    """Initial weights."""
     hp: Hyperparameters
-    """Settled."""
+    """Hyper-parameters with every automatic value replaced."""
 
 
 class TrainingOutputs(NamedTuple):
-    """What training leaves."""
+    """Outputs of the training."""
 
     epoch_accuracies: list[float]
-    """The share of the held-out images whose class is ranked first, after each epoch."""
+    """Share of the held-out images whose class the model ranks first, after each epoch, from 0 to 1."""
     model_state: PythonPickledFile
-    """`torch.load(..., weights_only=True)` gives a dict of backbone, classes and model, for `Classifier.load`."""
+    """File for `Classifier.load`. `torch.load(..., weights_only=True)` returns a dict of backbone, classes and
+    model."""
     records: FlyteDirectory
-    """The statistics of each step and rank, as `tasks.records` reads them."""
+    """Statistics of each step and rank, for `tasks.records.read_records`."""
 
 
 class Dogs(NamedTuple):
@@ -130,7 +134,7 @@ class Dogs(NamedTuple):
 def index(
     bucket: str, prefix: str, anon: bool, endpoint_url: str, state: FlyteFile | None, hp: Hyperparameters
 ) -> Source:
-    """List the bucket once, or generate pictures, and refuse what cannot be trained before any cluster starts."""
+    """List the bucket or generate pictures. Inputs that cannot be trained on fail here, before any cluster starts."""
     _check_place(bucket, prefix, anon, endpoint_url)
     hp = hp.settled(has_bucket=bool(bucket))
     folder = Path(current_context().working_directory, "pictures")
@@ -163,7 +167,7 @@ def index(
     enable_deck=True,
 )
 def train(pictures: FlyteDirectory, place: Place, start: PythonPickledFile, hp: Hyperparameters) -> TrainingOutputs:
-    """Train in every rank; the first rank's outputs are the task's."""
+    """Train in all ranks. The task returns the outputs of rank 0."""
     opened = _open(pictures.download(), place, hp)
     result = transfer.train(opened, hp, backbones.read_start(start.download()))
     home = Path(current_context().working_directory)
@@ -185,7 +189,7 @@ def classify(
     statistics: FlyteDirectory,
     epoch_accuracies: list[float],
 ) -> str:
-    """Try the weights that arrived on held-out images; say in a line, and show in a Deck, how it went."""
+    """Classify held-out images with the received weights, and show the result in a line and in a Deck."""
     classifier = Classifier.load(model_state.download())
     opened = _open(pictures.download(), place, hp)
     shown = _classify(classifier, opened, _sample(transfer.split(opened, hp)[1]))
@@ -216,16 +220,16 @@ def dogs(
     state: FlyteFile | None = None,
     hp: Hyperparameters = Hyperparameters(),
 ) -> Dogs:
-    """Train on the pictures of a bucket and show what was learnt.
+    """Train on the pictures of a bucket and show the result.
 
     Args:
-        bucket: The name of an S3 bucket, or s3://bucket/prefix; empty: pictures that are generated.
-        prefix: Where in the bucket the pictures lie, as prefix/class/image.
-        anon: The bucket is public, and asked without credentials.
-        endpoint_url: The address of an S3 server other than AWS.
-        state: A file of weights to start from: a state_dict such as torchvision's, or the model_state of an earlier
-            run; empty: hp.weights says.
-        hp: How to train, as a JSON object of Hyperparameters' fields.
+        bucket: Name of an S3 bucket, or s3://bucket/prefix. Empty: generated pictures.
+        prefix: Prefix in the bucket, below which the pictures lie as class/image.
+        anon: True for a public bucket, which is read without credentials.
+        endpoint_url: Address of an S3 server other than AWS.
+        state: File of initial weights: a state_dict such as torchvision's, or the model_state of an earlier run. Empty:
+            the weights that hp.weights names.
+        hp: Hyper-parameters, as a JSON object of the fields of `Hyperparameters`.
     """
     source = index(bucket=bucket, prefix=prefix, anon=anon, endpoint_url=endpoint_url, state=state, hp=hp)
     trained = train(pictures=source.pictures, place=source.place, start=source.start, hp=source.hp)
@@ -246,14 +250,14 @@ def dogs(
 
 
 def _check_place(bucket: str, prefix: str, anon: bool, endpoint_url: str) -> None:
-    """Raise a `ValueError` where something is said of a bucket that is not given."""
+    """Raise a `ValueError` if an option for a bucket is set and the bucket is not."""
     given = {"prefix": prefix, "anon": anon, "endpoint_url": endpoint_url}
     if not bucket and (alone := [f"{name}={value!r}" for name, value in given.items() if value]):
         raise ValueError(f"{', '.join(alone)} without a bucket: give bucket, too, or nothing for generated pictures")
 
 
 def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
-    """Raise a `ValueError` where the ranks cannot share the pictures."""
+    """Raise a `ValueError` if the ranks cannot share the pictures."""
     for kind, indices in zip(("to train on", "held out"), transfer.split(pictures, hp), strict=True):
         try:
             RankBatches(indices, hp.batch_size, rank=0, world_size=NUM_RANKS)
@@ -262,7 +266,7 @@ def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
 
 
 def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
-    """The bucket's pictures, by the listing in the folder where there is one already, or the folder's own pictures."""
+    """Return the bucket's pictures, by the listing in the folder if it is there, or the folder's own pictures."""
     if place.bucket:
         return S3ImageFolder(
             place.bucket,
@@ -280,7 +284,7 @@ def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
 
 
 def _describe(pictures: Pictures, place: Place) -> str:
-    """One line for people."""
+    """Return a line with the number of pictures, of classes, and their source."""
     numbers = f"{len(pictures.targets):,} images of {len(pictures.classes)} classes"
     if place.bucket:
         return f"{numbers} in {'/'.join(filter(None, ('s3://' + place.bucket.removeprefix('s3://'), place.prefix)))}"
@@ -288,11 +292,11 @@ def _describe(pictures: Pictures, place: Place) -> str:
 
 
 def _start(state: FlyteFile | None, hp: Hyperparameters, classes: Sequence[str]) -> Start:
-    """The weights to start from, which have been tried on the network.
+    """Return the initial weights, after loading them into the network once.
 
     Raises:
-        ValueError: They are those of another network, or cannot be read.
-        ConnectionError: They cannot be downloaded.
+        ValueError: The weights belong to another network, or cannot be read.
+        ConnectionError: The weights cannot be downloaded.
     """
     start = backbones.download(hp.backbone, hp.weights) if state is None else backbones.read_start(state.download())
     backbones.load_start(backbones.build(hp.backbone, len(classes)), start, classes)
@@ -300,15 +304,15 @@ def _start(state: FlyteFile | None, hp: Hyperparameters, classes: Sequence[str])
 
 
 def _sample(held_out: Sequence[int]) -> list[int]:
-    """Held-out images from the whole of their list."""
+    """Return the indices of held-out images, evenly spaced over their list."""
     chosen = torch.linspace(0, len(held_out) - 1, min(NUM_PICTURES, len(held_out))).round().long()
     return [held_out[index] for index in chosen.tolist()]
 
 
 @torch.no_grad()
 def _classify(classifier: Classifier, pictures: Pictures, chosen: Sequence[int]) -> list[Picture]:
-    """The chosen images with the likeliest classes and their scores."""
-    items = Subset(pictures, chosen).__getitems__(range(len(chosen)))  # at once, where they can be had so
+    """Return the chosen images with the likeliest classes and their scores."""
+    items = Subset(pictures, chosen).__getitems__(range(len(chosen)))  # one request if the pictures support it
     images = torch.stack([image for image, _ in items])
     device = current_rank().device
     scores, guesses = classifier.to(device)(images.to(device)).softmax(dim=1).cpu().sort(dim=1, descending=True)
@@ -330,7 +334,7 @@ def _caption(classes: Sequence[str], guesses: Sequence[int], scores: Sequence[fl
 
 
 def _curves(folder: str) -> str:
-    """Loss and accuracy against the steps, in training and in evaluation."""
+    """Return charts of loss and accuracy against the step, in training and in evaluation."""
     found = records.read_records(folder)
     training, evaluation = (records.curve(found, phase) for phase in (records.TRAINING, records.EVALUATION))
     losses = {"training": [(p.step, p.loss) for p in training], "evaluation": [(p.step, p.loss) for p in evaluation]}

@@ -1,26 +1,27 @@
 """Recognise handwritten digits with a small CNN that the ranks of one node train together, as a Flyte workflow.
 
-digits -> train (by DDP, in processes of one node) -> report
+Steps: digits -> train (with DDP, in processes of one node) -> report
 
-On this machine, on MNIST, which is downloaded once; without network on the small digits that scikit-learn brings
-(well under two minutes on two cores, start included):
+Run the workflow on this machine, on MNIST, which is downloaded once. Without a network, the workflow trains on the
+small digits that scikit-learn includes (well under two minutes on two cores, start included):
 
     pyflyte run workflows/mnist.py mnist
 
-Tiny, to see that everything works; and on MNIST in a directory as torchvision lays it out (a path or s3://):
+Try a tiny training first, or train on MNIST in a directory with torchvision's layout (a path or s3://):
 
     pyflyte run workflows/mnist.py mnist --hp '{"epochs": 1}' --num_logged_batches 1
     pyflyte run workflows/mnist.py mnist --data_dir path/to/mnist
 
-On a Flyte backend, a local directory is uploaded first (build the image from the Dockerfile before):
+Run the workflow on a Flyte backend, after building the image from the Dockerfile. `pyflyte` uploads a local directory:
 
     MNIST_GPUS=4 pyflyte run --remote --image registry/daskpytorch:tag workflows/mnist.py mnist --data_dir ./mnist
 
-Training is cached by the content of the digits and the hyper-parameters: what only changes the records, such as
-`--watch`, does not train again. Locally the cache is in ~/.flyte; `pyflyte local-cache clear` empties it.
+Flyte caches the training by the content of the digits and the hyper-parameters. Options that only change the records,
+such as `--watch`, do not train again. The local cache is in ~/.flyte, and `pyflyte local-cache clear` empties it.
 
-When the workflow is registered or run here, `MNIST_GPUS` says how many GPUs of a node to train on, with a rank on each;
-by default there is one with `DASKPYTORCH_PROFILE=gpu`, else none, and `MNIST_RANKS` says how many ranks share its CPUs.
+`MNIST_GPUS` sets the number of a node's GPUs to train on when the workflow is registered or run here, with one rank on
+each GPU. The default is one GPU with `DASKPYTORCH_PROFILE=gpu`, and none otherwise. Without GPUs, `MNIST_RANKS` sets
+the number of ranks that share the node's CPUs.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from workflows import resources
 NUM_GPUS = resources.number("MNIST_GPUS", resources.NUM_GPUS, least=0)
 NUM_RANKS = resources.number("MNIST_RANKS", 2)
 SETTINGS = resources.SETTINGS | {"MNIST_GPUS": str(NUM_GPUS), "MNIST_RANKS": str(NUM_RANKS)}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 NUM_PICTURES = 40
-"""Digits that a Deck shows."""
+"""Number of digits in a Deck."""
 
 
 def _content_hash(file: FlyteFile) -> str:
@@ -57,16 +58,16 @@ def _content_hash(file: FlyteFile) -> str:
 
 DigitsFile = FlyteFile["pt"]
 HashedDigits = Annotated[DigitsFile, HashMethod(_content_hash)]
-"""Equal digits are the same to Flyte's cache, wherever they came from."""
+"""Equal digits have the same key in Flyte's cache, wherever they came from."""
 
 
 class TrainingOutputs(NamedTuple):
-    """What training leaves."""
+    """Outputs of the training."""
 
     epoch_accuracies: list[float]
-    """The share of the test images that are recognised, after each epoch."""
+    """Share of the test images that the model recognises, after each epoch, from 0 to 1."""
     model_state: PythonPickledFile
-    """The weights of a `CNN`: `torch.load(..., weights_only=True)`."""
+    """Weights of a `CNN`. Load them with `torch.load(..., weights_only=True)`."""
 
 
 class Mnist(NamedTuple):
@@ -81,7 +82,7 @@ class Mnist(NamedTuple):
 def prepare(
     data_dir: FlyteDirectory | None, hp: Hyperparameters, num_logged_batches: int, num_logged_images: int
 ) -> HashedDigits:
-    """Load or download the digits once, and refuse what cannot be trained before any rank starts."""
+    """Load or download the digits once. Inputs that cannot be trained on fail here, before any rank starts."""
     _check(hp, num_logged_batches, num_logged_images)
     digits = _load(data_dir, hp.seed)
     print(digits.report)
@@ -103,7 +104,7 @@ def prepare(
 def train(
     digits: DigitsFile, hp: Hyperparameters, num_logged_batches: int, num_logged_images: int, watch: bool
 ) -> TrainingOutputs:
-    """Train in every rank; the first rank's outputs are the task's."""
+    """Train in all ranks. The task returns the outputs of rank 0."""
     loaded = Digits.load(_fetch(digits))
     recorded = Recorded(num_batches=num_logged_batches, num_images=num_logged_images, gradients=watch)
     result = cnn.train(loaded, hp, recorded)
@@ -119,7 +120,7 @@ def train(
 
 @task(requests=resources.SMALL, enable_deck=True)
 def report(digits: DigitsFile, epoch_accuracies: list[float], model_state: PythonPickledFile) -> str:
-    """Try the weights that arrived on a few test digits; say in a line, and show in a Deck, how it went."""
+    """Classify a few test digits with the received weights, and show the result in a line and in a Deck."""
     pictures = _classify(_load_model(model_state), Digits.load(digits.download()).test)
     num_right = sum(not picture.is_wrong for picture in pictures)
     text = (
@@ -152,15 +153,16 @@ def mnist(
     num_logged_images: int = 32,
     watch: bool = False,
 ) -> Mnist:
-    """Train on handwritten digits and show what was learnt.
+    """Train on handwritten digits and show the result.
 
     Args:
-        data_dir: A directory of MNIST as torchvision lays it out, with MNIST/raw in it (a path or s3://); without it,
+        data_dir: A directory with torchvision's layout of MNIST, which contains MNIST/raw (a path or s3://). None:
             MNIST is downloaded.
-        hp: How to train, as a JSON object of Hyperparameters' fields.
-        num_logged_batches: Test batches whose predictions go to Weights & Biases as a table, after each epoch.
-        num_logged_images: How many images of each of these batches.
-        watch: Record histograms of the gradients in Weights & Biases.
+        hp: Hyper-parameters, as a JSON object of the fields of `Hyperparameters`.
+        num_logged_batches: Number of test batches whose predictions are logged to Weights & Biases as a table after
+            each epoch.
+        num_logged_images: Number of images of each of these batches.
+        watch: Whether to record histograms of the gradients in Weights & Biases.
     """
     digits = prepare(
         data_dir=data_dir, hp=hp, num_logged_batches=num_logged_batches, num_logged_images=num_logged_images
@@ -177,7 +179,7 @@ def mnist(
 
 
 def _check(hp: Hyperparameters, num_logged_batches: int, num_logged_images: int) -> None:
-    """Raise one `ValueError` that names every problem; what `hp` says by itself, it has checked by itself."""
+    """Raise one `ValueError` that names every problem. `hp` has already checked each of its own fields."""
     counts = {"num_logged_batches": num_logged_batches, "num_logged_images": num_logged_images}
     problems = [f"{name}={count}: must be a whole number from 0 up" for name, count in counts.items() if count < 0]
     if hp.backend == "nccl" and not NUM_GPUS:
@@ -195,14 +197,14 @@ def _load(data_dir: FlyteDirectory | None, seed: int) -> Digits:
 
 
 def _fetch(digits: DigitsFile) -> str:
-    """Where the file lies on this node: rank 0 fetches it for all."""
+    """Return the path of the file on this node, which rank 0 downloads for all ranks."""
     path = [digits.download() if current_rank().is_main else ""]
     dist.broadcast_object_list(path)
     return path[0]
 
 
 def _predictions(test: DigitSet, evaluation: Evaluation) -> str:
-    """The confusion matrix, and the digits to which the model gave the smallest probability of what they are."""
+    """Return the confusion matrix, and the digits whose true class has the smallest probability."""
     right = evaluation.scores.gather(1, test.labels[:, None])[:, 0]
     worst = right.argsort()[:NUM_PICTURES]
     return pieces.page(
@@ -213,7 +215,7 @@ def _predictions(test: DigitSet, evaluation: Evaluation) -> str:
 
 @torch.no_grad()
 def _classify(model: CNN, test: DigitSet) -> list[Picture]:
-    """Test digits from the whole of the test set, with the model's guesses."""
+    """Return test digits, evenly spaced over the test set, with the model's guesses."""
     chosen = torch.linspace(0, len(test) - 1, NUM_PICTURES).long().unique()
     guesses = torch.zeros_like(test.labels)
     guesses[chosen] = model(test.images[chosen].to(current_rank().device)).argmax(dim=1).cpu()

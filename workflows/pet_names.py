@@ -1,26 +1,26 @@
 """Invent pet names with an LSTM that two ranks train together, as a Flyte workflow.
 
-names -> train (by DDP on a Dask cluster) -> evaluate and sample -> report
+Steps: names -> train (with DDP on a Dask cluster) -> evaluate and sample -> report
 
-On this machine, on the embedded list of names (under a minute on two cores):
+Run the workflow on this machine, with the embedded list of names (under a minute on two cores):
 
     pyflyte run workflows/pet_names.py pet_names
 
-Tiny, to see that everything works; and on a list of your own (a JSON list, or a CSV file with a column of names):
+Try a tiny training first, or train on your own list (a JSON list, or a CSV file with a column of names):
 
     pyflyte run workflows/pet_names.py pet_names --hp '{"epochs": 1, "batch_size": 2048}' --num_names 5
     pyflyte run workflows/pet_names.py pet_names --data s3://bucket/names.csv --hp '{"epochs": 3, "batch_size": 512}'
 
-On a Flyte backend with the Dask operator (build the image from the Dockerfile first):
+Run the workflow on a Flyte backend with the Dask operator, after building the image from the Dockerfile:
 
     pyflyte run --remote --image registry/daskpytorch:tag workflows/pet_names.py pet_names
 
-Training saves a checkpoint after each epoch. When a worker is lost or a rank fails, the gang starts again from the
-newest one, up to three times; on a Flyte backend the task's next attempt resumes from it, too.
+Training saves a checkpoint after each epoch. If a worker is lost or a rank fails, the gang restarts from the newest
+checkpoint, up to three times. On a Flyte backend, the task's next attempt also resumes from the newest checkpoint.
 
-`PET_NAMES_WORKERS` sets the number of Dask workers when the workflow is registered or run here, and
-`DASKPYTORCH_PROFILE=gpu` gives each a GPU. Which batch size, which learning rate? See pet_names_sweep.py. Are more
-ranks worth it? See pet_names_scaling.py.
+`PET_NAMES_WORKERS` sets the number of Dask workers when the workflow is registered or run here.
+`DASKPYTORCH_PROFILE=gpu` gives each worker a GPU. The workflow pet_names_sweep.py compares batch sizes and learning
+rates. The workflow pet_names_scaling.py compares numbers of ranks.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from workflows import resources
 NamesFile = FlyteFile["json"]
 NUM_WORKERS = resources.number("PET_NAMES_WORKERS", 2)
 SETTINGS = resources.SETTINGS | {"PET_NAMES_WORKERS": str(NUM_WORKERS)}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 
 
 class TrainingOutputs(NamedTuple):
-    """What training leaves."""
+    """Outputs of the training."""
 
     epoch_losses: list[float]
-    """Cross-entropy of the next character on held-out names, in nats, after each epoch."""
+    """Cross-entropy of the next character on held-out names after each epoch, in nats."""
     epoch_accuracies: list[float]
-    """The share of their characters that the model ranks first, after each epoch."""
+    """Share of held-out characters that the model ranks first, after each epoch, from 0 to 1."""
     model_state: PythonPickledFile
-    """The weights of a `CharLSTM`: `torch.load(..., weights_only=True)`."""
+    """Weights of a `CharLSTM`. Load them with `torch.load(..., weights_only=True)`."""
 
 
 class PetNames(NamedTuple):
@@ -69,7 +69,7 @@ class PetNames(NamedTuple):
 
 @task(requests=resources.SMALL, environment=SETTINGS)
 def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
-    """Load and clean the names, and refuse what cannot be trained on before any cluster starts."""
+    """Load and clean the names. Inputs that cannot be trained on fail here, before any cluster starts."""
     check_count(num_names)
     return load(data, hp, num_ranks=NUM_WORKERS, remedy="set PET_NAMES_WORKERS lower")
 
@@ -87,7 +87,7 @@ def prepare(data: str, hp: Hyperparameters, num_names: int) -> NamesFile:
     enable_deck=True,
 )
 def train(names: NamesFile, hp: Hyperparameters) -> TrainingOutputs:
-    """Train in every rank; the first rank's outputs are the task's."""
+    """Train in all ranks. The task returns the outputs of rank 0."""
     training, held_out = split_by_name(read(names), hp.held_out, hp.seed)
     result = char_lstm.train(char_lstm.windows(training), char_lstm.windows(held_out), hp)
     return TrainingOutputs(
@@ -99,7 +99,7 @@ def train(names: NamesFile, hp: Hyperparameters) -> TrainingOutputs:
 
 @task(requests=resources.SMALL)
 def evaluate(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile) -> Quality:
-    """Judge the weights that arrived, beside a bigram model fitted on the same training names."""
+    """Evaluate the received weights, beside a bigram model fitted on the same training names."""
     training, held_out = (char_lstm.windows(part) for part in split_by_name(read(names), hp.held_out, hp.seed))
     found = char_lstm.evaluate(_load(model_state), held_out)
     return Quality(loss=found.loss, accuracy=found.accuracy, bigram_loss=char_lstm.bigram_loss(training, held_out))
@@ -107,13 +107,13 @@ def evaluate(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFi
 
 @task(requests=resources.SMALL)
 def sample(names: NamesFile, hp: Hyperparameters, model_state: PythonPickledFile, num_names: int) -> list[str]:
-    """Invent names that are in no list."""
+    """Return invented names, none of which is in the list of names."""
     return char_lstm.sample_names(_load(model_state), num_names, exclude=read(names), seed=hp.seed)
 
 
 @task(requests=resources.SMALL, enable_deck=True)
 def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
-    """Say in a line, and show in a Deck, how the training went and what came of it."""
+    """Print a summary of the training and its result in a line, and show both in a Deck."""
     text = quality.verdict()
     Deck("Pet names", page(epoch_losses, epoch_accuracies, quality, names))
     print(text)
@@ -123,13 +123,13 @@ def report(epoch_losses: list[float], epoch_accuracies: list[float], quality: Qu
 
 @workflow
 def pet_names(data: str = "", hp: Hyperparameters = Hyperparameters(), num_names: int = 20) -> PetNames:
-    """Train on a list of names and invent new ones.
+    """Train on a list of names and invent new names.
 
     Args:
-        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://); empty for the
-            embedded list.
-        hp: How to train, as a JSON object of Hyperparameters' fields.
-        num_names: How many names to invent.
+        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://). Empty: the embedded
+            list.
+        hp: Hyper-parameters, as a JSON object of the fields of `Hyperparameters`.
+        num_names: Number of names to invent.
     """
     names = prepare(data=data, hp=hp, num_names=num_names)
     trained = train(names=names, hp=hp)
@@ -150,13 +150,13 @@ def pet_names(data: str = "", hp: Hyperparameters = Hyperparameters(), num_names
 
 
 def check_count(num_names: int) -> None:
-    """Raise a `ValueError` where it is no number of names."""
+    """Raise a `ValueError` if the number of names to invent is negative."""
     if num_names < 0:
         raise ValueError(f"num_names={num_names}: must be a whole number from 0 up")
 
 
 def load(data: str, hp: Hyperparameters, *, num_ranks: int, remedy: str = "hold out fewer") -> NamesFile:
-    """Load and clean the names, say what was dropped, and see that every rank can have one."""
+    """Load and clean the names, print which were dropped, and check that every rank gets a sample."""
     loaded = load_names(data)
     print(loaded.report)
     training, _ = split_by_name(loaded.names, hp.held_out, hp.seed)
@@ -171,12 +171,12 @@ def load(data: str, hp: Hyperparameters, *, num_ranks: int, remedy: str = "hold 
 
 
 def read(names: NamesFile) -> list[str]:
-    """What `load` wrote."""
+    """Return the names in a file that `load` wrote."""
     return list(json.loads(Path(names.download()).read_text()))
 
 
 def save(result: TrainingResult) -> PythonPickledFile:
-    """The weights as a file."""
+    """Write the trained weights to a file, and return the file."""
     path = Path(current_context().working_directory, "model_state.pt")
     torch.save(result.state_dict, path)
     return PythonPickledFile(path=str(path))

@@ -1,9 +1,9 @@
-"""Are more ranks worth it? Take the time to the same loss on pet names with more or fewer, as a Flyte workflow.
+"""Measure the training time to the same loss on pet names with different numbers of ranks, as a Flyte workflow.
 
-names -> scale (several models at once, each by its number of ranks, on a Dask cluster)
+Steps: names -> scale (several models at once on a Dask cluster, each with its number of ranks)
 
-That compares like with like where the global batch (ranks x batch size per rank) is the same. Small (about a minute on
-two cores); tiny; and in full on a backend:
+Compare only models with the same global batch, the product of ranks and batch size per rank. The commands below run a
+small comparison (about a minute on two cores), a tiny one, and a full one on a backend:
 
     pyflyte run workflows/pet_names_scaling.py pet_names_scaling
     pyflyte run workflows/pet_names_scaling.py pet_names_scaling --batch_sizes '[2048, 4096]' --hp '{"epochs": 1}'
@@ -11,8 +11,8 @@ two cores); tiny; and in full on a backend:
         workflows/pet_names_scaling.py pet_names_scaling --data s3://bucket/names.csv --ranks '[1, 4, 16]' \
         --batch_sizes '[1024, 4096, 16384]' --learning_rates '[0.001, 0.004, 0.016]' --hp '{"epochs": 40}'
 
-`PET_NAMES_SCALING_WORKERS` sets the number of Dask workers when the workflow is registered or run here, and
-`DASKPYTORCH_PROFILE=gpu` gives each a GPU.
+`PET_NAMES_SCALING_WORKERS` sets the number of Dask workers when the workflow is registered or run here.
+`DASKPYTORCH_PROFILE=gpu` gives each worker a GPU.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from workflows.pet_names_sweep import HtmlFile, show, train_all
 
 NUM_WORKERS = resources.number("PET_NAMES_SCALING_WORKERS", 2)
 SETTINGS = resources.SETTINGS | {"PET_NAMES_SCALING_WORKERS": str(NUM_WORKERS)}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 RANKS = [1, 2]
 BATCH_SIZES = [128, 256]
-"""Per rank: 1 x 256 and 2 x 128 have the same global batch."""
+"""Windows per step and rank. 1 x 256 and 2 x 128 have the same global batch."""
 LEARNING_RATES = [0.006]
 
 
@@ -43,13 +43,13 @@ class PetNamesScaling(NamedTuple):
     """The outputs of the workflow."""
 
     rows: list[ScalingRow]
-    """One for each epoch of each experiment that has not failed."""
+    """Rows for each epoch of each experiment that did not fail."""
     times: list[TimeToLoss]
-    """One for each experiment."""
+    """Training times to the target loss, one for each experiment."""
     target_loss: float
-    """Nats per character: what was asked for, or the bigram model's."""
+    """Target loss in nats per character: the input, or the bigram model's loss if the input is None."""
     charts: HtmlFile
-    """Time to the loss against ranks; loss against epoch and against elapsed time: a page for a browser."""
+    """HTML page with charts of the time to the target loss against ranks, and of the loss against epochs and time."""
 
 
 @task(requests=resources.SMALL, environment=SETTINGS)
@@ -61,7 +61,7 @@ def prepare(
     learning_rates: list[float],
     target_loss: float | None,
 ) -> NamesFile:
-    """Load and clean the names, and refuse what the workers cannot carry or cannot be compared."""
+    """Load and clean the names. Inputs that the workers cannot run, or that cannot be compared, fail here."""
     _grid(ranks, batch_sizes, learning_rates)
     sweeps.check_target(target_loss)
     return pet_names.load(data, hp, num_ranks=max(ranks), remedy="use fewer ranks")
@@ -82,7 +82,7 @@ def scale(
     learning_rates: list[float],
     target_loss: float | None,
 ) -> PetNamesScaling:
-    """Train each model with its number of ranks, a worker for each, and see when it comes to the target."""
+    """Train each model with its number of ranks, one worker per rank, and measure its time to the target loss."""
     training, held_out = split_by_name(pet_names.read(names), hp.held_out, hp.seed)
     outcomes, bigram_loss = train_all("scaling", training, held_out, hp, _grid(ranks, batch_sizes, learning_rates))
     target = bigram_loss if target_loss is None else target_loss
@@ -111,18 +111,18 @@ def pet_names_scaling(
     hp: Hyperparameters = Hyperparameters(epochs=3),
     target_loss: float | None = None,
 ) -> PetNamesScaling:
-    """Measure the time to the same held-out loss with more or fewer ranks.
+    """Measure the training time to the same held-out loss with different numbers of ranks.
 
-    Models are trained side by side where there are workers for it; give each worker cores of its own.
+    Models train side by side if there are enough workers. Give each worker its own cores.
 
     Args:
-        data: As for pet_names.
-        ranks: How many processes train a model together, each on a worker of its own; a JSON list.
-        batch_sizes: Windows per step and rank; a JSON list. Compare equal products of ranks and batch size.
-        learning_rates: Adam's step sizes, as a JSON list.
-        hp: What all models share, as a JSON object of Hyperparameters' fields; its batch_size and learning_rate are
-            replaced by those of the grid. All its epochs are trained, also after the target.
-        target_loss: Nats per character; without it, the held-out loss of a bigram model.
+        data: Source of the names, as for pet_names.
+        ranks: Numbers of ranks that train a model, each rank on its own worker, as a JSON list.
+        batch_sizes: Windows per step and rank, as a JSON list. Compare equal products of ranks and batch size.
+        learning_rates: Adam's learning rates, as a JSON list.
+        hp: Common hyper-parameters of all models, as a JSON object of the fields of `Hyperparameters`. The grid
+            replaces its batch_size and learning_rate. All epochs are trained, even after the target loss.
+        target_loss: Target in nats per character. None: the held-out loss of a bigram model.
     """
     grid = {"ranks": ranks, "batch_sizes": batch_sizes, "learning_rates": learning_rates}
     names = prepare(data=data, hp=hp, target_loss=target_loss, **grid)
@@ -131,10 +131,10 @@ def pet_names_scaling(
 
 
 def _grid(ranks: list[int], batch_sizes: list[int], learning_rates: list[float]) -> list[Experiment]:
-    """The grid, if the workers can carry it.
+    """Return the grid of experiments.
 
     Raises:
-        ValueError: They cannot, or a list makes no sense.
+        ValueError: A number of ranks exceeds the number of workers, or a list is invalid.
     """
     if max(ranks, default=0) > NUM_WORKERS:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Which batch size and learning rate? Train a model of pet names for each pair, as a Flyte workflow.
+"""Train a model of pet names for each pair of batch size and learning rate, as a Flyte workflow.
 
-names -> sweep (several models at once, on a Dask cluster) -> evaluate and sample by the best one -> report
+Steps: names -> sweep (several models at once on a Dask cluster) -> evaluate and sample with the best -> report
 
-Four models on the embedded names (about a minute on two cores); tiny; and batches for the 56,000 names of Seattle's pet
-licences, each model on a worker of its own:
+The first command below trains four models on the embedded names (about a minute on two cores). The second is a tiny
+trial. The third has batch sizes for the 56,000 names of Seattle's pet licences, and a worker for each model:
 
     pyflyte run workflows/pet_names_sweep.py pet_names_sweep
     pyflyte run workflows/pet_names_sweep.py pet_names_sweep --batch_sizes '[2048]' --learning_rates '[0.01]' \
@@ -12,9 +12,9 @@ licences, each model on a worker of its own:
         --data s3://bucket/names.csv --batch_sizes '[4096, 16384]' --learning_rates '[0.001, 0.01]' \
         --hp '{"epochs": 40}'
 
-`PET_NAMES_SWEEP_WORKERS` sets the number of Dask workers when the workflow is registered or run here, and
-`DASKPYTORCH_PROFILE=gpu` gives each a GPU. There may be more models than workers: they queue. A model whose rank fails
-starts again from its newest checkpoint.
+`PET_NAMES_SWEEP_WORKERS` sets the number of Dask workers when the workflow is registered or run here.
+`DASKPYTORCH_PROFILE=gpu` gives each worker a GPU. Models beyond the number of workers wait in a queue. A model whose
+rank fails restarts from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from workflows.pet_names import NamesFile
 HtmlFile = FlyteFile["html"]
 NUM_WORKERS = resources.number("PET_NAMES_SWEEP_WORKERS", 2)
 SETTINGS = resources.SETTINGS | {"PET_NAMES_SWEEP_WORKERS": str(NUM_WORKERS)}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 BATCH_SIZES = [256, 1024]
 LEARNING_RATES = [0.003, 0.01]
 
 
 class SweepOutputs(NamedTuple):
-    """What a sweep leaves: all losses, and the model whose held-out loss is the lowest at the end."""
+    """Outputs of a sweep: all losses, and the model with the lowest held-out loss after its last epoch."""
 
     rows: list[SweepRow]
-    """One for each epoch of each experiment that has not failed."""
+    """Rows for each epoch of each experiment that did not fail."""
     hp: Hyperparameters
-    """How the best model was trained."""
+    """Hyper-parameters of the best model."""
     epoch_losses: list[float]
-    """The best model's, as those of `pet_names.TrainingOutputs`."""
+    """Held-out losses of the best model, as in `pet_names.TrainingOutputs`."""
     epoch_accuracies: list[float]
     model_state: PythonPickledFile
-    """The best model's weights."""
+    """Weights of the best model."""
     charts: HtmlFile
-    """Loss against epoch and against elapsed time, and a table of the models: a page for a browser."""
+    """HTML page with charts of the loss against epochs and time, and a table of the models."""
 
 
 class PetNamesSweep(NamedTuple):
@@ -68,14 +68,14 @@ class PetNamesSweep(NamedTuple):
     model_state: PythonPickledFile
     charts: HtmlFile
     names: list[str]
-    """Invented by the best model."""
+    """Names that the best model invented."""
 
 
 @task(requests=resources.SMALL, environment=SETTINGS)
 def prepare(
     data: str, hp: Hyperparameters, batch_sizes: list[int], learning_rates: list[float], num_names: int
 ) -> NamesFile:
-    """Load and clean the names, and refuse what cannot be trained or swept over before any cluster starts."""
+    """Load and clean the names. Inputs that cannot be trained or swept over fail here, before any cluster starts."""
     pet_names.check_count(num_names)
     sweeps.grid(batch_sizes, learning_rates)
     return pet_names.load(data, hp, num_ranks=1)
@@ -89,7 +89,7 @@ def prepare(
     enable_deck=True,
 )
 def sweep(names: NamesFile, hp: Hyperparameters, batch_sizes: list[int], learning_rates: list[float]) -> SweepOutputs:
-    """Train one model per worker until the grid is done; the best one's outputs are the task's."""
+    """Train the models of the grid, one per worker at a time. The task returns the outputs of the best model."""
     training, held_out = split_by_name(pet_names.read(names), hp.held_out, hp.seed)
     outcomes, bigram_loss = train_all("sweep", training, held_out, hp, sweeps.grid(batch_sizes, learning_rates))
     best = sweeps.best(outcomes)
@@ -112,15 +112,16 @@ def pet_names_sweep(
     hp: Hyperparameters = Hyperparameters(epochs=4),
     num_names: int = 20,
 ) -> PetNamesSweep:
-    """Train a model for each batch size and learning rate, one per worker, and go on with the best.
+    """Train a model for each batch size and learning rate, one per worker, and invent names with the best model.
 
     Args:
-        data: As for pet_names.
+        data: Source of the names, as for pet_names.
         batch_sizes: Windows per step, as a JSON list of whole numbers.
-        learning_rates: Adam's step sizes, as a JSON list.
-        hp: What all models share, as a JSON object of Hyperparameters' fields; its batch_size and learning_rate are
-            replaced by those of the grid. A field that is left out of the JSON has its usual default, such as 3 epochs.
-        num_names: How many names the best model is to invent.
+        learning_rates: Adam's learning rates, as a JSON list.
+        hp: Common hyper-parameters of all models, as a JSON object of the fields of `Hyperparameters`. The grid
+            replaces its batch_size and learning_rate. Fields that the JSON leaves out have the defaults of
+            `Hyperparameters`, such as 3 epochs.
+        num_names: Number of names that the best model invents.
     """
     names = prepare(data=data, hp=hp, batch_sizes=batch_sizes, learning_rates=learning_rates, num_names=num_names)
     swept = sweep(names=names, hp=hp, batch_sizes=batch_sizes, learning_rates=learning_rates)
@@ -143,12 +144,12 @@ def train_all(
     """Train a model for each experiment on the task's cluster, with one worker per rank.
 
     Returns:
-        What came of each, and a bigram model's loss to compare with.
+        The outcome of each experiment, and the loss of a bigram model for comparison.
     """
-    from flytekitplugins.daskpytorch import dispatch  # late: it imports Dask, which no rank needs
+    from flytekitplugins.daskpytorch import dispatch  # here because it imports Dask, which ranks do not need
 
     client = current_client()
-    num_threads = min(client.nthreads().values())  # a worker's share of its machine, where other models train, too
+    num_threads = min(client.nthreads().values())  # cores of a worker, as other models train on the same machine
     train_one = partial(sweeps.train, training=training, held_out=held_out, hp=hp, num_threads=num_threads)
     models = dispatch.map(
         client, train_one, experiments, workers=lambda experiment: experiment.ranks, wandb=_runs(name, hp)
@@ -158,7 +159,7 @@ def train_all(
 
 
 def show(name: str, *pieces: str) -> HtmlFile:
-    """Put pieces into a Deck of that name, and into a file."""
+    """Show pieces of HTML in a Deck of this name, and write them to a file."""
     Deck(name, report.page(report.status("done", name, tone="good"), *pieces))
     path = Path(current_context().working_directory, f"{name.lower()}.html")
     path.write_text(report.document(name, *pieces))
@@ -166,6 +167,6 @@ def show(name: str, *pieces: str) -> HtmlFile:
 
 
 def _runs(name: str, hp: Hyperparameters) -> Wandb:
-    """A Weights & Biases run for each model, with what all share in its configuration, too."""
+    """Return the settings of Weights & Biases: a run per model, with the common hyper-parameters as configuration."""
     shared = {key: value for key, value in asdict(hp).items() if key not in ("batch_size", "learning_rate")}
     return Wandb(project="pet-names", name=name, config=shared)

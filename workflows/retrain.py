@@ -1,34 +1,35 @@
-"""Train the pet-names model again on the newest names, and make it the champion if it is better, as a Flyte workflow.
+"""Train the pet-names model on the newest names, and make it the champion if it is better, as a Flyte workflow.
 
-prepare (read, check) -> train (by DDP on a Dask cluster) -> evaluate -> register -> promote or keep -> report
+Steps: prepare (read, check) -> train (with DDP on a Dask cluster) -> evaluate -> register -> promote or keep -> report
 
-On this machine, on the embedded list of names, with the registry in your home directory (a minute on two cores; a few
-seconds when nothing has changed since); and on the newest file of a folder, with a registry in a bucket:
+The first command runs the workflow on this machine, with the embedded list of names and a registry in your home
+directory. The run takes a minute on two cores, and a few seconds if nothing changed since the last run. The second
+command trains on the newest file of a folder, with a registry in a bucket:
 
     pyflyte run workflows/retrain.py retrain
     pyflyte run workflows/retrain.py retrain --data s3://bucket/names/ --registry s3://bucket/pet-names
 
-Tiny, to see that everything works:
+Try a tiny training first:
 
     pyflyte run workflows/retrain.py retrain --registry /tmp/registry --hp '{"epochs": 1, "batch_size": 2048}'
 
-Every day on a Flyte backend, on the names of the day (what is set when it is registered are the launch plan's defaults;
-`pyflyte run workflows/retrain.py retrain_daily` runs it here, now):
+The next command runs the workflow every day on a Flyte backend, on the names of the day. The environment variables at
+registration become the launch plan's defaults. `pyflyte run workflows/retrain.py retrain_daily` runs the plan here:
 
     PET_NAMES_REGISTRY=s3://bucket/pet-names PET_NAMES_DATA='s3://bucket/names/{date}.csv' \
         PET_NAMES_SCHEDULE='0 4 * * *' PET_NAMES_EMAILS=team@example.org \
         pyflyte register --image registry/daskpytorch:tag --activate-launchplans workflows/retrain.py
 
-The history, and back to the champion before (or to any version):
+Show the history, or make the previous champion (or any version) the champion again:
 
     python -m tasks.registry --registry s3://bucket/pet-names history
     python -m tasks.registry --registry s3://bucket/pet-names roll-back --reason 'complaints about the new names'
 
-What fails, or is killed at any moment, leaves the old or the new champion, whole; of two retrainings at once one
-promotes its model, and both are kept.
+A run that fails or is killed at any moment leaves a complete champion, the old or the new one. If two runs overlap,
+only one promotes its model, and the registry keeps both models.
 
-`PET_NAMES_WORKERS` sets the number of Dask workers, and `DASKPYTORCH_PROFILE=gpu` gives each a GPU. Credentials for
-buckets are those of s3fs: `AWS_ACCESS_KEY_ID` and its like, a profile, or the pod's role.
+`PET_NAMES_WORKERS` sets the number of Dask workers, and `DASKPYTORCH_PROFILE=gpu` gives each worker a GPU. Credentials
+for buckets are those of s3fs: variables such as `AWS_ACCESS_KEY_ID`, a profile, or the pod's role.
 """
 
 # ruff: noqa: ARG001 - the node that runs on failure must take all inputs of the workflow
@@ -74,14 +75,14 @@ from workflows import resources
 
 NUM_WORKERS = resources.number("PET_NAMES_WORKERS", 2)
 SETTINGS = resources.SETTINGS | {"PET_NAMES_WORKERS": str(NUM_WORKERS)}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 REGISTRY = os.environ.get("PET_NAMES_REGISTRY", "~/.pet-names/registry")
 DATA = os.environ.get("PET_NAMES_DATA", "")
 SCHEDULE = os.environ.get("PET_NAMES_SCHEDULE", "0 4 * * *")
 NOW = datetime.fromtimestamp(0, UTC)
-"""The default of the kick-off time, which must be a time for Flyte's scheduler to fill it in."""
+"""Default of the kick-off time. Flyte's scheduler fills in an input only if its type is a time."""
 MARGIN = 0.001
-"""Nats per character: less is noise."""
+"""Default margin in nats per character. Smaller differences are noise."""
 
 
 def _content_hash(file: FlyteFile) -> str:
@@ -91,48 +92,48 @@ def _content_hash(file: FlyteFile) -> str:
 NamesFile = FlyteFile["json"]
 HashedNames = Annotated[NamesFile, HashMethod(_content_hash)]
 HashedState = Annotated[PythonPickledFile, HashMethod(_content_hash)]
-"""What is equal is the same to Flyte's cache, whenever it was read and wherever it came from."""
+"""Inputs with equal content have the same key in Flyte's cache, wherever they came from and whenever they were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a retraining starts."""
+    """Starting point of a retraining."""
 
     data: DataFacts
     champion: str
-    """The version that is compared with; empty: there is none."""
+    """Version of the champion for the comparison. Empty: no champion exists."""
     promotion: int
-    """The number of the promotion that made it the champion; 0: there is none."""
+    """Number of the promotion that made this version the champion. 0: no champion exists."""
     start: str
-    """The version whose weights the challenger starts from; empty: random ones."""
+    """Version whose weights the challenger starts from. Empty: random weights."""
     held_out: float
-    """The fraction of the names that neither challenger nor champion, nor what they came from, were trained on."""
+    """Fraction of the names on which neither the challenger, the champion nor their ancestors were trained."""
 
 
 class Newest(NamedTuple):
-    """The newest names, checked, and the weights to compare with and to start from."""
+    """Checked newest names, and the weights for the comparison and for the start."""
 
     names: HashedNames
-    """Sorted."""
+    """File of the sorted names."""
     champion: HashedState
-    """No weights, if there is none."""
+    """Weights of the champion. Empty if no champion exists."""
     start: HashedState
-    """No weights: random ones."""
+    """Initial weights. Empty: random weights."""
     origin: Origin
 
 
 class Trained(NamedTuple):
-    """What training leaves."""
+    """Outputs of the training."""
 
     epoch_losses: list[float]
-    """Cross-entropy of the next character on held-out names, in nats, after each epoch."""
+    """Cross-entropy of the next character on held-out names after each epoch, in nats."""
     model_state: HashedState
     wandb_url: str
-    """Empty if the run is not in Weights & Biases."""
+    """Address of the run in Weights & Biases. Empty without a run there."""
 
 
 class Registered(NamedTuple):
-    """The challenger in the registry."""
+    """The challenger's version in the registry, and the decision about its promotion."""
 
     version: str
     promotes: bool
@@ -143,9 +144,9 @@ class Retraining(NamedTuple):
     """The outputs of the workflow."""
 
     version: str
-    """The challenger's; an earlier one's where nothing has changed."""
+    """Version of the challenger. An earlier run's version if nothing changed since."""
     outcome: str
-    """What became of it, and why."""
+    """Result of the promotion, with its reason."""
     summary: str
 
 
@@ -153,7 +154,7 @@ class Retraining(NamedTuple):
 def prepare(
     data: str, registry: str, start_from: str, hp: Hyperparameters, limits: Limits, kickoff_time: datetime
 ) -> Newest:
-    """Read the newest names and the champion, and refuse what had better not be trained on."""
+    """Read the newest names and the champion. Names that break the limits fail here, before any training."""
     _check_start(start_from)
     day = (datetime.now(UTC) if kickoff_time == NOW else kickoff_time.astimezone(UTC)).date()
     loaded = load_names(newest_uri(data, day))
@@ -191,7 +192,7 @@ def prepare(
     enable_deck=True,
 )
 def train(names: NamesFile, start: PythonPickledFile, hp: Hyperparameters) -> Trained:
-    """Train in every rank; the first rank's outputs are the task's. Flyte's cache has those of an unchanged day."""
+    """Train in all ranks and return the outputs of rank 0. On a day without changes, Flyte's cache has them."""
     training, held_out = (char_lstm.windows(side) for side in split_by_hash(_read(names), hp.held_out))
     result = char_lstm.train(training, held_out, hp, start=_load(start))
     path = Path(current_context().working_directory, STATE)
@@ -207,7 +208,7 @@ def train(names: NamesFile, start: PythonPickledFile, hp: Hyperparameters) -> Tr
 def evaluate(
     names: NamesFile, champion: PythonPickledFile, challenger_state: PythonPickledFile, held_out: float
 ) -> Comparison:
-    """Judge both on the same names, which neither was trained on, beside a bigram model."""
+    """Evaluate challenger and champion on names that neither was trained on, beside a bigram model."""
     training, judged = split_by_hash(_read(names), held_out)
     windows = char_lstm.windows(judged)
     found = char_lstm.evaluate(CharLSTM.from_state_dict(_load(challenger_state)), windows)
@@ -235,7 +236,7 @@ def register(
     wandb_url: str,
     margin: float,
 ) -> Registered:
-    """Put the challenger into the registry with its card, and decide whether it is to be the champion."""
+    """Add the challenger to the registry with its model card, and decide whether to promote it."""
     opened = Registry(registry)
     files = {STATE: Path(model_state.download()), NAMES: Path(names.download())}
     card = ModelCard(
@@ -260,19 +261,19 @@ def register(
 
 @task(requests=resources.SMALL, retries=2)
 def promote(registry: str, version: str, why: str, origin: Origin) -> str:
-    """Make the challenger the champion, unless another became it meanwhile."""
+    """Make the challenger the champion, unless another version was promoted since the comparison."""
     return challenger.promote(Registry(registry), version, why, instead_of=origin.promotion)
 
 
 @task(requests=resources.SMALL, retries=2)
 def keep(why: str) -> str:
-    """Leave the champion as it is."""
+    """Leave the champion unchanged, and return the reason."""
     return f"not promoted: {why}"
 
 
 @task(requests=resources.SMALL, retries=2, enable_deck=True)
 def report(registry: str, version: str, outcome: str, epoch_losses: list[float], comparison: Comparison) -> str:
-    """Say in a line, and show in a Deck, what came of the day."""
+    """Print the result of the retraining in a line, and show it in a Deck."""
     opened = Registry(registry)
     history = opened.history()
     text = f"{version} {outcome}; {_named(history[-1] if history else None)}"
@@ -296,7 +297,7 @@ def say_what_failed(
     kickoff_time: datetime,
     err: FlyteError | None = None,
 ) -> None:
-    """Say what failed and who is still the champion; changes nothing."""
+    """Print the failure and the current champion. The registry stays unchanged."""
     what = f"{err.message} (node {err.failed_node_id})" if err is not None else "see the nodes before this one"
     print(f"the retraining has failed: {what}")
     print(f"in the registry {registry} {_champion_in(registry)}")
@@ -315,17 +316,17 @@ def retrain(
     """Train a challenger on the newest names, and make it the champion if it is better.
 
     Args:
-        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://), in whose name
-            {date} becomes the day of the kick-off time in UTC; or a folder or prefix, of which the newest file is read;
-            empty for the embedded list.
+        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://). A `{date}` in the
+            name becomes the day of the kick-off time in UTC. A folder or prefix stands for its newest file. Empty: the
+            embedded list.
         registry: The folder or s3://bucket/prefix of the models and their promotions.
-        start_from: The weights that the challenger starts from: `champion` (random ones while there is none), or
+        start_from: Initial weights of the challenger: `champion` (random weights while no champion exists), or
             `scratch`.
-        hp: How to train, as a JSON object of Hyperparameters' fields. Which names are held out does not depend on the
-            seed.
-        margin: By how many nats per character the challenger must be better.
-        limits: What the names must keep to, as a JSON object of Limits' fields.
-        kickoff_time: The time for which names are wanted; the scheduler fills it in. The default stands for now.
+        hp: Hyper-parameters, as a JSON object of the fields of `Hyperparameters`. The seed does not change which names
+            are held out.
+        margin: Least improvement over the champion's loss, in nats per character.
+        limits: Limits on the names, as a JSON object of the fields of `Limits`.
+        kickoff_time: Time that decides the day of the names. The scheduler fills it in. The default stands for now.
     """
     newest = prepare(
         data=data, registry=registry, start_from=start_from, hp=hp, limits=limits, kickoff_time=kickoff_time
@@ -370,7 +371,7 @@ def _recipients(variable: str) -> list[str]:
 
 
 def _notifications() -> list[Email | Slack]:
-    """Whom Flyte tells of a retraining that did not come to its end."""
+    """Return Flyte's notifications about a retraining that failed, timed out or was aborted."""
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
     kinds = {Email: "PET_NAMES_EMAILS", Slack: "PET_NAMES_SLACK_EMAILS"}
     return [
@@ -386,11 +387,11 @@ retrain_daily = LaunchPlan.get_or_create(
     schedule=CronSchedule(schedule=SCHEDULE, kickoff_time_input_arg="kickoff_time"),
     notifications=_notifications(),
 )
-"""Every day at four o'clock UTC, unless PET_NAMES_SCHEDULE says otherwise."""
+"""Launch plan that runs every day at 04:00 UTC, or as PET_NAMES_SCHEDULE says."""
 
 
 def _check_sides(names: list[str], hp: Hyperparameters) -> None:
-    """Raise a `ValueError` where nothing would be held out, or not every rank had a sample."""
+    """Raise a `ValueError` if no name would be held out, or a rank would have no sample."""
     training, held_out = split_by_hash(names, hp.held_out)
     num_samples = len(char_lstm.windows(training)) if training else 0
     if num_samples < NUM_WORKERS or not held_out:
@@ -406,7 +407,7 @@ def _check_start(start_from: str) -> None:
 
 
 def _facts(loaded: CleanNames, day: date, fingerprint: str, champion: Champion | None) -> DataFacts:
-    """What goes into the model card about the names."""
+    """Return the facts about the names for the model card."""
     distinct, characters = set(loaded.names), character_counts(loaded.names)
     return DataFacts(
         source=loaded.source,
@@ -423,7 +424,7 @@ def _facts(loaded: CleanNames, day: date, fingerprint: str, champion: Champion |
 def _origin(
     registry: Registry, facts: DataFacts, champion: Champion | None, hp: Hyperparameters, start_from: str
 ) -> Origin:
-    """Where the challenger starts; where nothing has changed, where it started when that was trained."""
+    """Return the challenger's starting point. If nothing changed since an earlier training, return that one's."""
     start = champion.version if champion and start_from == CHAMPION else ""
     trained = challenger.find_trained(registry, facts.fingerprint, asdict(hp), start_from)
     cards = [card for card in (champion.card if champion else None, trained) if card is not None]
@@ -437,7 +438,7 @@ def _origin(
 
 
 def _state_of(registry: Registry, version: str, folder: Path) -> PythonPickledFile:
-    """The version's weights; no weights if there is no version."""
+    """Return the file of a version's weights. Without a version, return a file without weights."""
     folder.mkdir(exist_ok=True)
     path = folder / STATE
     if version:
@@ -457,7 +458,7 @@ def _load(state: PythonPickledFile) -> dict[str, torch.Tensor]:
 
 
 def _wandb_url() -> str:
-    """The link to this rank's run, if it has one that is online."""
+    """Return the address of this rank's online run in Weights & Biases. Empty without a run."""
     run = getattr(sys.modules.get("wandb"), "run", None)
     return "" if run is None or run.offline or run.disabled else str(run.url or "")
 
@@ -509,7 +510,7 @@ def _compare(comparison: Comparison) -> str:
 
 
 def _champion_in(registry: str) -> str:
-    """Who is the champion, in words; what failed may be the registry itself."""
+    """Return the champion in words, or the registry's error if it cannot be read."""
     try:
         return _named(Registry(registry).champion())
     except Exception as error:

@@ -1,1 +1,1 @@
-"""The same workflows with Flyte 2's SDK."""
+"""Workflows for Flyte 2's SDK. They train the same models as the workflows for flytekit."""

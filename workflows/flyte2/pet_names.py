@@ -1,24 +1,24 @@
 """Invent pet names with an LSTM that two ranks train together, with Flyte 2's SDK.
 
-names -> train (by DDP on a Dask cluster) -> evaluate and sample -> report
+Steps: names -> train (with DDP on a Dask cluster) -> evaluate and sample -> report
 
-What is trained, and how, is that of workflows/pet_names.py, which is for flytekit. On this machine, on the embedded
-list of names (under a minute on two cores):
+The model and its training are those of workflows/pet_names.py, which is for flytekit. Run the workflow on this machine,
+with the embedded list of names (under a minute on two cores):
 
     flyte run --local workflows/flyte2/pet_names.py pet_names
 
-Tiny, to see that everything works; and on a list of your own (a JSON list, or a CSV file with a column of names):
+Try a tiny training first, or train on your own list (a JSON list, or a CSV file with a column of names):
 
     flyte run --local workflows/flyte2/pet_names.py pet_names --hp '{"epochs": 1, "batch_size": 2048}' --num_names 5
     flyte run --local workflows/flyte2/pet_names.py pet_names --data s3://bucket/names.csv --hp '{"epochs": 3}'
 
-On a Flyte 2 backend with the Dask operator, from an image that has this package with its extra `flyte2`
-(PET_NAMES_IMAGE names it):
+Run the workflow on a Flyte 2 backend with the Dask operator. PET_NAMES_IMAGE names an image that has this package with
+its extra `flyte2`:
 
     flyte run workflows/flyte2/pet_names.py pet_names
 
-Training saves a checkpoint after each epoch. When a worker is lost or a rank fails, the gang starts again from the
-newest one, up to three times; the task's next attempt resumes from it, too.
+Training saves a checkpoint after each epoch. If a worker is lost or a rank fails, the gang restarts from the newest
+checkpoint, up to three times. The task's next attempt also resumes from the newest checkpoint.
 """
 
 import json
@@ -42,7 +42,7 @@ NUM_WORKERS = int(os.environ.get("PET_NAMES_WORKERS", "2"))
 IMAGE = os.environ.get("PET_NAMES_IMAGE", "auto")
 SMALL = flyte.Resources(cpu=1, memory="2Gi")
 SETTINGS = {"PET_NAMES_WORKERS": str(NUM_WORKERS), "PET_NAMES_IMAGE": IMAGE}
-"""For the tasks' pods, which import this file again."""
+"""Environment variables of the tasks' pods, which import this file again."""
 
 training = flyte.TaskEnvironment(
     "pet_names_training",
@@ -59,17 +59,17 @@ env = flyte.TaskEnvironment("pet_names", image=IMAGE, resources=SMALL, env_vars=
 
 @dataclass
 class Trained:
-    """What training leaves."""
+    """Metrics of the training."""
 
     epoch_losses: list[float]
-    """Cross-entropy of the next character on held-out names, in nats, after each epoch."""
+    """Cross-entropy of the next character on held-out names after each epoch, in nats."""
     epoch_accuracies: list[float]
-    """The share of their characters that the model ranks first, after each epoch."""
+    """Share of held-out characters that the model ranks first, after each epoch, from 0 to 1."""
 
 
 @env.task
 def prepare(data: str, hp: Hyperparameters) -> File:
-    """Load and clean the names, and refuse what cannot be trained on before any cluster starts."""
+    """Load and clean the names. Inputs that cannot be trained on fail here, before any cluster starts."""
     loaded = load_names(data)
     print(loaded.report)
     part, _ = split_by_name(loaded.names, hp.held_out, hp.seed)
@@ -82,7 +82,7 @@ def prepare(data: str, hp: Hyperparameters) -> File:
 
 @training.task(retries=2, report=True)
 def train(names: File, hp: Hyperparameters) -> tuple[Trained, File]:
-    """Train in every rank; the first rank's outputs are the task's."""
+    """Train in all ranks. The task returns the outputs of rank 0."""
     part, held_out = split_by_name(_read(names), hp.held_out, hp.seed)
     result = char_lstm.train(char_lstm.windows(part), char_lstm.windows(held_out), hp)
     path = Path(mkdtemp(), "model_state.pt")
@@ -96,7 +96,7 @@ def train(names: File, hp: Hyperparameters) -> tuple[Trained, File]:
 
 @env.task
 def evaluate(names: File, hp: Hyperparameters, model_state: File) -> Quality:
-    """Judge the weights that arrived, beside a bigram model fitted on the same training names."""
+    """Evaluate the received weights, beside a bigram model fitted on the same training names."""
     part, held_out = (char_lstm.windows(half) for half in split_by_name(_read(names), hp.held_out, hp.seed))
     found = char_lstm.evaluate(_load(model_state), held_out)
     return Quality(loss=found.loss, accuracy=found.accuracy, bigram_loss=char_lstm.bigram_loss(part, held_out))
@@ -104,7 +104,7 @@ def evaluate(names: File, hp: Hyperparameters, model_state: File) -> Quality:
 
 @env.task
 def sample(names: File, hp: Hyperparameters, model_state: File, num_names: int) -> list[str]:
-    """Invent names that are in no list."""
+    """Return invented names, none of which is in the list of names."""
     return char_lstm.sample_names(_load(model_state), num_names, exclude=_read(names), seed=hp.seed)
 
 
@@ -112,13 +112,13 @@ def sample(names: File, hp: Hyperparameters, model_state: File, num_names: int) 
 def pet_names(
     data: str = "", hp: Hyperparameters = Hyperparameters(), num_names: int = 20
 ) -> tuple[list[float], File, list[str]]:
-    """Train on a list of names and invent new ones: the losses, the weights and the names.
+    """Train on a list of names, invent new names, and return the losses, the weights and the invented names.
 
     Args:
-        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://); empty for the
-            embedded list.
-        hp: How to train, as a JSON object of Hyperparameters' fields.
-        num_names: How many names to invent.
+        data: A JSON list of names or a CSV file with a column of names (a path, https:// or s3://). Empty: the embedded
+            list.
+        hp: Hyper-parameters, as a JSON object of the fields of `Hyperparameters`.
+        num_names: Number of names to invent.
     """
     if num_names < 0:
         raise ValueError(f"num_names={num_names}: must be a whole number from 0 up")
