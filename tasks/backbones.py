@@ -1,4 +1,4 @@
-"""The networks that learn to tell pictures apart: torchvision's, and a small one. Runs in tasks and ranks."""
+"""Networks that classify pictures: torchvision's, and a small one. Runs in tasks and ranks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import torch
 from torch import Tensor, nn
 
 SMALL = "small"
-"""Our own network; every other name is one of torchvision's."""
+"""Name of this project's own network. All other names are torchvision's."""
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's pictures, in red, green and blue from 0 to 1: what torchvision's weights expect."""
+"""Mean and deviation of ImageNet's pictures in red, green and blue from 0 to 1, as torchvision's weights expect."""
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-"""Second heads that GoogLeNet and Inception have in training only; here they are left out."""
+"""Names of second heads in the weights of GoogLeNet and Inception. Only their training uses them, so they are
+dropped."""
 WIDTHS = (16, 32, 64)
 DROPOUT = 0.1
-"""Of the small network."""
+"""Dropout of the small network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The weights that a training starts from."""
+    """Initial weights of a training."""
 
     weights: Mapping[str, Tensor]
-    """By the names of the backbone's own state_dict; empty: random ones."""
+    """Weights by the names of the backbone's own state_dict. Empty: random weights."""
     classes: Sequence[str] | None = None
-    """What the head tells apart; None: not known, as in torchvision's files."""
+    """Classes of the head. None: unknown, as in torchvision's files."""
 
 
 class Classifier(nn.Module):
-    """A trained network with the names of what it tells apart."""
+    """Trained network with the names of its classes."""
 
     def __init__(self, backbone: str, classes: Sequence[str]) -> None:
         super().__init__()
@@ -44,10 +45,10 @@ class Classifier(nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Classifier:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            ValueError: The file is none of these.
+            ValueError: The file has other content.
         """
         found = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(found, dict) or found.keys() != {"backbone", "classes", "model"}:
@@ -60,7 +61,7 @@ class Classifier(nn.Module):
         return classifier.eval()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write names and CPU tensors only, so that `torch.load(..., weights_only=True)` reads it."""
+        """Write a file with names and CPU tensors only, for `torch.load(..., weights_only=True)`."""
         weights = {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
         torch.save({"backbone": self.backbone, "classes": self.classes, "model": weights}, path)
 
@@ -97,8 +98,8 @@ class SmallNet(nn.Module):
 
 
 def find_problems(backbone: str, weights: str) -> list[str]:
-    """What is wrong with these names; for the backbone `small` there are no weights."""
-    from torchvision import models  # takes a second, which the driver need not spend
+    """Return the problems with these names. The backbone `small` has no weights."""
+    from torchvision import models  # the import takes a second, which the driver saves
 
     known = models.list_models(module=models)
     if backbone == SMALL:
@@ -112,12 +113,12 @@ def find_problems(backbone: str, weights: str) -> list[str]:
 
 
 def build(backbone: str, num_classes: int) -> nn.Module:
-    """A network with random weights and a head for so many classes."""
+    """Return a network with random weights and a head for this number of classes."""
     if backbone == SMALL:
         return SmallNet(num_classes)
     from torchvision import models
 
-    # These two were made for pixels from -1 to 1; they see to it themselves.
+    # GoogLeNet and Inception expect pixels from -1 to 1, and convert them with `transform_input`.
     googles = {"aux_logits": False, "transform_input": True, "init_weights": True}
     options: dict[str, Any] = googles if backbone in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(backbone, weights=None, num_classes=num_classes, **options)
@@ -125,19 +126,19 @@ def build(backbone: str, num_classes: int) -> nn.Module:
 
 
 def head_of(model: nn.Module) -> tuple[str, nn.Module]:
-    """The name of the layer that scores the classes, and the layer: the last that is dense or a convolution."""
+    """Return the name and the module of the head: the last dense or convolutional layer."""
     return [named for named in model.named_modules() if isinstance(named[1], (nn.Linear, nn.Conv2d))][-1]
 
 
 def download(backbone: str, weights: str) -> Start:
-    """Torchvision's weights, from torch's cache (`~/.cache/torch/hub`, or below `TORCH_HOME`) or the network.
+    """Return torchvision's weights from torch's cache (`~/.cache/torch/hub`, or below `TORCH_HOME`) or the network.
 
     Args:
-        backbone: The name of a network.
-        weights: The name of its weights; empty: none, so that the training starts from random ones.
+        backbone: Name of a network.
+        weights: Name of its weights. Empty: no weights, so the training starts from random weights.
 
     Raises:
-        ConnectionError: They are not in the cache, and cannot be downloaded.
+        ConnectionError: The weights are not in the cache, and cannot be downloaded.
     """
     if not weights:
         return Start(weights={})
@@ -154,7 +155,7 @@ def download(backbone: str, weights: str) -> Start:
 
 
 def save_start(start: Start, path: str | os.PathLike[str]) -> None:
-    """Write the weights, so that `read_start` finds them."""
+    """Write initial weights to a file for `read_start`."""
     content: dict[str, Any] = dict(start.weights)
     torch.save(content if start.classes is None else {"classes": list(start.classes), "model": content}, path)
 
@@ -163,12 +164,12 @@ def read_start(path: str | os.PathLike[str]) -> Start:
     """Read a state_dict, or the state of a `Classifier`.
 
     Raises:
-        ValueError: It is neither of them, or cannot be read without running code from it.
+        ValueError: The file has other content, or cannot be read without running its code.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the unpickler makes of a file that is none of its own
-        reason = str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()  # not its advice to trust it
+    except Exception as error:  # the unpickler raises many types for files of another format
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split(". ")[0].strip()  # drops torch's advice
         raise ValueError(
             f"cannot read the weights in {os.fspath(path)}: {reason}. Give the model_state of an earlier run of dogs, "
             "or a file with nothing but a state_dict, such as torchvision's."
@@ -181,10 +182,10 @@ def read_start(path: str | os.PathLike[str]) -> Start:
 
 
 def load_start(model: nn.Module, start: Start, classes: Sequence[str]) -> None:
-    """Begin with these weights; the head keeps its random ones unless it was trained for the same classes.
+    """Load the initial weights. The head keeps its random weights unless it was trained for the same classes.
 
     Raises:
-        ValueError: They are the weights of another network.
+        ValueError: The weights belong to another network.
     """
     if not start.weights:
         return
@@ -209,5 +210,5 @@ def load_start(model: nn.Module, start: Start, classes: Sequence[str]) -> None:
 
 
 def _given(start: Start, own: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """The weights to start from that the model has, too."""
+    """Return the initial weights whose names the model has, too."""
     return [(name, weight) for name, weight in start.weights.items() if name in own]

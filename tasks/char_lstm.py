@@ -1,6 +1,7 @@
-"""A character model of names and its training loop. Runs in every rank of a gang, or in one process as rank 0 of 1.
+"""Character model of names and its training loop. Runs in every rank of a gang, or in one process alone.
 
-There is neither Flyte nor Dask in here: `current_rank()` says who this process is, and torch.distributed does the rest.
+`current_rank()` says which rank this process is, and torch.distributed connects the ranks. Flyte and Dask are not
+imported here.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ NUM_SYMBOLS = len(ALPHABET)
 BLANK = ALPHABET.index("*")
 STOP = ALPHABET.index("+")
 CONTEXT = 8
-"""How many characters the model reads to predict the next."""
+"""Number of characters that the model reads to predict the next."""
 EVALUATION_BATCH = 4096
-"""Windows per forward pass where no gradient is kept."""
+"""Windows per forward pass in evaluations."""
 MAX_DRAWS = 20
-"""How many names `sample_names` draws for each that it is to give, before it gives up."""
+"""Most draws of `sample_names` per requested name."""
 
 
 @dataclass
 class Hyperparameters(StrictInputs):
-    """How to train. A plain dataclass, so that it can be the input of a workflow."""
+    """Hyper-parameters. A plain dataclass can be the input of a workflow."""
 
     epochs: int = 3
-    """How often every window is seen."""
+    """Number of epochs. Each sees every window once."""
     batch_size: int = 128
-    """Windows per step and rank; a step of the whole gang sees this times the number of ranks."""
+    """Windows per step and rank. A step of the gang sees this number times the number of ranks."""
     learning_rate: float = 5e-3
-    """Adam's step size."""
+    """Adam's learning rate."""
     dropout: float = 0.1
-    """The share of activations dropped between the layers of the LSTM."""
+    """Share of the activations that dropout zeroes between the layers of the LSTM, from 0 to below 1."""
     held_out: float = 0.1
-    """The fraction of the different names that the model never trains on."""
+    """Fraction of the different names that the model never trains on."""
     seed: int = 0
-    """Fixes the split, the initial weights, the order of the windows and the dropout."""
+    """Seed of the split, the initial weights, the order of the windows and the dropout."""
     log_interval: int = 10
-    """Steps between two reports of the loss; each report waits for the device."""
+    """Number of steps between two reports of the loss. Each report waits for the device."""
     checkpoint_interval: int = 0
-    """Steps between two checkpoints within an epoch; 0: only at the end of each epoch."""
+    """Number of steps between two checkpoints within an epoch. 0: only at the end of each epoch."""
 
     def __post_init__(self) -> None:
         is_share = self.dropout == 0 or is_between(self.dropout, 0, 1)
@@ -63,50 +64,51 @@ class Hyperparameters(StrictInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well a model predicts the next character."""
+    """A model's loss and accuracy in predicting the next character."""
 
     loss: float
-    """Mean cross-entropy in nats per character, padding left out."""
+    """Mean cross-entropy in nats per character, without padding."""
     accuracy: float
-    """The share of these characters that the model ranks first."""
+    """Share of the characters, without padding, that the model ranks first, from 0 to 1."""
     num_windows: int
-    """How many windows the ranks evaluated together."""
+    """Number of windows that the ranks evaluated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochMetrics(CommonMetrics):
-    """One epoch, as the whole gang saw it; losses are per character, padding left out."""
+    """Metrics of one epoch over all ranks. Losses are per character, without padding."""
 
     samples_seen: int
-    """Training windows that the ranks saw; equal to their number, or the training fails."""
+    """Number of training windows that the ranks saw. The training fails unless each was seen once."""
     epoch_seconds: float
-    """Seconds that the epoch's training steps took, without the evaluation and what an interruption lost."""
+    """Seconds of the epoch's training steps, without the evaluation and without time lost in interruptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a training run leaves; the same on every rank."""
+    """Result of a training, the same on every rank."""
 
     state_dict: dict[str, Tensor]
-    """The trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""
+    """Trained weights as CPU tensors, for `CharLSTM.from_state_dict`."""
     epochs: list[EpochMetrics]
-    """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
+    """Metrics of the epochs, in order. A gang that was stopped has fewer epochs than `Hyperparameters.epochs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Tree:
-    """The distinct prefixes of some rows. All tensors are int64."""
+    """Distinct prefixes of a batch of rows. All tensors are int64."""
 
     symbols: list[Tensor]
-    """For each length, the last characters of the distinct prefixes."""
+    """Last characters of the distinct prefixes, for each length."""
     parents: list[Tensor]
-    """Where each one's own prefix is among those of the length before; zero for the first."""
+    """Index of each prefix's own prefix among those of the length before, for each length. Zero for the first
+    length."""
     prefixes: Tensor
-    """Which prefix each row has at each position, as an index into those of all lengths: (batch, length)."""
+    """Index of each row's prefix at each position, counted over all lengths: (batch, length)."""
 
     @property
     def sizes(self) -> list[int]:
-        """How many distinct prefixes each length has."""
+        """Return the number of distinct prefixes of each length."""
         return [len(level) for level in self.symbols]
 
 
@@ -120,12 +122,12 @@ class CharLSTM(Model):
         self._draw_input_weights()
 
     def _draw_input_weights(self) -> None:
-        """Let what a layer reads matter from the first step.
+        """Draw larger input weights, so that each layer's input has an effect from the first step.
 
-        `nn.LSTM` draws all its weights from within 1/sqrt(128). That is too little for inputs of which one in 31 is not
-        zero, and for outputs of the layer below with a root mean square of some 0.3: of the difference that a character
-        makes four layers leave 4e-5, and half of a training goes by before the weights have grown. Here what the first
-        layer adds to its gates has unit variance, like an `nn.Embedding`, and so have the products in the others.
+        `nn.LSTM` draws all its weights from within 1/sqrt(128), which is too little here. In the first layer, one input
+        in 31 is not zero. In the other layers, the inputs have a root mean square of about 0.3. Four layers would leave
+        4e-5 of the difference that a character makes. Half of the training would pass before the weights have grown.
+        Here the input's part of the gates has unit variance, as with `nn.Embedding`.
         """
         for layer, (input_weight, *_) in enumerate(self.lstm.all_weights):
             nn.init.normal_(input_weight, std=1 / (0.3 * math.sqrt(self.lstm.hidden_size)) if layer else 1)
@@ -142,25 +144,25 @@ class CharLSTM(Model):
         characters = characters.long()
         if not characters.is_cuda:  # a GPU would wait for the host at every position
             tree = _tree_of(characters)
-            if 2 * sum(tree.sizes) <= characters.numel():  # or else it does not pay
+            if 2 * sum(tree.sizes) <= characters.numel():  # with more prefixes, the detour costs more than it saves
                 return self._forward_by_prefix(tree)
         return self.dense(self.lstm(F.one_hot(characters, NUM_SYMBOLS).to(self.dense.weight.dtype))[0])
 
     def _forward_by_prefix(self, tree: _Tree) -> Tensor:
-        """Run the same LSTM once per distinct prefix instead of once per row.
+        """Run the LSTM once per distinct prefix instead of once per row.
 
-        What the LSTM has made of a row at some position depends on the row up to there, and most rows begin like
-        others: padding is a third of all characters. On a CPU this is four times as fast at 1,024 rows. Rows that
-        begin alike also share their dropout up to there.
+        The LSTM's output at a position depends only on the row up to that position, and most rows share their
+        beginning. Padding alone is a third of all characters. On a CPU this method is four times as fast at 1,024 rows.
+        Rows with the same beginning also share the dropout of their beginning.
 
         The gates are those of `torch.nn.LSTM`, whose documentation has the formulas.
         """
         output = None
         for input_weight, hidden_weight, input_bias, hidden_bias in self.lstm.all_weights:
             bias = input_bias + hidden_bias
-            # What does not wait for the position before is done for all positions at once.
+            # The inputs do not depend on the position before, so all positions are computed at once.
             if output is None:
-                inputs = F.embedding(torch.cat(tree.symbols), input_weight.t() + bias)  # of a one-hot character
+                inputs = F.embedding(torch.cat(tree.symbols), input_weight.t() + bias)  # equal to a one-hot product
             else:
                 inputs = F.linear(F.dropout(output, self.lstm.dropout, self.training), input_weight, bias)
             state = inputs.new_zeros(1, 2 * self.lstm.hidden_size)
@@ -176,10 +178,10 @@ class CharLSTM(Model):
 
 
 def windows(names: Iterable[str]) -> Tensor:
-    """Cut names into what the model reads and predicts.
+    """Cut names into windows, each with the context that the model reads and the character that it predicts.
 
-    A name is written as eight blanks, its characters and the stop; each character and the stop is the last of one
-    window, with the eight characters before it: `********m`, `*******ma`, `******max`, `*****max+`.
+    A name is written as eight blanks, its characters and the stop. Each character and the stop is the last character of
+    one window, after the eight characters before it: `********m`, `*******ma`, `******max`, `*****max+`.
 
     Args:
         names: Clean names.
@@ -188,7 +190,7 @@ def windows(names: Iterable[str]) -> Tensor:
         Indices into the alphabet, (num_windows, 9), uint8, in the order of the names.
 
     Raises:
-        ValueError: There is no name, or a name has a character outside the alphabet.
+        ValueError: The list is empty, or a name has a character outside the alphabet.
     """
     text = "".join(f"{'*' * CONTEXT}{name}+" for name in names)
     if not text:
@@ -208,26 +210,27 @@ def train(
     hp: Hyperparameters,
     start: Mapping[str, Tensor] | None = None,
 ) -> TrainingResult:
-    """Train a `CharLSTM` together with the other ranks of the gang; every rank calls this with the same arguments.
+    """Train a `CharLSTM` together with the other ranks. Every rank calls this function with the same arguments.
 
-    The loss is the cross-entropy of the next character at all eight positions of a window, except where that next
-    character is a blank: padding takes no skill to predict and would flatter the loss. Every window is seen exactly
-    once per epoch, and two ranks with batch size B make the same steps as one rank with 2B. What becomes of
-    checkpoints and of a gang that is to stop, `Trainer` says.
+    The loss is the cross-entropy of the next character at all eight positions of a window. Positions whose next
+    character is a blank do not count, because padding is easy to predict and would lower the loss. Each epoch sees
+    every window exactly once. Two ranks with batch size B make the same steps as one rank with 2B. `Trainer` describes
+    checkpoints and the stop of a gang.
 
     Args:
         training_windows: (num_windows, 9), as from `windows`.
         held_out_windows: (num_windows, 9), evaluated after every epoch.
-        hp: How to train.
-        start: The weights to start from, as a `TrainingResult` has them; without them, random ones from the seed.
+        hp: Hyper-parameters.
+        start: Initial weights, as in `TrainingResult.state_dict`. None: random weights from the seed.
 
     Returns:
-        The trained weights and one entry of metrics per epoch, the same on every rank but for the timing.
+        The trained weights and the metrics of each epoch, the same on every rank but for the timing.
 
     Raises:
-        ValueError: There are fewer training windows than ranks, no held-out windows, or the checkpoint is that of
+        ValueError: The training windows are fewer than the ranks, there are no held-out windows, or the checkpoint has
             another number of training windows.
-        RuntimeError: The ranks together did not see every training window exactly once, or `start` is of another model.
+        RuntimeError: The ranks together did not see every training window exactly once, or `start` belongs to another
+            model.
     """
     if not len(held_out_windows):
         raise ValueError("there are no held-out windows, so that no epoch can be judged; hold out at least one name")
@@ -257,9 +260,9 @@ class _Trainer(Trainer):
         )
 
     def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over the characters of the gang's batch; its sum over this rank's, and how many these are."""
+        """Return the mean loss over the gang's batch, and this rank's sum of the loss and number of characters."""
         loss_sum = _predict(self.gang_model, windows)[2].sum() * bool(self.loader.weight)
-        # DDP takes the mean of the ranks' gradients, as if every rank had equally many characters.
+        # DDP averages the ranks' gradients as if all ranks had the same number of characters.
         loss = loss_sum * self.rank.world_size / self.num_targets[self.loader.global_batch].sum()
         num_targets = torch.full_like(loss_sum, self.num_targets[self.loader.share].sum())
         return loss, torch.stack([loss_sum.detach(), num_targets]).double()
@@ -283,18 +286,18 @@ class _Trainer(Trainer):
 
 @torch.no_grad()
 def evaluate(model: CharLSTM, windows: Tensor) -> Evaluation:
-    """Measure how well the model predicts the next character, over the positions that `train` counts.
+    """Measure the model's loss and accuracy over the positions that `train` counts.
 
-    In a gang every rank calls this with the same arguments, evaluates its share and gets the result for all windows;
-    elsewhere one process evaluates them all. Equal windows are evaluated once, with their number as weight. Leaves the
-    model in evaluation mode.
+    In a gang, every rank calls this function with the same arguments and evaluates its share. All ranks return the
+    result for all windows. Without a gang, one process evaluates all windows. Equal windows are evaluated once, and
+    their count is their weight. The model stays in evaluation mode.
 
     Args:
         model: The model, not wrapped in DistributedDataParallel.
         windows: (num_windows, 9), as from the function `windows`.
 
     Raises:
-        ValueError: There are no windows.
+        ValueError: `windows` is empty.
     """
     if not len(windows):
         raise ValueError("there are no windows to evaluate; give at least one name")
@@ -317,10 +320,10 @@ def evaluate(model: CharLSTM, windows: Tensor) -> Evaluation:
 
 
 def bigram_loss(training_windows: Tensor, test_windows: Tensor) -> float:
-    """The cross-entropy of a model that knows only the character before: what an LSTM has to beat.
+    """Return the cross-entropy of a bigram model, which knows only the previous character. An LSTM should beat it.
 
-    Counts the pairs of characters in the training windows, adds one to each count, and scores the test windows, at the
-    positions that `train` and `evaluate` count.
+    The bigram model counts the pairs of characters in the training windows and adds one to each count. Its loss counts
+    the same positions as `train` and `evaluate`.
 
     Args:
         training_windows: (num_windows, 9), as from `windows`.
@@ -330,7 +333,7 @@ def bigram_loss(training_windows: Tensor, test_windows: Tensor) -> float:
         Mean cross-entropy in nats per character.
 
     Raises:
-        ValueError: There are no training or no test windows.
+        ValueError: `training_windows` or `test_windows` is empty.
     """
     if not len(training_windows) or not len(test_windows):
         raise ValueError(
@@ -352,22 +355,22 @@ def sample_names(
     temperature: float = 0.8,
     max_length: int = 16,
 ) -> list[str]:
-    """Invent names. Leaves the model in evaluation mode.
+    """Invent names. The model stays in evaluation mode.
 
     Args:
         model: A trained model.
-        count: How many names to invent.
-        exclude: Names that are not new, in any case.
-        seed: The same seed gives the same names on the same kind of device.
-        temperature: Below 1 the names are more usual, above 1 more daring.
-        max_length: A name that has not ended after this many characters is dropped.
+        count: Number of names to invent.
+        exclude: Known names, in upper or lower case, which are not returned.
+        seed: Seed of the draws. The same seed gives the same names on the same kind of device.
+        temperature: Spread of the draws. Values below 1 give more usual names, values above 1 more unusual ones.
+        max_length: Most characters of a name. A longer draw is dropped.
 
     Returns:
-        Different names of two letters or more, in title case; fewer than `count`, with a warning in the log, if many
-        draws did not give more.
+        Different names of two letters or more, in title case. If too many draws fail, the list is shorter than `count`,
+        and the log has a warning.
 
     Raises:
-        ValueError: `count` is negative, `temperature` not a finite number above 0, or `max_length` below 2.
+        ValueError: `count` is negative, `temperature` is not a finite number above 0, or `max_length` is below 2.
     """
     if count < 0 or not is_between(temperature, 0, math.inf) or max_length < 2:
         raise ValueError(
@@ -380,7 +383,7 @@ def sample_names(
     found: dict[str, None] = {}  # a set that keeps its order
     num_drawn = 0
     while len(found) < count and num_drawn < MAX_DRAWS * count:
-        # Somewhat more than are missing if the share of new names stays: one more round takes longer, however small.
+        # Draw 15 % more than the share of new names suggests, since an additional round costs more than these draws.
         share = len(found) / num_drawn if found else 1
         wanted = math.ceil(min(max(1.15 * (count - len(found)) / share, count / 4), 2 * count))
         drawn = _draw(model, wanted, generator, temperature, max_length)
@@ -395,7 +398,7 @@ def sample_names(
 
 
 def _draw(model: CharLSTM, count: int, generator: torch.Generator, temperature: float, max_length: int) -> list[str]:
-    """Draw names side by side, a character at a time; those that do not end in time are left out."""
+    """Draw names in parallel, one character at a time. Draws that reach no end within `max_length` are dropped."""
     text = torch.full((count, CONTEXT), BLANK, device=generator.device)
     place = torch.arange(count, device=generator.device)
     names: dict[int, str] = {}
@@ -409,19 +412,19 @@ def _draw(model: CharLSTM, count: int, generator: torch.Generator, temperature: 
         for index, row in zip(place[has_ended].tolist(), text[has_ended, CONTEXT:-1].tolist(), strict=True):
             names[index] = " ".join("".join(ALPHABET[character] for character in row).split())
         text, place = text[~has_ended], place[~has_ended]
-    return [names[index] for index in sorted(names)]  # as they were drawn, or the short ones would come first
+    return [names[index] for index in sorted(names)]  # in the order of the draws, or short names would come first
 
 
 def _predict(model: nn.Module, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Score the next characters of each window.
 
     Args:
-        model: Wrapped in DistributedDataParallel or not.
+        model: The model, wrapped in DistributedDataParallel or not.
         windows: (batch, 9), uint8.
 
     Returns:
-        The logits, (batch, 8, symbols); the right characters, (batch, 8), int64; and the cross-entropy in nats,
-        (batch, 8), zero where the right character is padding.
+        The logits, (batch, 8, symbols), the right characters, (batch, 8), int64, and the cross-entropy in nats, (batch,
+        8). The cross-entropy is zero where the right character is padding.
     """
     windows = windows.long()
     logits, targets = model(windows[:, :-1]), windows[:, 1:]
@@ -430,7 +433,7 @@ def _predict(model: nn.Module, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _tree_of(characters: Tensor) -> _Tree:
-    """Find the distinct prefixes of some rows: indices into the alphabet, (batch, length), int64."""
+    """Return the distinct prefixes of rows of indices into the alphabet, (batch, length), int64."""
     prefix = characters.new_zeros(len(characters))
     symbols, parents, prefixes, offset = [], [], [], 0
     for column in characters.unbind(1):
@@ -443,18 +446,18 @@ def _tree_of(characters: Tensor) -> _Tree:
 
 
 def _frequencies(windows: Tensor) -> Tensor:
-    """What lets a model know how frequent each character is, or it would spend its first hundred steps on that."""
+    """Return the output's initial bias: the characters' frequencies, which take a hundred steps to learn."""
     counts = torch.bincount(windows[:, 1:][_is_target(windows)], minlength=NUM_SYMBOLS) + 1
     return (counts / counts.sum()).log()
 
 
 def _is_target(windows: Tensor) -> Tensor:
-    """Which of the eight next characters count: all but the padding. (num_windows, 8), bool."""
+    """Return True for each of the eight next characters that is not padding, (num_windows, 8), bool."""
     return windows[:, 1:] != BLANK
 
 
 def _count_pairs(windows: Tensor) -> Tensor:
-    """How often a character follows another, (symbols, symbols), float64; pairs that end in padding are left out."""
+    """Return counts of the pairs of characters, (symbols, symbols), float64, without pairs that end in padding."""
     pairs = windows[:, :-1].long() * NUM_SYMBOLS + windows[:, 1:]
     counts = torch.bincount(pairs[_is_target(windows)], minlength=NUM_SYMBOLS**2)
     return counts.reshape(NUM_SYMBOLS, NUM_SYMBOLS).double()

@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters: a dataclass names all of its wrong values in one error."""
+"""Checks of hyper-parameters. One error names all wrong values of a dataclass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def raise_if_wrong(given: Any, checks: Mapping[str, tuple[bool, str]]) -> None:
 
     Args:
         given: The dataclass.
-        checks: For each field whether its value is right, and what is allowed. Fields of the names in `USUAL` are
-            checked without an entry here.
+        checks: Result of the check and description of the allowed values, by field. Fields in `USUAL` need no entry
+            here.
 
     Raises:
-        ValueError: A field is wrong.
+        ValueError: A field has a wrong value.
     """
     problems = []
     for name in (field.name for field in fields(given)):
@@ -31,17 +31,17 @@ def raise_if_wrong(given: Any, checks: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether the value is a whole number from `least` up."""
+    """Return True if the value is a whole number and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> bool:
-    """Whether the value is a finite number."""
+    """Return True if the value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_between(value: object, low: float, high: float) -> bool:
-    """Whether the value is a number above `low` and below `high`."""
+    """Return True if the value is a number above `low` and below `high`."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high
 
 
@@ -57,4 +57,4 @@ USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda value: is_whole(value, 0) and value < 2**63, "a whole number from 0 up and below 2**63"),
 }
 USUAL["sgd_momentum"] = USUAL["momentum"]
-"""Fields that several trainings have -> whether a value is right, and what is allowed."""
+"""Check and description of the allowed values, by field, for fields that several trainings have."""

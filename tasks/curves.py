@@ -1,4 +1,4 @@
-"""How a sweep is shown: charts of its experiments and tables, as pieces of a Deck."""
+"""Charts and tables of a sweep's experiments, as pieces of a Deck."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tasks.sweeps import Outcome, TimeToLoss, without_partner
 LOSS = "held-out loss (nats per character)"
 BIGRAM = "bigram model"
 MAX_LINES = 7
-"""Experiments in a chart: one colour of eight is the bigram model's."""
+"""Most experiments in a chart. One of the eight colours belongs to the bigram model."""
 
 
 def loss_charts(outcomes: Sequence[Outcome], baseline: float) -> str:
-    """The held-out loss of the best experiments, against the epoch and against the seconds of training.
+    """Return charts of the held-out loss of the best experiments, by epoch and by seconds of training.
 
     Args:
-        outcomes: Of the experiments, failed ones among them.
+        outcomes: Outcomes of the experiments, including failed ones.
         baseline: The bigram model's held-out loss, in nats per character.
     """
     ended = _ranked(outcomes)
@@ -35,10 +35,10 @@ def loss_charts(outcomes: Sequence[Outcome], baseline: float) -> str:
 
 
 def time_chart(times: Sequence[TimeToLoss], target: float) -> str:
-    """The time to a loss against the number of ranks, a line for each global batch and learning rate.
+    """Return a chart of the time to a loss by number of ranks, with a line for each global batch and learning rate.
 
     Args:
-        times: Of the experiments; those that never got there are counted below.
+        times: Times of the experiments. Experiments that never reached the loss are counted below the chart.
         target: The loss in nats per character.
     """
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -56,7 +56,7 @@ def time_chart(times: Sequence[TimeToLoss], target: float) -> str:
 
 
 def experiments_table(outcomes: Sequence[Outcome]) -> str:
-    """A table of the experiments, the lowest final loss first and failed ones last."""
+    """Return a table of the experiments, ordered by their final loss. Failed experiments come last."""
     failed = [outcome for outcome in outcomes if not outcome.result]
     header = (
         *("ranks", "batch size per rank", "learning rate", "epochs"),
@@ -67,7 +67,7 @@ def experiments_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def times_table(times: Sequence[TimeToLoss]) -> str:
-    """A table of the times, equal global batches and learning rates next to each other."""
+    """Return a table of the times. Experiments with equal global batch and learning rate are neighbours."""
     header = ("global batch", "learning rate", "ranks", "batch size per rank", "time to loss (s)")
     rows = [(t.global_batch, f"{t.lr:g}", t.ranks, t.batch_size, _seconds(t.seconds, "never")) for t in _ordered(times)]
     return report.section("Times", report.card("", report.table(header, rows)))
@@ -89,7 +89,7 @@ def _ordered(times: Sequence[TimeToLoss]) -> list[TimeToLoss]:
 
 
 def _about_times(times: Sequence[TimeToLoss]) -> str:
-    """How to read the chart, what has nothing to be compared with, and what is not on it."""
+    """Return notes about the chart: how to read it, and which experiments have no partner or no time."""
     text = (
         "Only experiments of equal global batch (ranks x batch size per rank) and learning rate are joined, since only "
         "they take the same steps. The time runs to the end of the first epoch at or below the loss; nothing is "
@@ -103,7 +103,7 @@ def _about_times(times: Sequence[TimeToLoss]) -> str:
 
 
 def _shapes(times: Sequence[TimeToLoss]) -> str:
-    """Such as `1 x 1,024 = 1,024; 16 x 4,096 = 65,536`: ranks, batch size per rank, global batch."""
+    """Return the shapes, such as `1 x 1,024 = 1,024`: ranks, batch size per rank, global batch."""
     shapes = [f"{time.ranks} x {time.batch_size:,} = {time.global_batch:,}" for time in times]
     return "; ".join(dict.fromkeys(shapes))
 

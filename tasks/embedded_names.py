@@ -1,4 +1,4 @@
-"""Common pet names, written for this project, so that the example runs without a download."""
+"""Common pet names, written for this project, for a run of the example without a download."""
 
 from __future__ import annotations
 
@@ -117,4 +117,4 @@ ziggy zinnia zipper zippy ziva zoe zoey zola zorro zuko zulu zuri zuzu
 """
 
 EMBEDDED_NAMES: tuple[str, ...] = tuple(_PACKED.split())
-"""1,981 different names, in lower case and alphabetical order."""
+"""Tuple of 1,981 different names, in lower case and alphabetical order."""

@@ -1,4 +1,4 @@
-"""The data of the pet-names example: find, load, clean and split a list of names. Runs in ordinary tasks."""
+"""Finds, loads, cleans and splits the list of names of the pet-names example. Runs in ordinary tasks."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from flytekitplugins.daskpytorch import url_to_fs
 from tasks.embedded_names import EMBEDDED_NAMES
 
 ENDINGS = (".csv", ".json")
-"""Ends of the names of files that `newest_uri` finds in a folder."""
+"""Endings of the file names that `newest_uri` finds in a folder."""
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
-"""Every character the model knows: `*` is the blank that pads, `+` the stop that ends a name."""
+"""All characters that the model knows. `*` is the blank that pads, and `+` the stop that ends a name."""
 
 NAME_CHARACTERS = frozenset(ALPHABET[2:])
-"""The characters that a name may have."""
+"""Characters that a name may have."""
 
-# What a file that is no text most likely is, by its first bytes.
+# Likely types of files that are not text, by their first bytes.
 _SIGNATURES = {b"PAR1": "a Parquet file", b"\x1f\x8b": "a gzip file", b"PK\x03\x04": "a zip archive or Excel sheet"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleanNames:
-    """The usable names of a source, and what was dropped from it."""
+    """Usable names of a source, and counts of the dropped entries."""
 
     source: str
-    """The URI that the names came from, or `the embedded list`."""
+    """URI of the names, or `the embedded list`."""
     names: list[str]
-    """Lower-case names in the order of the source; a name that stands there twice is here twice."""
+    """Lower-case names in the order of the source. Repetitions stay."""
     num_read: int
-    """How many entries the source has."""
+    """Number of entries in the source."""
     num_empty: int
-    """How many of them were dropped because they hold no name."""
+    """Number of dropped entries without a name."""
     num_outside: int
-    """How many of them were dropped because of a character outside the alphabet."""
+    """Number of dropped entries with a character outside the alphabet."""
     outside: dict[str, int] = field(default_factory=dict)
-    """Each character outside the alphabet and the number of names it is in, most frequent first."""
+    """Number of names with each character outside the alphabet, most frequent first."""
 
     @property
     def report(self) -> str:
-        """One line for people: what was kept, what was dropped and why."""
+        """Return a line for people: the kept entries, the dropped entries and the reasons."""
         text = f"{len(self.names):,} names ({len(set(self.names)):,} different) of {self.num_read:,} from {self.source}"
         if self.num_empty:
             text += f"; {self.num_empty:,} dropped as empty"
@@ -61,15 +61,15 @@ def load_names(uri: str = "") -> CleanNames:
     """Read and clean a list of names.
 
     Args:
-        uri: A local path or an `https://`, `http://` or `s3://` URI of a JSON list of names, or of a CSV file with a
-            column of names; empty for the embedded list. Credentials and endpoints are those of the environment.
+        uri: A local path, or an `https://`, `http://` or `s3://` URI. The file is a JSON list of names, or a CSV file
+            with a column of names. Empty: the embedded list. Credentials and endpoints come from the environment.
 
     Returns:
-        The usable names and what was dropped.
+        The usable names, and counts of the dropped entries.
 
     Raises:
-        FileNotFoundError: Nothing is at `uri`.
-        ValueError: What is there is no list of names, or has no usable name.
+        FileNotFoundError: No file exists at `uri`.
+        ValueError: The file is not a list of names, or has no usable name.
     """
     if not uri:
         return clean_names(EMBEDDED_NAMES, source="the embedded list")
@@ -78,19 +78,19 @@ def load_names(uri: str = "") -> CleanNames:
 
 
 def newest_uri(data: str, day: date) -> str:
-    """Say where the newest names are.
+    """Return the URI of the newest names.
 
     Args:
-        data: A file; a URI with `{date}` in it, which becomes the day (`{date:%Y/%m/%d}` writes it otherwise); or a
-            folder or prefix, whose `.csv` or `.json` file that was written last is taken. Empty for the embedded list.
-        day: The day for which names are wanted.
+        data: A file, or a URI with `{date}`, which becomes the day (`{date:%Y/%m/%d}` sets the format). A folder or
+            prefix stands for its `.csv` or `.json` file with the latest time of writing. Empty: the embedded list.
+        day: The day of the names.
 
     Returns:
-        What `load_names` takes.
+        A URI for `load_names`.
 
     Raises:
-        FileNotFoundError: The folder has no such file.
-        ValueError: Something else than a date stands in braces.
+        FileNotFoundError: The folder has no `.csv` or `.json` file.
+        ValueError: The braces contain something other than a date.
     """
     try:
         uri = data.format(date=day)
@@ -99,7 +99,7 @@ def newest_uri(data: str, day: date) -> str:
             f"data={data!r}: only {{date}}, or a form of it such as {{date:%Y/%m/%d}}, may stand in braces "
             f"({type(error).__name__}: {error})"
         ) from error
-    if not uri or uri.startswith(("http://", "https://")):  # which have no folders
+    if not uri or uri.startswith(("http://", "https://")):  # web servers have no folders
         return uri
     filesystem, path = url_to_fs(uri)
     filesystem.invalidate_cache()
@@ -116,14 +116,14 @@ def newest_uri(data: str, day: date) -> str:
 
 
 def clean_names(raw: Sequence[str], *, source: str) -> CleanNames:
-    """Lower-case and strip the names, and keep those that the alphabet can write.
+    """Convert the names to lower case, strip them, and keep those that the alphabet can write.
 
     Args:
         raw: The names as they were read.
-        source: Where they were read, for the report and for errors.
+        source: Their source, for the report and for errors.
 
     Raises:
-        ValueError: `raw` is empty, or not one of its names is usable.
+        ValueError: `raw` is empty, or has no usable name.
     """
     if not raw:
         raise ValueError(f"{source} has no names: its list is empty. Give a file with at least one name.")
@@ -131,7 +131,7 @@ def clean_names(raw: Sequence[str], *, source: str) -> CleanNames:
     names = [name for name in stripped if name and NAME_CHARACTERS.issuperset(name)]
     num_empty = stripped.count("")
     outside = Counter(character for name in stripped for character in set(name) - NAME_CHARACTERS)
-    # Equal counts in the order of the alphabet, or the order would change with the hash seed.
+    # Characters with equal counts are sorted, or their order would change with the hash seed.
     ranked = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
     if not names:
         raise ValueError(
@@ -152,20 +152,20 @@ def clean_names(raw: Sequence[str], *, source: str) -> CleanNames:
 def split_by_name(names: Iterable[str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
     """Hold out a fraction of the different names, each with all its repetitions.
 
-    A name never stands on both sides, so that the held-out loss is measured on names that the model has not seen. The
-    split depends on the set of names and the seed, not on the order of the names.
+    A name never stands on both sides, so the held-out loss is measured on names that the model has not seen. The split
+    depends on the set of names and the seed, not on the order of the names.
 
     Args:
         names: Clean names, with repetitions.
-        held_out: The fraction of the different names to hold out, between 0 and 1; at least one name is held out and
-            at least one is left.
-        seed: Decides which names are held out.
+        held_out: Fraction of the different names to hold out, between 0 and 1. At least one name is held out, and at
+            least one remains.
+        seed: Seed that decides which names are held out.
 
     Returns:
-        The names to train on and the held-out names, both in the order given and with repetitions.
+        The training names and the held-out names, both in the given order and with repetitions.
 
     Raises:
-        ValueError: `held_out` is not between 0 and 1, or there are fewer than two different names.
+        ValueError: `held_out` is not between 0 and 1, or fewer than two names are different.
     """
     names = list(names)
     distinct = sorted(set(names))
@@ -179,18 +179,18 @@ def split_by_name(names: Iterable[str], held_out: float, seed: int) -> tuple[lis
 
 
 def split_by_hash(names: Iterable[str], held_out: float) -> tuple[list[str], list[str]]:
-    """Hold out about a fraction of the different names, each by what it is itself.
+    """Hold out about a fraction of the different names. A hash of each name decides its side.
 
-    A name is on the same side whatever other names there are, so that a model never trains on a name that later models
-    are judged by. What a smaller fraction holds out, a larger one holds out, too.
+    A name is always on the same side, whatever other names the list has. A model therefore never trains on a name that
+    later models are evaluated on. A larger fraction holds out all names of a smaller one.
 
     Args:
         names: Clean names, with repetitions.
-        held_out: About the fraction of the different names to hold out, between 0 and 1.
+        held_out: Approximate fraction of the different names to hold out, between 0 and 1.
 
     Returns:
-        The names to train on and the held-out names, both in the order given and with repetitions; either may be empty
-        where there are few names.
+        The training names and the held-out names, both in the given order and with repetitions. Either can be empty if
+        the list is short.
 
     Raises:
         ValueError: `held_out` is not between 0 and 1.
@@ -203,7 +203,7 @@ def split_by_hash(names: Iterable[str], held_out: float) -> tuple[list[str], lis
 
 
 def _place(name: str) -> float:
-    """Where the name falls between 0 and 1, always and everywhere."""
+    """Return a number from 0 to below 1 that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
@@ -221,7 +221,7 @@ def _read(uri: str) -> bytes:
 
 
 def _without_secrets(uri: str) -> str:
-    """A URI without password and signature, for logs and model cards."""
+    """Return the URI without password and signature, for logs and model cards."""
     if not uri.startswith(("http://", "https://")):
         return uri
     parts = urlsplit(uri)
@@ -229,7 +229,7 @@ def _without_secrets(uri: str) -> str:
 
 
 def _parse(uri: str, content: bytes) -> list[str]:
-    """The entries of a JSON list, or of the column of names of a CSV file."""
+    """Return the entries of a JSON list, or of the column of names of a CSV file."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -259,7 +259,7 @@ def _parse_json(uri: str, text: str) -> list[str]:
 
 def _parse_csv(uri: str, text: str) -> list[str]:
     try:
-        # A row may end before the column of names does, but an empty line is no row.
+        # A row may end before the column of names. An empty line is not a row.
         header, *rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
     except csv.Error as error:
         raise _unreadable(uri, f"it is not valid CSV: {error}") from error
@@ -270,7 +270,7 @@ def _parse_csv(uri: str, text: str) -> list[str]:
 
 
 def _name_column(header: Sequence[str]) -> int | None:
-    """The index of the column of names; a plain `name` goes before `Animal's Name`, and this before any other."""
+    """Return the index of the column of names: `name` first, then `Animal's Name`, then any other with `name`."""
     titles = [title.lower().strip() for title in header]
     for wanted in ("name", "animal's name"):
         if wanted in titles:
@@ -286,12 +286,12 @@ def _unreadable(uri: str, found: str) -> ValueError:
 
 
 def _listing(outside: dict[str, int]) -> str:
-    """The ten most frequent characters, such as `'é' in 12 names`."""
+    """Return the ten most frequent characters, such as `'é' in 12 names`."""
     shown = [f"{character!r} in {count:,}" for character, count in list(outside.items())[:10]]
     return ", ".join(shown) + (f" and {len(outside) - 10} other characters" if len(outside) > 10 else "")
 
 
 def _shortened(value: object) -> str:
-    """The value as Python writes it, cut to what fits in a message."""
+    """Return the value's repr, cut to 200 characters for messages."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"

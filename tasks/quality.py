@@ -1,4 +1,4 @@
-"""How good a model of names has become, in a line and on a page."""
+"""Quality of a model of names, in a line and on a page."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from flytekitplugins.daskpytorch import report as pieces
 
 @dataclass
 class Quality:
-    """The trained model on the held-out names."""
+    """Loss and accuracy of the trained model on the held-out names."""
 
     loss: float
     """Cross-entropy of the next character, in nats."""
     accuracy: float
     bigram_loss: float
-    """The same loss of a model that knows only the character before."""
+    """Loss of a model that knows only the previous character, in nats."""
 
     def verdict(self) -> str:
-        """What it comes to, in a line."""
+        """Return the loss, the comparison with a bigram model and the accuracy in a line."""
         return (
             f"held-out loss {self.loss:.4f} nats per character, {self.comparison()} a bigram model's "
             f"{self.bigram_loss:.4f}; {self.accuracy:.1%} of the characters right"
         )
 
     def comparison(self) -> str:
-        """How much better or worse than a bigram model the trained one is."""
+        """Return the difference from a bigram model's loss in words, such as `0.1000 better than`."""
         gain = self.bigram_loss - self.loss
         return f"{abs(gain):.4f} {'better' if gain >= 0 else 'worse'} than"
 
 
 def page(epoch_losses: list[float], epoch_accuracies: list[float], quality: Quality, names: list[str]) -> str:
-    """The training and what came of it, as a page."""
+    """Return a page about the training and its result."""
     epochs = (1.0, float(max(2, len(epoch_losses))))
     losses = {"LSTM": list(enumerate(epoch_losses, 1)), "bigram model": [(x, quality.bigram_loss) for x in epochs]}
     accuracies = {"LSTM": list(enumerate(epoch_accuracies, 1))}

@@ -1,4 +1,4 @@
-"""Statistics of a training, step by step and rank by rank: as files, and as curves. Runs in ranks and tasks."""
+"""Statistics of a training by step and rank, as files and as curves. Runs in ranks and tasks."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ TRAINING, EVALUATION = "train", "eval"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One batch of one rank."""
+    """Statistics of one batch of one rank."""
 
     step: int
-    """Training steps of the gang up to then, this one included."""
+    """Number of the gang's training steps, including this one."""
     loss: float
-    """Mean cross-entropy in nats per image of this batch."""
+    """Mean cross-entropy of this batch, in nats per image."""
     lr: float
-    """The learning rate."""
+    """Learning rate of the step."""
     correct: int
-    """Images of this batch whose class the model ranked first."""
+    """Number of images of this batch whose class the model ranked first."""
     epoch: int
-    """1 … epochs."""
+    """Number of the epoch, from 1."""
     count: int
-    """Images of this batch."""
+    """Number of images of this batch."""
     worker: int
-    """The rank."""
+    """Number of the rank."""
     sample: int
-    """Images that this rank had seen up to then in this phase, in all epochs."""
+    """Number of images that this rank has seen in this phase, in all epochs."""
     phase: str
-    """`train` or `eval`."""
+    """Phase of the training: `train` or `eval`."""
 
 
 class Point(NamedTuple):
-    """What all ranks together found at a step."""
+    """Loss and accuracy of all ranks together at a step."""
 
     step: int
     loss: float
@@ -46,7 +46,7 @@ class Point(NamedTuple):
 
 
 def as_files(records: Iterable[Record]) -> dict[str, str]:
-    """The records as JSON lists, by the path of the file that they belong into: one per epoch, phase and rank."""
+    """Return the records as JSON lists by file path. Each epoch, phase and rank has one file."""
     by_path: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_path[f"epoch-{record.epoch:03}/{record.phase}-rank-{record.worker}.json"].append(record)
@@ -54,16 +54,16 @@ def as_files(records: Iterable[Record]) -> dict[str, str]:
 
 
 def read_records(folder: str | os.PathLike[str]) -> list[Record]:
-    """All records below the folder, in the order of epochs, phases and ranks."""
+    """Return all records below the folder, in the order of epochs, phases and ranks."""
     return [
         Record(**row) for file in sorted(Path(folder).rglob("*-rank-*.json")) for row in json.loads(file.read_text())
     ]
 
 
 def curve(records: Sequence[Record], phase: str) -> list[Point]:
-    """Loss and accuracy of all ranks together against the steps.
+    """Return loss and accuracy of all ranks together by step.
 
-    Batches of an evaluation share the step at which it was made, so that each evaluation is one point.
+    All batches of an evaluation have the same step, so each evaluation is one point.
     """
     by_step: dict[int, list[Record]] = defaultdict(list)
     for record in records:

@@ -1,6 +1,6 @@
-"""Sweeps over hyper-parameters of the name model: the grid, what came of each experiment, and what to make of it.
+"""Sweeps over hyper-parameters of the name model: the grid, the experiments' outcomes, and tables of them.
 
-`train` runs in the ranks; all else runs in the driver and knows neither Flyte nor Dask.
+`train` runs in the ranks. All other functions run in the driver, without Flyte or Dask.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tasks.char_lstm import EpochMetrics, Hyperparameters, TrainingResult
 from tasks.checks import is_between, is_whole
 
 MAX_ERROR_LENGTH = 300
-"""Characters of an error that a line shows."""
+"""Most characters of an error in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What one model of a sweep has of its own."""
+    """Settings of one model of a sweep."""
 
     batch_size: int
     """Windows per step and rank."""
     lr: float
-    """Adam's step size."""
+    """Adam's learning rate."""
     ranks: int = 1
-    """Processes that train it together, each on a worker of its own."""
+    """Number of ranks that train the model, each on its own worker."""
 
     @property
     def global_batch(self) -> int:
@@ -42,23 +42,23 @@ class Experiment:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The columns of a `ScalingRow` and a `TimeToLoss` that say which experiment it is."""
+        """Columns of a `ScalingRow` and a `TimeToLoss` that identify the experiment."""
         return {"ranks": self.ranks, "batch_size": self.batch_size, "global_batch": self.global_batch, "lr": self.lr}
 
     @property
     def label(self) -> str:
-        """For people, such as `batch size 4,096, learning rate 0.001`; a single rank goes without saying."""
+        """Text for people, such as `batch size 4,096, learning rate 0.001`. A single rank is not mentioned."""
         ranks = f"{self.ranks} ranks x " if self.ranks > 1 else ""
         return f"{ranks}batch size {self.batch_size:,}, learning rate {self.lr:g}"
 
     def hyperparameters(self, common: Hyperparameters) -> Hyperparameters:
-        """Those that all experiments share, with this one's batch size and learning rate."""
+        """Return the common hyper-parameters with this experiment's batch size and learning rate."""
         return replace(common, batch_size=self.batch_size, learning_rate=self.lr)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of an experiment: a trained model or an error."""
+    """Outcome of an experiment: a trained model or an error."""
 
     experiment: Experiment
     result: TrainingResult | None = None
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def trained(self) -> TrainingResult:
-        """The trained model.
+        """Trained model.
 
         Raises:
             ValueError: The experiment failed.
@@ -77,27 +77,27 @@ class Outcome:
 
     @property
     def epochs(self) -> list[EpochMetrics]:
-        """None where the experiment failed."""
+        """Metrics of the epochs. Empty if the experiment failed."""
         return self.result.epochs if self.result else []
 
     @property
     def losses(self) -> list[float]:
-        """The held-out loss after each epoch, in nats per character."""
+        """Held-out loss after each epoch, in nats per character."""
         return [epoch.held_out_loss for epoch in self.epochs]
 
     @property
     def standing(self) -> float:
-        """The loss at the end, by which experiments are ranked; one that is no number is worse than any."""
+        """Final held-out loss, by which experiments are ranked. NaN counts as infinity."""
         return math.inf if math.isnan(self.losses[-1]) else self.losses[-1]
 
     @property
     def elapsed(self) -> list[float]:
-        """Seconds of training from its start to the end of each epoch, as `SweepRow.elapsed_time_sec` says."""
+        """Seconds of training from its start to the end of each epoch, as in `SweepRow.elapsed_time_sec`."""
         return list(accumulate(epoch.epoch_seconds for epoch in self.epochs))
 
     @property
     def failure(self) -> str:
-        """Type and first line of the error; empty where there is none."""
+        """Type and first line of the error. Empty without an error."""
         if self.error is None:
             return ""
         first, *_ = str(self.error).splitlines() or [""]
@@ -106,27 +106,27 @@ class Outcome:
 
 @dataclass
 class SweepRow:
-    """One epoch of one experiment."""
+    """Metrics of one epoch of one experiment."""
 
     batch_size: int
     """Windows per step."""
     lr: float
-    """Adam's step size."""
+    """Adam's learning rate."""
     epoch: int
-    """1 … epochs."""
+    """Number of the epoch, from 1."""
     loss: float
     """Cross-entropy of the next character on held-out names at the end of the epoch, in nats per character."""
     elapsed_time_sec: float
-    """Seconds from the start of the training to the end of the epoch, on rank 0's clock, without the evaluations
-    and what an interruption lost."""
+    """Seconds from the start of the training to the end of the epoch, on rank 0's clock. Evaluations and time lost in
+    interruptions do not count."""
 
 
 @dataclass
 class ScalingRow:
-    """One epoch of one experiment, of any number of ranks; the units are those of `SweepRow`."""
+    """Metrics of one epoch of one experiment with any number of ranks. Units are those of `SweepRow`."""
 
     ranks: int
-    """Processes that trained together, each on a worker of its own."""
+    """Number of ranks that trained together, each on its own worker."""
     batch_size: int
     """Windows per step and rank."""
     global_batch: int
@@ -139,7 +139,7 @@ class ScalingRow:
 
 @dataclass
 class TimeToLoss:
-    """How long an experiment took to the loss that was asked for."""
+    """Time of an experiment to the target loss."""
 
     ranks: int
     batch_size: int
@@ -147,22 +147,22 @@ class TimeToLoss:
     global_batch: int
     lr: float
     seconds: float | None
-    """Of training, to the end of the first epoch whose held-out loss is the target or lower; None: never."""
+    """Seconds of training to the end of the first epoch with the target's held-out loss or a lower one. None: never."""
 
 
 # ---- Before the training
 
 
 def grid(batch_sizes: Sequence[int], learning_rates: Sequence[float], ranks: Sequence[int] = (1,)) -> list[Experiment]:
-    """Every number of ranks with every batch size with every learning rate, in this order.
+    """Return all combinations of ranks, batch sizes and learning rates, in this order of nesting.
 
     Args:
         batch_sizes: Windows per step and rank.
-        learning_rates: Adam's step sizes.
-        ranks: How many processes train a model together.
+        learning_rates: Adam's learning rates.
+        ranks: Numbers of ranks that train a model together.
 
     Raises:
-        ValueError: A list is empty, has a value twice or one that cannot be; the message names every such list.
+        ValueError: A list is empty, repeats a value or has an invalid one. The message names every wrong list.
     """
     checks = {
         "batch_sizes": (batch_sizes, lambda value: is_whole(value, 1), "whole numbers from 1 up"),
@@ -180,10 +180,10 @@ def grid(batch_sizes: Sequence[int], learning_rates: Sequence[float], ranks: Seq
 
 
 def check_target(target_loss: float | None) -> None:
-    """Refuse a loss that no model can reach.
+    """Check that the target loss can be reached.
 
     Raises:
-        ValueError: It is neither None nor a finite number above 0.
+        ValueError: The target is neither None nor a finite number above 0.
     """
     if target_loss is not None and not is_between(target_loss, 0, math.inf):
         raise ValueError(
@@ -198,28 +198,28 @@ def check_target(target_loss: float | None) -> None:
 def train(
     experiment: Experiment, *, training: list[str], held_out: list[str], hp: Hyperparameters, num_threads: int
 ) -> TrainingResult:
-    """Train one model of a sweep; every rank of its gang calls this.
+    """Train one model of a sweep. Every rank of its gang calls this function.
 
     Args:
-        experiment: What this model has of its own.
-        training: The names to train on.
-        held_out: The names to judge it on.
-        hp: What all models share.
-        num_threads: Cores for each rank. Other models are trained beside this one, of which its ranks know nothing.
+        experiment: Settings of this model.
+        training: Names to train on.
+        held_out: Names for the evaluation.
+        hp: Common hyper-parameters of all models.
+        num_threads: Number of cores for each rank. Ranks do not know of other models that train on the same machine.
     """
     torch.set_num_threads(num_threads)
     return char_lstm.train(char_lstm.windows(training), char_lstm.windows(held_out), experiment.hyperparameters(hp))
 
 
-# ---- After it
+# ---- After the training
 
 
 def collect(experiments: Sequence[Experiment], models: Sequence[Future[TrainingResult]]) -> list[Outcome]:
-    """Wait for all models, and say which have failed and why.
+    """Wait for all models, and return their outcomes. Print the failures.
 
     Raises:
-        PreemptedError: The task is being taken away; its next attempt goes on with all experiments.
-        Exception: All experiments have failed; this is the first one's error.
+        PreemptedError: The task is being preempted. Its next attempt resumes all experiments.
+        Exception: All experiments have failed. This is the error of the first.
     """
     outcomes = [_outcome(experiment, model) for experiment, model in zip(experiments, models, strict=True)]
     failed = [outcome for outcome in outcomes if outcome.error is not None]
@@ -234,12 +234,12 @@ def collect(experiments: Sequence[Experiment], models: Sequence[Future[TrainingR
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """The lowest held-out loss at the end; the first of equals."""
+    """Return the outcome with the lowest final held-out loss, and the first of several equal ones."""
     return min((outcome for outcome in outcomes if outcome.result), key=lambda outcome: outcome.standing)
 
 
 def sweep_rows(outcomes: Sequence[Outcome]) -> list[SweepRow]:
-    """A row for each epoch of each experiment that has not failed, in the order of the grid."""
+    """Return a row for each epoch of each successful experiment, in the order of the grid."""
     return [
         SweepRow(batch_size=one.batch_size, lr=one.lr, epoch=epoch.epoch, loss=epoch.held_out_loss, elapsed_time_sec=s)
         for one, epoch, s in _epochs(outcomes)
@@ -247,7 +247,7 @@ def sweep_rows(outcomes: Sequence[Outcome]) -> list[SweepRow]:
 
 
 def scaling_rows(outcomes: Sequence[Outcome]) -> list[ScalingRow]:
-    """A row for each epoch of each experiment that has not failed, in the order of the grid."""
+    """Return a row for each epoch of each successful experiment, in the order of the grid."""
     return [
         ScalingRow(**one.shape, epoch=epoch.epoch, loss=epoch.held_out_loss, elapsed_time_sec=seconds)
         for one, epoch, seconds in _epochs(outcomes)
@@ -255,9 +255,9 @@ def scaling_rows(outcomes: Sequence[Outcome]) -> list[ScalingRow]:
 
 
 def time_to_loss(outcomes: Sequence[Outcome], target: float) -> list[TimeToLoss]:
-    """When each experiment first ended an epoch with the target loss (nats per character) or a lower one.
+    """Return when each experiment first ended an epoch with the target loss (nats per character) or a lower one.
 
-    Nothing is interpolated: between two ends of epochs nobody has measured.
+    Times are ends of epochs. No value is interpolated.
     """
     return [
         TimeToLoss(
@@ -269,7 +269,7 @@ def time_to_loss(outcomes: Sequence[Outcome], target: float) -> list[TimeToLoss]
 
 
 def without_partner(times: Sequence[TimeToLoss]) -> list[TimeToLoss]:
-    """Those whose global batch and learning rate no other has: there is nothing to compare them with."""
+    """Return the times of experiments whose global batch and learning rate no other experiment has."""
     counts = Counter((time.global_batch, time.lr) for time in times)
     return [time for time in times if counts[time.global_batch, time.lr] == 1]
 
@@ -277,12 +277,12 @@ def without_partner(times: Sequence[TimeToLoss]) -> list[TimeToLoss]:
 def _outcome(experiment: Experiment, model: Future[TrainingResult]) -> Outcome:
     try:
         return Outcome(experiment=experiment, result=model.result())
-    except Exception as error:  # whatever a training may raise; it is shown, and the others are kept
+    except Exception as error:  # any error of a training, which is printed; the other models are kept
         return Outcome(experiment=experiment, error=error)
 
 
 def _epochs(outcomes: Sequence[Outcome]) -> list[tuple[Experiment, EpochMetrics, float]]:
-    """Each epoch of each experiment, with the seconds of training up to its end."""
+    """Return each epoch of each experiment, with the seconds of training to its end."""
     return [
         (outcome.experiment, epoch, seconds)
         for outcome in outcomes

@@ -1,4 +1,4 @@
-"""What the ranks of a gang do together; outside a gang, what one process does alone. Runs in every rank."""
+"""Collective operations of a gang's ranks. Without a gang, one process does them alone. Runs in every rank."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Add up the ranks' tensors, in place; outside a gang the tensor as it is."""
+    """Add up the ranks' tensors in place, and return the sum. Without a gang, return the tensor unchanged."""
     if current_rank().world_size > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def check_seen_once(times_seen: Tensor, kind: str) -> None:
-    """Refuse samples that the ranks together have not seen exactly once.
+    """Check that the ranks together have seen each sample exactly once.
 
     Args:
-        times_seen: For each sample how often all ranks together have seen it.
-        kind: Samples of what kind.
+        times_seen: Number of times that all ranks together saw each sample.
+        kind: Kind of the samples, for the error.
 
     Raises:
         RuntimeError: A sample was seen more than once, or not at all.
@@ -40,7 +40,7 @@ def check_seen_once(times_seen: Tensor, kind: str) -> None:
 
 
 def gather_from_ranks(own: T) -> list[T]:
-    """What each rank has to tell, in the order of ranks; over gloo and NCCL alike."""
+    """Return the objects of all ranks, in the order of ranks. Works with gloo and NCCL."""
     ranks = [own] * current_rank().world_size
     if len(ranks) > 1:
         dist.all_gather_object(ranks, own)
@@ -48,7 +48,7 @@ def gather_from_ranks(own: T) -> list[T]:
 
 
 def generators() -> dict[str, Tensor]:
-    """The states of this process's global random generators that the training draws from."""
+    """Return the states of this process's global random generators that the training uses."""
     states = {"cpu": torch.get_rng_state()}
     if current_rank().device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
@@ -56,7 +56,7 @@ def generators() -> dict[str, Tensor]:
 
 
 def set_generators(states: Mapping[str, Tensor]) -> None:
-    """Put back what `generators` gave; without a GPU, the state of one is of no use."""
+    """Restore the states that `generators` returned. Without a GPU, the state of a GPU's generator is ignored."""
     torch.set_rng_state(states["cpu"])
     if current_rank().device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -1,6 +1,7 @@
-"""What trainings do alike: epochs, steps, checkpoints, metrics. Runs in every rank of a gang, or in one process alone.
+"""Common parts of all trainings: epochs, steps, checkpoints, metrics. Runs in every rank, or in one process alone.
 
-There is neither Flyte nor Dask in here: `current_rank()` says who this process is, and torch.distributed does the rest.
+`current_rank()` says which rank this process is, and torch.distributed connects the ranks. Flyte and Dask are not
+imported here.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpochMetrics:
-    """One epoch, as the whole gang saw it. Losses are means of the cross-entropy in nats."""
+    """Metrics of one epoch over all ranks. Losses are means of the cross-entropy in nats."""
 
     epoch: int
-    """1 … epochs."""
+    """Number of the epoch, from 1."""
     loss: float
-    """Over the epoch's training steps."""
+    """Loss over the epoch's training steps."""
     held_out_loss: float
-    """At the end of the epoch, over what the model never trains on."""
+    """Loss at the end of the epoch, over data that the model never trains on."""
     held_out_accuracy: float
-    """The share of this that the model ranks first."""
+    """Share of the held-out data that the model ranks first, from 0 to 1."""
     samples_per_second: float
     """Training samples per second of all ranks together."""
 
@@ -47,18 +48,18 @@ class Hyperparameters(Protocol):
     epochs: int
     seed: int
     log_interval: int
-    """Steps between two reports of the loss."""
+    """Number of steps between two reports of the loss."""
 
 
 class Model(nn.Module):
-    """A model that a state dictionary brings back."""
+    """Model that `from_state_dict` restores from a state dictionary."""
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Tensor]) -> Self:
         """Return a model with these weights, on this rank's device and in evaluation mode.
 
         Raises:
-            RuntimeError: The weights are those of another model.
+            RuntimeError: The weights belong to another model.
         """
         model = cls().to(current_rank().device)
         model.load_state_dict(state_dict)
@@ -66,20 +67,22 @@ class Model(nn.Module):
 
 
 class Rows(TensorDataset):
-    """Rows of tensors that stay where they lie: a batch is cut out of them at once. For `collate_fn=tuple`."""
+    """Data set of rows of tensors. One indexing operation cuts a batch from them. Use it with `collate_fn=tuple`."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         return self[torch.tensor(indices, device=self.tensors[0].device)]  # type: ignore[no-any-return]
 
 
 class Trainer(ABC):
-    """One rank's part in a training. What is derived from it says what the model is, its loss and its metrics.
+    """One rank's part in a training. Subclasses define the model, its loss and its metrics.
 
-    All ranks together see each sample exactly once per epoch, or the training fails. Saves a checkpoint after each
-    epoch, every `checkpoint_interval` steps (0: none within an epoch), and when the gang is to stop; then the training
-    ends early. Goes on from the gang's checkpoint, where there is one: on a CPU and with as many ranks as before,
-    weights and losses are bit for bit those of a training without interruption. With another number of ranks it goes on
-    with the next sample. Seeds torch's global random generator.
+    All ranks together see each sample exactly once per epoch, or the training fails. The trainer saves a checkpoint
+    after each epoch, every `checkpoint_interval` steps (0: none within an epoch), and when the gang stops. A gang that
+    stops ends the training early.
+
+    A restarted training resumes from the gang's checkpoint. On a CPU and with the same number of ranks, weights and
+    losses are bit for bit those of a training without interruption. With another number of ranks, the training resumes
+    with the next sample. The trainer seeds torch's global random generator.
     """
 
     def __init__(
@@ -97,68 +100,68 @@ class Trainer(ABC):
         self.num_epochs, self.seed, self.log_interval = hp.epochs, hp.seed, hp.log_interval
         self.checkpoint_interval = checkpoint_interval
         self.parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
-        """What goes into a checkpoint by its own state_dict."""
+        """Objects in a checkpoint, by name. Each is saved with its own state_dict."""
         self.step = 0
-        """Steps taken in all epochs, with the one that is being taken."""
+        """Number of steps in all epochs, including the current step."""
         self.epochs: list[Any] = []
-        """The metrics of those that are over."""
+        """Metrics of the completed epochs."""
         self.records: list[Any] = []
-        """What else this rank has to tell; rank 0 keeps that of ranks that are gone, too."""
+        """Further records of this rank. Rank 0 also keeps the records of ranks that left the gang."""
         self._start_epoch()
 
-    # ---- What each training says
+    # ---- Methods that each training defines
 
     @abstractmethod
     def loss(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Score this rank's share of a batch with `gang_model`.
+        """Compute the loss of this rank's share of a batch with `gang_model`.
 
         Returns:
-            The loss whose gradient DDP averages over the ranks; and sums over the share, float64: of the loss, ... and
-            last of what the loss is a mean over.
+            The loss whose gradient DDP averages over the ranks, and a float64 tensor of sums over the share. The first
+            sum is that of the loss. The last sum is the number of items that the mean loss divides by.
         """
 
     @abstractmethod
     def try_out(self) -> Tensor:
-        """Make a single number with `gang_model`, of anything."""
+        """Return a single number that `gang_model` computes from any input."""
 
     @abstractmethod
     def judge(self, sums: Tensor, seconds: float) -> EpochMetrics:
-        """Evaluate the model, after an epoch of which all ranks have found these sums in so many seconds."""
+        """Evaluate the model after an epoch, given the sums over all ranks and the epoch's duration in seconds."""
 
-    # ---- What may be said otherwise
+    # ---- Methods that a training may override
 
     def set_mode(self) -> None:
-        """Be ready to train."""
+        """Put the model into training mode."""
         self.model.train()
 
     def follow(self, loss: Tensor) -> None:
-        """Take a step down the gradient."""
+        """Update the weights with the gradient of the loss."""
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
 
     def wrap(self) -> None:
-        """Share the gradients of all weights that are trained now; DDP asks which these are only when it is made."""
+        """Wrap the model so that DDP averages the gradients. DDP looks up the trainable weights only here."""
         self.gang_model = self.model
         if self.rank.world_size > 1:
             self.gang_model = DistributedDataParallel(self.model, process_group=self.group)
-            # After its first backward pass DDP deals the gradients out anew, and with them the order in which the ranks
-            # add them up. That pass is made here, for nothing, so that all steps of a resumed training add alike.
+            # After its first backward pass, DDP regroups the gradients and changes the order of their addition. A trial
+            # pass here puts all steps of new and resumed trainings after the regrouping.
             self.try_out().backward()
             self.optimizer.zero_grad()
 
     def log_step(self, sums: Tensor) -> None:
-        """Report the loss over the gang's batch; all ranks call this at the same steps."""
+        """Log the loss over the gang's batch. All ranks call this method at the same steps."""
         loss, *_, count = sum_over_ranks(sums.clone(), self.group)
         samples_per_second = self.loader.num_seen / (time.perf_counter() - self.started)
         self.log({"epoch": len(self.epochs) + 1, "loss": loss / count, "samples_per_second": samples_per_second})
 
     def shown(self, metrics: Any) -> dict[str, Any]:
-        """What is logged of an epoch."""
+        """Return the metrics of an epoch that are logged."""
         return asdict(metrics)
 
     def state(self) -> dict[str, Any]:
-        """All that the steps to come depend on; all ranks call this at the same steps."""
+        """Return the state of the training for a checkpoint. All ranks call this method at the same steps."""
         own = {"sums": self.sums.cpu(), "generators": generators(), "records": list(self.records)}
         return {name: part.state_dict() for name, part in self.parts.items()} | {
             "step": self.step,
@@ -170,15 +173,15 @@ class Trainer(ABC):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state; every rank is given the same."""
+        """Restore the training from the state of a checkpoint, which is the same on every rank."""
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.step, self.waited = state["step"], state["waited"]
         self.started -= state["seconds"]
         before, own = state["ranks"], state["ranks"][self.rank.rank : self.rank.rank + 1]
-        for rank in own:  # or it is new, and keeps the generators that it seeded
+        for rank in own:  # a new rank has no entry, and keeps the generators that it seeded
             set_generators(rank["generators"])
-        if self.rank.is_main:  # takes what the ranks found together, and what ranks that are gone have found
+        if self.rank.is_main:  # takes the sums over all ranks, and the records of ranks that left
             self.times_seen += state["times_seen"]
             own += before[self.rank.world_size :]
         for rank in own:
@@ -190,15 +193,15 @@ class Trainer(ABC):
         """Save a checkpoint."""
         self.rank.checkpoint.save(self.state(), self.step)
 
-    # ---- What is always so
+    # ---- Methods that all trainings share
 
     def train(self) -> None:
-        """Train to the end of the last epoch, or until the gang is to stop."""
+        """Train to the end of the last epoch, or until the gang stops."""
         state = self.rank.checkpoint.load()
         if state is not None:
             self.epochs = list(state["epochs"])
         self.wrap()
-        torch.manual_seed(self.seed + self.rank.rank + 1)  # each rank has dropout of its own
+        torch.manual_seed(self.seed + self.rank.rank + 1)  # each rank has its own dropout
         if state is not None:
             self.resume(state)
         while len(self.epochs) < self.num_epochs and self._take_steps():
@@ -206,20 +209,20 @@ class Trainer(ABC):
             self.save()
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's, as CPU tensors, under the names that they have without a gang."""
+        """Return the model's weights as CPU tensors, under the names that they have without DDP."""
         return {name: weight.detach().cpu().clone() for name, weight in self.model.state_dict().items()}
 
     @property
     def num_steps(self) -> int:
-        """How many steps there will be: those taken, and those left with batches of this gang's size."""
+        """Return the number of all steps: those taken, and those left with batches of this gang's size."""
         return self.step + self.loader.num_batches_left(self.num_epochs)
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Report metrics of this step, or of the one given."""
+        """Log metrics of this step, or of the given step."""
         self.rank.log(metrics, step=step or self.step, num_steps=self.num_steps)
 
     def timed(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, ...]]:
-        """The loader's batches on the device; adds up the seconds of waiting for them."""
+        """Yield the loader's batches on the device, and add up the seconds of waiting for batches."""
         batches = iter(loader)
         asked = time.perf_counter()
         for batch in batches:
@@ -230,11 +233,11 @@ class Trainer(ABC):
     def _start_epoch(self) -> None:
         self.started, self.waited = time.perf_counter(), 0.0
         self.times_seen = torch.zeros(self.loader.num_items, dtype=torch.int32)
-        # On the device: to read the sums at every step would make the host wait for each.
+        # On the device, because the host would wait for the device whenever it reads the sums.
         self.sums = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
     def _take_steps(self) -> bool:
-        """See the samples that are left of the epoch; False if the gang is to stop before it is over."""
+        """Train on the rest of the epoch's samples. Return False if the gang stops before the epoch's end."""
         self.set_mode()
         for batch in self.timed(self.loader):
             self.times_seen[self.loader.share] += 1
@@ -255,12 +258,12 @@ class Trainer(ABC):
             self.log_step(sums)
 
     def _is_save_due(self) -> bool:
-        """Whether to save within the epoch; at its end that is done after the evaluation."""
+        """Return True if a checkpoint is due within the epoch. Its end has its own checkpoint after the evaluation."""
         interval = self.checkpoint_interval
         return interval > 0 and self.step % interval == 0 and self.loader.num_seen < self.loader.num_items
 
     def _end_epoch(self) -> None:
-        """Evaluate, report, and be ready for the next epoch."""
+        """Evaluate the model, log the metrics, and start the next epoch."""
         check_seen_once(self._all_times_seen(), "training samples")
         seconds = time.perf_counter() - self.started
         with self.rank.evaluating():
@@ -270,5 +273,5 @@ class Trainer(ABC):
         self._start_epoch()
 
     def _all_times_seen(self) -> Tensor:
-        """How often the ranks together saw each sample in the epoch so far."""
+        """Return how often the ranks together saw each sample in the epoch so far."""
         return sum_over_ranks(self.times_seen.to(self.rank.device, copy=True), self.group).cpu()

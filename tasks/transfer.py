@@ -1,6 +1,7 @@
-"""Transfer learning on a folder of pictures, and its training loop. Runs in every rank of a gang, or in one process.
+"""Transfer learning on a folder of pictures, with its training loop. Runs in every rank, or in one process alone.
 
-There is neither Flyte nor Dask in here: `current_rank()` says who this process is, and torch.distributed does the rest.
+`current_rank()` says which rank this process is, and torch.distributed connects the ranks. Flyte and Dask are not
+imported here.
 """
 
 from __future__ import annotations
@@ -40,57 +41,59 @@ AUTOMATIC: dict[str, tuple[Any, Any]] = {
     "crop": (250, 60),
     "num_loader_workers": (2, 0),
 }
-"""Values for `auto`, 0 and -1 in `Hyperparameters`: with a bucket; without one, so that two cores take seconds."""
+"""Replacements of `auto`, 0 and -1 in `Hyperparameters`: with a bucket, and for quick runs without a bucket."""
 
 
 class Pictures(Protocol):
-    """A folder of pictures, `class/picture`: `S3ImageFolder`, and torchvision's `ImageFolder`."""
+    """Folder of pictures as `class/picture`, such as `S3ImageFolder` or torchvision's `ImageFolder`."""
 
     classes: list[str]
     targets: list[int]
 
     def __getitem__(self, index: int) -> Any:
-        """A picture, as the transform makes it, and its label."""
+        """Return a picture after the transform, and its label."""
 
 
 @dataclass
 class Hyperparameters(StrictInputs):
-    """How to train. A plain dataclass, so that it can be the input of a workflow."""
+    """Hyper-parameters. A plain dataclass can be the input of a workflow."""
 
     backbone: str = AUTO
-    """The network: `small`, or one of `torchvision.models.list_models()`; auto: resnet50, small without a bucket."""
+    """Name of the network: `small`, or one of `torchvision.models.list_models()`. auto: resnet50, or small without a
+    bucket."""
     weights: str = AUTO
-    """The name of torchvision's weights to start from, such as IMAGENET1K_V2; empty: random ones; auto: the best."""
+    """Name of torchvision's initial weights, for example IMAGENET1K_V2. Empty: random weights. auto: the best
+    weights."""
     base_lr: float = 0.02
-    """The learning rate is this times the number of ranks."""
+    """Learning rate per rank. The gang's learning rate is this value times the number of ranks."""
     momentum: float = 0.9
-    """The share of the last step that goes into the next."""
+    """Momentum of stochastic gradient descent, from 0 to below 1."""
     batch_size: int = 0
-    """Images per step and rank; 0: 64, or 16 without a bucket."""
+    """Images per step and rank. 0: 64, or 16 without a bucket."""
     epochs: int = 8
-    """How often every training image is seen."""
+    """Number of epochs. Each sees every training image once."""
     frozen_epochs: int = 0
-    """So many of these train the last layer only, and leave the backbone as it is."""
+    """Number of first epochs that train only the last layer and freeze the backbone."""
     patience: int = 2
-    """After more epochs than this without a lower held-out loss, the learning rate falls to a tenth."""
+    """Most epochs without a lower held-out loss, before the learning rate falls to a tenth."""
     resize: int = 0
-    """The shorter edge of the images in pixels, before they are cropped; 0: 256, or 64 without a bucket."""
+    """Shorter edge of the images before the crop, in pixels. 0: 256, or 64 without a bucket."""
     crop: int = 0
-    """The edge of the square cut from their middle; 0: 250, or 60 without a bucket."""
+    """Edge of the square crop from the middle, in pixels. 0: 250, or 60 without a bucket."""
     held_out: float = 0.2
-    """The share of each class that the model is tested on and never trained on."""
+    """Share of each class that is held out for tests, above 0 and below 1."""
     seed: int = 0
-    """Fixes the split, the initial weights, the order of the images and the dropout."""
+    """Seed of the split, the initial weights, the order of the images and the dropout."""
     num_loader_workers: int = -1
-    """Processes per rank that fetch and decode images; 0: the rank itself; -1: 2, or 0 without a bucket."""
+    """Processes per rank that fetch and decode images. 0: the rank itself. -1: 2, or 0 without a bucket."""
     checkpoint_interval: int = 100
-    """Steps between two checkpoints within an epoch; 0: only at the end of each epoch."""
+    """Number of steps between two checkpoints within an epoch. 0: only at the end of each epoch."""
     log_interval: int = 10
-    """Steps whose statistics are read together; each reading waits for the device."""
+    """Number of steps between two readings of the statistics. Each reading waits for the device."""
     precision: str = AUTO
-    """Of the activations: float32, bfloat16 or float16; auto: bfloat16 or float16 on a GPU, float32 on a CPU."""
+    """Type of the activations: float32, bfloat16 or float16. auto: bfloat16 or float16 on a GPU, float32 on a CPU."""
     on_error: str = "raise"
-    """What becomes of a broken image in a bucket: `raise` ends the training, `skip` leaves it out and counts it."""
+    """Handling of a broken image in a bucket: `raise` fails the training, `skip` leaves the image out and counts it."""
 
     def __post_init__(self) -> None:
         or_zero, or_auto = "a whole number from 0 up", "a whole number from 0 (auto) up"
@@ -108,10 +111,10 @@ class Hyperparameters(StrictInputs):
         raise_if_wrong(self, checks)
 
     def settled(self, *, has_bucket: bool) -> Hyperparameters:
-        """The same with every `auto`, 0 and -1 replaced by what it stands for.
+        """Return these hyper-parameters with every `auto`, 0 and -1 replaced by its value.
 
         Raises:
-            ValueError: These do not go together, or there is no such backbone or no such weights of it.
+            ValueError: The values contradict each other, or no backbone or weights have this name.
         """
         chosen = {name: values[0 if has_bucket else 1] for name, values in AUTOMATIC.items()}
         given = {name: value for name in chosen if (value := getattr(self, name)) not in (AUTO, -1)}
@@ -133,34 +136,34 @@ class Hyperparameters(StrictInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochMetrics(CommonMetrics):
-    """One epoch, as the whole gang saw it; losses are per image."""
+    """Metrics of one epoch over all ranks. Losses are per image."""
 
     accuracy: float
-    """The share of the training images whose class the model ranked first when it saw them."""
+    """Share of the training images whose class the model ranked first during training, from 0 to 1."""
     learning_rate: float
-    """That of the epoch's steps."""
+    """Learning rate of the epoch's steps."""
     num_skipped: int
-    """Images that all ranks together left out as broken, in training and evaluation; see `on_error`."""
+    """Number of broken images that all ranks left out, in training and evaluation. See `on_error`."""
     waiting_share: float
-    """The share of the time of the epoch's steps in which this rank waited for images."""
+    """Share of the epoch's time in steps that this rank spent waiting for images, from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a training run leaves; the same on every rank, but for the timing and the records."""
+    """Result of a training, the same on every rank but for the timing and the records."""
 
     classifier: Classifier
-    """On this rank's device, in evaluation mode."""
+    """Trained network, on this rank's device and in evaluation mode."""
     epochs: list[EpochMetrics]
-    """One entry per epoch, in order; fewer than were wanted if the gang was told to stop."""
+    """Metrics of the epochs, in order. A gang that was stopped has fewer epochs than `Hyperparameters.epochs`."""
     records: list[Record]
-    """This rank's statistics; on rank 0 also those of ranks that are gone."""
+    """Statistics of this rank. Rank 0 also has those of ranks that left the gang."""
 
 
 def transform(hp: Hyperparameters) -> Callable[[Any], Tensor]:
-    """What makes a picture, or an image tensor, of any size a tensor of (3, crop, crop), uint8.
+    """Return a transform from a picture or image tensor of any size to a uint8 tensor of (3, crop, crop).
 
-    It is left to the device to make numbers of a network of the bytes, a quarter as many on their way.
+    The device converts the bytes to floats, so transfers to the device are a quarter as large.
     """
     from torchvision.transforms import v2
 
@@ -171,24 +174,24 @@ def transform(hp: Hyperparameters) -> Callable[[Any], Tensor]:
 
 
 def split(pictures: Pictures, hp: Hyperparameters) -> tuple[list[int], list[int]]:
-    """The indices of the pictures to train on, and those held out."""
+    """Return the indices of the training pictures, and of the held-out pictures."""
     return split_by_class(pictures, hp.held_out, hp.seed)
 
 
 def train(pictures: Pictures, hp: Hyperparameters, start: Start | None = None) -> TrainingResult:
-    """Train together with the other ranks of the gang; every rank calls this with the same arguments.
+    """Train together with the other ranks of the gang. Every rank calls this function with the same arguments.
 
-    Each held-out image is evaluated once after every epoch. With another number of ranks than before, a training goes
-    on with the learning rate of as many. What becomes of checkpoints and of a gang that is to stop, `Trainer` says.
+    Each held-out image is evaluated once after every epoch. If the number of ranks changes after a restart, the
+    learning rate changes in proportion. `Trainer` describes checkpoints and the stop of a gang.
 
     Args:
-        pictures: With `transform(hp)`.
-        hp: How to train, settled.
-        start: The weights to start from; None: random ones.
+        pictures: The pictures, with the transform `transform(hp)`.
+        hp: Hyper-parameters after `settled`.
+        start: Initial weights. None: random weights.
 
     Raises:
-        ValueError: There are too few pictures, the weights to start from are those of another network, or the
-            checkpoint is that of other pictures.
+        ValueError: The pictures are too few, the initial weights belong to another network, or the checkpoint belongs
+            to other pictures.
         RuntimeError: The ranks together did not see every image exactly once.
     """
     trainer = _Trainer(pictures, hp, start or Start(weights={}))
@@ -214,7 +217,7 @@ class _Trainer(Trainer):
         model = Classifier(hp.backbone, pictures.classes)
         backbones.load_start(model.model, start, pictures.classes)
         model.to(rank.device)
-        # Frozen weights have no gradients, and the optimizer passes over them.
+        # Frozen weights have no gradients, so the optimizer skips them.
         optimizer = torch.optim.SGD(model.parameters(), lr=hp.base_lr * rank.world_size, momentum=hp.momentum)
         self.scheduler = ReduceLROnPlateau(optimizer, patience=hp.patience)
         super().__init__(
@@ -231,7 +234,7 @@ class _Trainer(Trainer):
     def wrap(self) -> None:
         self.model.requires_grad_(not self._is_frozen)
         backbones.head_of(self.model)[1].requires_grad_(requires_grad=True)
-        self.model.eval()  # trying it out is to leave no trace
+        self.model.eval()  # the trial pass must not change the batch norms' means
         super().wrap()
 
     def try_out(self) -> Tensor:
@@ -239,7 +242,7 @@ class _Trainer(Trainer):
         return self.gang_model(blank).sum()
 
     def set_mode(self) -> None:
-        """Thaw the backbone when it is time; frozen layers do not even count the means of their batch normalisation."""
+        """Put the model into training mode, and unfreeze the backbone when due. Frozen batch norms keep their means."""
         if self._is_frozen == next(self.model.parameters()).requires_grad:
             self.wrap()
         self.model.train(not self._is_frozen)
@@ -250,7 +253,7 @@ class _Trainer(Trainer):
         is_own = bool(self.loader.weight)
         sums *= is_own
         self.unread.append((self.step, sums))
-        # DDP takes the mean of the ranks' gradients, as if every rank had equally many images.
+        # DDP averages the ranks' gradients as if all ranks had the same number of images.
         return loss_sum * is_own * self.rank.world_size / len(self.loader.global_batch), sums
 
     def follow(self, loss: Tensor) -> None:
@@ -263,7 +266,7 @@ class _Trainer(Trainer):
         self._read_statistics()
 
     def _read_statistics(self) -> None:
-        """Have the steps since the last time logged and written down, as far as this rank knows of them."""
+        """Log and record the steps since the last call, with this rank's statistics."""
         unread, self.unread = self.unread, []
         for record in self._note(TRAINING, unread):
             metrics = {name: value for name, value in asdict(record).items() if name != "step"}
@@ -271,7 +274,7 @@ class _Trainer(Trainer):
 
     @property
     def _is_frozen(self) -> bool:
-        """Whether the epoch trains the head only."""
+        """True if the epoch trains only the head."""
         return len(self.epochs) < self.hp.frozen_epochs
 
     @property
@@ -279,7 +282,7 @@ class _Trainer(Trainer):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _score(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss summed over the images; and as float64 it, how many are ranked right, and how many there are."""
+        """Return the summed loss, and a float64 tensor of the loss, the number of right images and of all images."""
         with torch.autocast(images.device.type, dtype=self.precision, enabled=self.precision != torch.float32):
             logits = model(images).float()
         loss_sum = F.cross_entropy(logits, labels, reduction="sum")
@@ -287,7 +290,7 @@ class _Trainer(Trainer):
         return loss_sum, torch.stack([loss_sum.detach().double(), correct.double(), count.double()])
 
     def _note(self, phase: str, found: Sequence[tuple[int, Tensor]]) -> list[Record]:
-        """Make records of what lies on the device: the sums of each batch, and at which step."""
+        """Add and return records of batches, whose sums lie on the device, and of their steps."""
         own = (record for record in reversed(self.records) if (record.worker, record.phase) == (self.rank.rank, phase))
         sample = next((record.sample for record in own), 0)
         rows = torch.stack([sums for _, sums in found]).tolist() if found else []
@@ -313,11 +316,11 @@ class _Trainer(Trainer):
 
     def judge(self, sums: Tensor, seconds: float) -> EpochMetrics:
         self._read_statistics()
-        waiting_share = self.waited / seconds  # before the evaluation waits, too
+        waiting_share = self.waited / seconds  # before the evaluation, which adds waiting time
         loss, accuracy, num_skipped = self._means(sums, self.loader, "training")
         learning_rate = self._learning_rate
         held_out_loss, held_out_accuracy, num_untested = self._evaluate()
-        self.scheduler.step(held_out_loss)  # the same number on all ranks, and so the same learning rate
+        self.scheduler.step(held_out_loss)  # all ranks have the same loss, and therefore the same learning rate
         return EpochMetrics(
             epoch=len(self.epochs) + 1,
             loss=loss,
@@ -332,8 +335,8 @@ class _Trainer(Trainer):
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, float, int]:
-        """As `_means`, over the held-out images; each rank tests its share of them once."""
-        if self.rank.world_size > 1:  # one and the same model: DDP brings rank 0's batch statistics before a step only
+        """Return the result of `_means` over the held-out images. Each rank tests its share once."""
+        if self.rank.world_size > 1:  # DDP shares rank 0's batch statistics only before a step
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
         self.model.eval()
@@ -342,7 +345,7 @@ class _Trainer(Trainer):
         return self._means(sum_over_ranks(sum(sums for _, sums in found)), self.tests, "held-out")
 
     def _means(self, sums: Tensor, loader: RankLoader, kind: str) -> tuple[float, float, int]:
-        """Loss and accuracy per image over all ranks, and how many they skipped; proves that it was each image once."""
+        """Return loss and accuracy per image and the number of skipped images, over all ranks. Check the counts."""
         loss, correct, count = sums.tolist()
         num_skipped = loader.num_items - int(count)
         if num_skipped and (self.hp.on_error == "raise" or num_skipped < 0 or not count):
@@ -359,10 +362,10 @@ class _Trainer(Trainer):
         return super().state() | {"classes": self.model.classes}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Also with the learning rate of as many ranks.
+        """Restore the training, and scale the learning rate to the number of ranks.
 
         Raises:
-            ValueError: It is the checkpoint of other pictures.
+            ValueError: The checkpoint belongs to other pictures.
         """
         if state["classes"] != self.model.classes:
             raise ValueError(
@@ -373,7 +376,7 @@ class _Trainer(Trainer):
         super().resume(state)
         for group in self.optimizer.param_groups:
             group["lr"] *= self.rank.world_size / len(state["ranks"])
-        self._submit(self.records)  # the driver may be another one
+        self._submit(self.records)  # the driver may be new
 
     def save(self) -> None:
         self._read_statistics()
@@ -381,9 +384,10 @@ class _Trainer(Trainer):
         self._submit(record for record in self.records if record.epoch == self.records[-1].epoch)
 
     def _submit(self, records: Iterable[Record]) -> None:
-        """Have the driver write them down, where there is one that does, in place of those of the same epoch and rank.
+        """Send records to the driver, which replaces those of the same epoch and rank. Drivers may take no results.
 
-        When a checkpoint has them, too: the whole epoch anew at each reading would be too much in a long one.
+        The trainer sends them only with a checkpoint. An epoch's records are sent as a whole, so sending at each
+        reading would send too much.
         """
         if self.rank.link.takes_results:
             for path, text in as_files(records).items():
@@ -391,28 +395,28 @@ class _Trainer(Trainer):
 
 
 def _options(hp: Hyperparameters) -> dict[str, Any]:
-    """How pictures are loaded."""
+    """Return the loader's options."""
     options: dict[str, Any] = {
         "num_workers": hp.num_loader_workers,
         "collate_fn": _collate,
         "pin_memory": current_rank().device.type == "cuda",
     }
     if hp.num_loader_workers:
-        # A rank has threads (the process group's, Weights & Biases') and perhaps a GPU, which do not bear forking.
+        # A rank has threads (process group, Weights & Biases) and perhaps a GPU. Forking such a process is unsafe.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torchvision.transforms.v2"])  # imported once, not by each worker
+        context.set_forkserver_preload(["torchvision.transforms.v2"])  # imported once instead of by each worker
         options |= {"multiprocessing_context": context, "persistent_workers": True}
     return options
 
 
 def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """A batch of images and their labels."""
+    """Return a batch of images and their labels."""
     images, labels = zip(*items, strict=True)
     return torch.stack(images), torch.tensor(labels)
 
 
 def _precision(wanted: str, device: torch.device) -> torch.dtype:
-    """What the activations are; float16 on GPUs that only imitate bfloat16."""
+    """Return the type of the activations. GPUs that only emulate bfloat16 use float16."""
     if wanted != AUTO:
         chosen: torch.dtype = getattr(torch, wanted)
         return chosen
