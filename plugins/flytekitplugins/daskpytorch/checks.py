@@ -1,4 +1,4 @@
-"""Checks of what a user has given, and one error that names all that is wrong. Light: every rank and agent reads it."""
+"""Checks of users' values, and one error that names all problems. Imports little: every rank and agent loads it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flytekitplugins.daskpytorch.extras import is_installed
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 1_209_600
-"""Two weeks; some of what waits counts milliseconds in 32 bits."""
+"""Longest timeout, in seconds: two weeks. Some system calls count milliseconds in 32 bits, which is 24 days."""
 MAX_SHOWN = 200
-"""Characters of a value in a message."""
+"""Most characters of a value in a message."""
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 """Control characters, and halves of characters, which cannot be written as UTF-8."""
 KEY_PATTERN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
@@ -25,12 +25,12 @@ Rule = Callable[[Any], str | None]
 
 
 class Problems:
-    """All that is wrong with one config or call, so that a user sees everything at once.
+    """List of all problems of one config or call, which one error shows to the user.
 
     Args:
-        owner: The name of the config's class, or of the function that was called.
-        values: Has the values as attributes.
-        rules: A rule for each value, by the attribute's name, which may have dots.
+        owner: Name of the config's class, or of the called function.
+        values: Object that has the values as attributes.
+        rules: Rule for each value, by the attribute's name. The name may have dots.
     """
 
     def __init__(self, owner: str, values: object, rules: Mapping[str, Rule] | None = None) -> None:
@@ -57,7 +57,7 @@ class Problems:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message has it: written as in Python, and cut where it is long."""
+    """Return a value as text for a message: its `repr`, shortened to `MAX_SHOWN` characters."""
     try:
         text = repr(value)
     except Exception as error:  # the value's own, or that of a number with thousands of digits
@@ -105,12 +105,12 @@ def instance_of(kind: type) -> Rule:
 
 
 def text(words: str = "a text without control characters") -> Rule:
-    """Return the rule for a text that says something and can be written anywhere."""
+    """Return the rule for a text that is not blank and has no control characters."""
     return must_be(words, is_text)
 
 
 def path_or(text: str) -> Rule:
-    """Return the rule for a path, or for a text that stands for a place."""
+    """Return the rule for a path, or for a text that names a folder or file."""
     return must_be(text, lambda value: isinstance(value, os.PathLike) or is_text(value))
 
 
@@ -120,7 +120,7 @@ def tuple_of(items: str, test: Callable[[Any], bool]) -> Rule:
 
 
 def uri(value: object) -> str | None:
-    """Rule for a folder, or a URL of a file system that all ranks can open."""
+    """Return the rule's words unless the value is a folder, or a URL of a file system that all ranks can open."""
     if not is_text(value):
         return A_URI
     protocol, separator, rest = str(value).partition("://")
@@ -145,7 +145,7 @@ def is_whole(value: object, least: int, most: int = MAX_COUNT) -> bool:
 
 
 def is_seconds(value: object, least: float = 0.0) -> bool:
-    """Return True for a number of seconds that everything that waits can wait for."""
+    """Return True for a number of seconds above 0 and from `least` to `MAX_SECONDS`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
 
@@ -156,7 +156,7 @@ def is_auto(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Return True for a text that says something and can be written anywhere."""
+    """Return True for a text that is not blank and has no control characters."""
     return isinstance(value, str) and bool(value.strip()) and CONTROL_CHARACTERS.search(value) is None
 
 
@@ -167,4 +167,4 @@ KEY = must_be(
     "up to 100 of the characters A-Z, a-z, 0-9, '_', '.' and '-', the first none of the last two",
     lambda value: isinstance(value, str) and KEY_PATTERN.fullmatch(value) is not None,
 )
-"""The rule for what may be a part of paths and names."""
+"""Rule for a text that may be a part of paths and names."""

@@ -1,6 +1,6 @@
-"""Runs a PyTorch function as a gang on any Dask cluster. Runs in the driver; its `_serve` runs on the workers.
+"""Functions that train on any Dask cluster: `run` starts one gang, and `map` starts a gang per experiment.
 
-For example `first, *others = dispatch.run(client, train, epochs=5).result()`.
+Runs in the driver. Example: `first, *others = dispatch.run(client, train, epochs=5).result()`.
 """
 
 from __future__ import annotations
@@ -54,35 +54,39 @@ def run(
     gang: Gang | None = None,
     **kwargs: Any,
 ) -> GangFutures:
-    """Call a function in every rank of a new gang on the client's workers, all of which take part.
+    """Call a function in every rank of a new gang, which takes all of the client's workers.
 
-    Inside it `torch.distributed` is initialised and `current_rank()` tells which rank it is. Every call trains anew,
-    and gangs may run side by side on one cluster.
+    In the function, `torch.distributed` is initialised, and `current_rank()` returns the rank's context. Each call
+    forms a new gang. Several gangs may run side by side on one cluster.
 
-    In a Flyte task that is tried again, a call goes on from the newest checkpoint of the same call in the attempt
-    before: the function's first, second, ... in the task, whatever its arguments, or the one with the same `gang.key`.
-    Elsewhere a call goes on from what lies in `gang.checkpoint_uri`, see there, and a line says from which step. Ctrl-C
-    while somebody waits for the result ends the gang before `KeyboardInterrupt` is raised.
+    In a later attempt of a Flyte task, a call goes on from the newest checkpoint of the same call in the attempt
+    before. The same call is the one with the same `gang.key`. Without a key, calls of the function are counted in the
+    task, and the same number is the same call, whatever its arguments.
+
+    Outside a Flyte task, a call goes on from the checkpoints in `gang.checkpoint_uri`, as the documentation of that
+    field says. A line in the log names the step. Ctrl-C while the caller waits for the result ends the gang, and then
+    raises `KeyboardInterrupt`.
 
     Args:
-        client: Connected to any Dask cluster whose workers have this package.
-        pytorch_function: What each rank calls. Its module need not exist on the workers.
-        *args: Its positional arguments, the same in every rank; they must pickle. What is large in them (arrays,
-            tensors) reaches each worker once, and its ranks share the memory until they write to it.
-        backend: Overrides `gang.backend` unless it is `auto`.
-        pass_local_rank: Also pass `local_rank`, the rank's index among those of its worker.
-        gang: How to form it.
-        **kwargs: Its keyword arguments.
+        client: Client of a Dask cluster whose workers have this package.
+        pytorch_function: Function that each rank calls. Its module need not exist on the workers.
+        *args: Positional arguments of the function, the same in every rank. They must pickle. Large arrays and tensors
+            are sent to each worker once, and its ranks share the memory until they write to it.
+        backend: Backend of the process group. `auto`: use `gang.backend`.
+        pass_local_rank: True: also pass `local_rank`, the rank's index among the ranks of its worker.
+        gang: Settings of the gang. None: the defaults.
+        **kwargs: Keyword arguments of the function.
 
     Returns:
-        One future per rank, in the order of the ranks; the whole has `result`, `exception` and `cancel` too.
+        Sequence of one future per rank, in rank order. The sequence also has `result`, `exception` and `cancel`.
 
     Raises:
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers`, or its scheduler does not answer.
-        ValueError: An argument is of the wrong kind, the workers have unequal numbers of GPUs while
-            `gang.ranks_per_worker` is `auto`, or another gang of the task has the same `gang.key`.
-        TypeError: The function or an argument cannot be pickled, the function cannot be called with these arguments, or
-            does not train when it is called: a class, a coroutine or generator function, a `dask.delayed` object.
+        ValueError: An argument has the wrong type, or another gang of the task has the same `gang.key`. Or
+            `gang.ranks_per_worker` is `auto`, and the workers have unequal numbers of GPUs.
+        TypeError: The function or an argument cannot be pickled, or the function cannot be called with these arguments.
+            Or calling the function would not train: a class, a coroutine or generator function, a `dask.delayed`
+            object.
 
     Examples:
         On two workers:
@@ -136,48 +140,50 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     storage: str | None = None,
     name: str | None = None,
 ) -> ModelFutures:
-    """Train one model per experiment, as many at once as the client's workers can carry, each as its own gang.
+    """Train one model per experiment, each in a gang of its own, as many at once as the client has workers for.
 
-    A gang starts when all its workers are free, the largest first; smaller ones fill the gaps. Faults and restarts
-    concern one gang alone: what it loses comes from the free workers.
+    A gang starts when enough workers are free for it. The largest gang starts first, and smaller ones fill the gaps. A
+    failure or restart concerns one gang only, which replaces lost workers by free ones.
 
     Args:
-        client: Connected to any Dask cluster whose workers have this package.
-        pytorch_function: What each rank calls with its experiment. Its module need not exist on the workers.
-        experiments: What the models differ in; anything that pickles. Each is packed when its workers are free, so
-            that of a thousand with large arrays only those that train take memory twice; change none before. In an
-            order that is the same in every attempt of a Flyte task, since by its index a model finds its checkpoints;
-            so in no set. Or a `Search`, by which an Optuna study suggests each when there are workers for it.
-        workers: How many workers each experiment takes, or a function of the experiment that says so.
-        gang: How to form each gang.
-        stop_early: Stop models that fall behind the others, so that their workers are free for the next ones. A
-            stopped model's future raises `StoppedEarlyError`, and `result` of the whole has None in its place. None:
-            train all to their ends.
-        wandb: Record each model in a Weights & Biases run of its own, whose configuration is the experiment. Each is
-            called `wandb.name`, or like the function, with the experiment's index. All are in one group:
-            `wandb.group`, or that name with the execution's, or with a random one in local runs. Runs of finished
-            and of stopped models have exit code 0, those of failed ones 1. Offline runs are written where their rank
-            0 is. In a Flyte task a `wandb.secret` must be among the task's `secret_requests`.
-        storage: A folder or an fsspec URL (`s3://bucket/prefix`) that keeps what comes of each model, as it comes, in
-            `storage/name/index`. The same call again, after an interruption, by another process, in a Flyte retry or
-            with more experiments at the end, trains what is missing only and takes up what was begun: a finished model
-            has its result and records again, one that was stopped early its records (without `stop_early` it is trained
-            on), and any other goes on from its newest checkpoint, failed and cancelled ones included. Files that ranks
-            submit are not kept. Two processes must not use one name at a time. Results, records and checkpoints are
-            pickles, which are trusted when they are read back: let nobody else write there.
-        name: Of the folder in `storage`; None is the function's name. Kept there of another function, or with other
-            experiments where models have begun, is an error that says what differs.
+        client: Client of a Dask cluster whose workers have this package.
+        pytorch_function: Function that each rank calls with its experiment. Its module need not exist on the workers.
+        experiments: One picklable argument of the function per model. Each is pickled when its workers are free, so
+            that large experiments take memory twice only while they train. Do not change an experiment before. A set is
+            refused: the order must be the same in every attempt of a Flyte task, because a model finds its checkpoints
+            by its index. Or a `Search`: an Optuna study suggests each experiment when workers are free.
+        workers: Number of workers per experiment, or a function that returns the number for an experiment.
+        gang: Settings of each gang. None: the defaults.
+        stop_early: Rule that stops models which fall behind the others, so that their workers are free for the next
+            ones. The future of a stopped model raises `StoppedEarlyError`, and `result` of all models has None in its
+            place. None: train all models to the end.
+        wandb: Settings of the Weights & Biases runs, one per model, each with its experiment as the configuration. A
+            run is called `wandb.name`, or else like the function, with the index of the experiment. All runs have the
+            group `wandb.group`. Without a group, it is the run's name with the name of the execution, or with a random
+            name in local runs. Runs of finished and stopped models have exit code 0, and runs of failed models have
+            exit code 1. Offline runs are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret`
+            must be among the task's `secret_requests`.
+        storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
+            model in `storage/name/index`. Make the same call again after an interruption: from another process, in a
+            Flyte retry, or with more experiments at the end. The call then trains only the missing models. A finished
+            model has its result and records again. A model that was stopped early has its records again, or trains on
+            if `stop_early` is None. Any other model goes on from its newest checkpoint, even if it had failed or was
+            cancelled. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored files
+            are pickles, which are trusted when they are read: let nobody else write there.
+        name: Name of the folder in `storage`. None: the function's name. If the folder has models of another function
+            or of other experiments, an error says what differs.
 
     Returns:
-        One future per experiment, in their order, with rank 0's return value and, as `records`, what rank 0 has logged
-        so far; the whole has `result`, `exception`, `cancel`, `as_completed`, `best` and `to_frame` too. A failed
-        experiment fails alone. In a notebook a table shows how it stands with all, until they have ended.
+        Sequence of one future per experiment, in their order. A future has rank 0's return value as `result` and rank
+        0's logged records as `records`. The sequence also has `result`, `exception`, `cancel`, `as_completed`, `best`
+        and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows the state of all
+        models until they have ended.
 
     Raises:
-        ValueError: An argument is of the wrong kind, a number of workers is not a whole number from 1 up, `wandb` has
-            an id, `storage` has another call's models, or what `run` says of `gang`.
-        GangStartError: The cluster has fewer workers than some experiment takes.
-        TypeError: The function or an experiment cannot be pickled, or what `run` says of functions and arguments.
+        ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`
+            has an id, `storage` has another call's models, or `run` would refuse `gang`.
+        GangStartError: The cluster has fewer workers than an experiment takes.
+        TypeError: The function or an experiment cannot be pickled, or `run` would refuse the function or its arguments.
 
     Examples:
         Three models on two workers, two at a time:

@@ -1,6 +1,6 @@
-"""Looks for whatever would keep a gang from training, here and on a cluster. Runs in the process of `__main__`.
+"""Checks that tell whether a gang can train on this machine and on a cluster. Runs in the process of `__main__`.
 
-Each check gives findings and ends by itself: whoever is asked is asked with a time limit.
+Each check yields findings. Each request to another process has a timeout, so every check ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "examine"]
 
 Versions = Mapping[str, str | None]
-"""Versions of packages by their names; None for one that is not installed."""
+"""Versions of packages by name. None: the package is not installed."""
 Verdict = Literal["ok", "warning", "problem"]
 
 PACKAGE = "flytekitplugins-daskpytorch"
@@ -49,12 +49,12 @@ EQUAL: dict[str, Verdict] = {
     "distributed": "warning",
     "cloudpickle": "warning",
 }
-"""Packages that all processes of a cluster should have in one version, and the verdict where they do not. A problem: a
-gang is refused, or fails. A warning: what one version writes, another may not read."""
+"""Packages that all processes of a cluster should have in one version, and the verdict on different versions. A
+problem: a gang is refused, or fails. A warning: one version may be unable to read messages of the other."""
 CONNECT_TIMEOUT = 10.0
-"""Seconds, at most, for the scheduler to answer, and for all workers to tell their versions."""
+"""Longest timeout, in seconds, for the scheduler's answer, and for the versions of all workers."""
 GRACE = 20.0
-"""Seconds for a gang to end, once its own time limits have passed, or once it is given up."""
+"""Seconds for a gang to end after its own timeouts have passed, or after it is cancelled."""
 FIREWALL = (
     "Ranks open connections to this process and to each other, on any port: look for a firewall or a network policy. "
     "On a slow or busy machine raise --timeout."
@@ -62,7 +62,7 @@ FIREWALL = (
 MAX_NAMES = 4
 NUM_RANKS = 2
 NUM_VALUES = 2**18
-"""What is summed: a MiB of float32."""
+"""Number of float32 values in the all-reduce: 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,23 @@ class Finding:
     """One line of the doctor's report."""
 
     what: str
-    """What was looked at."""
+    """Name of the checked thing."""
     value: str
-    """What was found."""
+    """Result of the check."""
     verdict: Verdict = "ok"
-    """A problem keeps gangs from running; a warning may, or slows them down."""
+    """Severity: a problem keeps gangs from running, and a warning may do so, or slows gangs down."""
     advice: str = ""
-    """The likely cause and the next step; empty where all is well."""
+    """Likely cause and next step. Empty if the verdict is ok."""
 
 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Look at this machine, and at the cluster if there is one; findings come as soon as they are made.
+    """Check this machine, and the cluster if there is one. Yield each finding at once.
 
     Args:
-        scheduler: The address of a Dask scheduler; None: there is no cluster.
-        with_gangs: Have two ranks meet, here and on the cluster.
-        timeout: Seconds for such ranks to meet, and again to sum; and, at most ten, for a scheduler to answer.
+        scheduler: Address of a Dask scheduler. None: no cluster.
+        with_gangs: True: also run a gang of two ranks, on this machine and on the cluster.
+        timeout: Timeout, in seconds, for two ranks to form their process group, and again for their all-reduce. Also
+            the timeout, at most 10 s, for a scheduler's answer.
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": _versions,
@@ -99,7 +100,7 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
 
 
 def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of one check; should it break, that is a problem and the others still run."""
+    """Yield the findings of one check. If the check raises an exception, yield a problem instead of raising it."""
     try:
         yield from check()
     except Exception as error:
@@ -122,7 +123,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def examine_requirement(requirement: Requirement) -> Finding:
-    """Whether something that this package needs is installed, in a version that will do."""
+    """Return a finding that says whether a required package is installed in a suitable version."""
     advice = f"Install what this package needs: pip install '{requirement}'."
     try:
         found = version(requirement.name)
@@ -135,7 +136,7 @@ def examine_requirement(requirement: Requirement) -> Finding:
 
 
 def _commands() -> Iterator[Finding]:
-    """Yield whether the commands that Flyte's backend starts are those of this package."""
+    """Yield findings that say whether the commands that Flyte's backend starts belong to this package."""
     package = distribution(PACKAGE)
     mine = {Path(str(file.locate())).resolve() for file in package.files or ()}
     advice = (
@@ -143,7 +144,7 @@ def _commands() -> Iterator[Finding]:
         f"{sysconfig.get_path('scripts')}, first on PATH."
     )
     for command in package.entry_points.select(group="console_scripts"):
-        command.load()  # distributed may have moved what it calls
+        command.load()  # fails if distributed has moved the function that the command calls
         found = shutil.which(command.name)
         if found is not None and Path(found).resolve() in mine:
             yield Finding(command.name, f"{found}, of this package")
@@ -183,7 +184,7 @@ def _gang_here(timeout: float) -> Iterator[Finding]:
 
 
 def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Look at the cluster of this scheduler, if one is named; the arguments are those of `examine`."""
+    """Check the cluster of this scheduler, if there is an address. The arguments are those of `examine`."""
     if address is None:
         yield Finding("scheduler", f"none named: neither --scheduler nor {SCHEDULER_VARIABLE}")
         return
@@ -194,7 +195,7 @@ def examine_cluster(address: str | None, *, with_gangs: bool = True, timeout: fl
     limit = min(timeout, CONNECT_TIMEOUT)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Dask's own of differing versions: the findings say it
+        warnings.simplefilter("ignore")  # Dask warns of differing versions, which the findings report
         try:
             cluster.greet(address, limit)
             client = stack.enter_context(Client(address, timeout=limit))
@@ -235,22 +236,22 @@ def _connected(client: Client, with_gangs: bool, timeout: float) -> Iterator[Fin
 
 
 def _versions_on(client: Client, workers: Sequence[str], timeout: float) -> list[Finding]:
-    packages = [*(EQUAL.keys() - {"python"})]  # that comes unasked
+    packages = [*(EQUAL.keys() - {"python"})]  # Dask always adds Python's version
     try:
-        # Needs nothing there but Dask.
+        # `get_versions` needs only Dask on the workers.
         found = client.sync(client.get_versions, packages=packages, callback_timeout=timeout)
     except TimeoutError:
         value = f"some of {_few(workers)} did not answer within {timeout:g} s"
         advice = "A worker is suspended, swaps, or holds the GIL: see the workers' logs, and restart what hangs."
         return [Finding("workers", value, "problem", advice)]
     mine = found["client"]["packages"]
-    scheduler = found["scheduler"]["packages"] | {"torch": mine["torch"]}  # which needs none
+    scheduler = found["scheduler"]["packages"] | {"torch": mine["torch"]}  # the scheduler needs no torch
     others = {"the scheduler": scheduler} | {worker: each["packages"] for worker, each in found["workers"].items()}
     return compare_versions(mine, others)
 
 
 def compare_versions(mine: Versions, others: Mapping[str, Versions]) -> list[Finding]:
-    """Return where the scheduler and the workers, by their addresses, have other versions than this process."""
+    """Return a finding for each package whose version on the scheduler or a worker differs from this process's."""
     findings = []
     for package, verdict in EQUAL.items():
         differing = defaultdict(list)
@@ -276,7 +277,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
-    """The address of this process at which ranks meet, and whether those on these hosts can reach it."""
+    """Return a finding with this process's address for ranks, and whether ranks on these hosts can reach it."""
     from flytekitplugins.daskpytorch.node.hardware import interface_of
 
     interface = interface_of(host)
@@ -296,7 +297,7 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 
 
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
-    """Have ranks meet and sum something, and take the time."""
+    """Run a gang of two ranks that does an all-reduce, and return a finding with the times."""
     from flytekitplugins.daskpytorch.driver.futures import GangFutures
     from flytekitplugins.daskpytorch.driver.request import request_for
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -305,7 +306,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
     witness = _Witness()
     supervisor = Supervisor(request_for(all_reduce, (), {}, settings), launcher, [witness])
     futures = GangFutures(supervisor, NUM_RANKS)
-    limit = 2 * timeout + GRACE  # in which it is formed, and then found to hang
+    limit = 2 * timeout + GRACE  # for the gang to form, and then for a hang to be found
     try:
         seconds = max(futures.result(limit))
     except Exception as error:
@@ -320,7 +321,7 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
 
 
 def all_reduce() -> float:
-    """Sum numbers over the ranks of a gang twice, and return the seconds of the second time.
+    """Do two all-reduces in a gang, and return the seconds that the second one took.
 
     Raises:
         ArithmeticError: The sum is wrong.

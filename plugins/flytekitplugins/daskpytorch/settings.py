@@ -1,4 +1,4 @@
-"""What a user may ask of a gang, and whether it makes sense. Light: every rank and every agent reads it."""
+"""Settings of gangs, sweeps and trackers, with their checks. Imports little, since every rank and agent loads it."""
 
 from __future__ import annotations
 
@@ -18,45 +18,47 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
-"""Set by the Dask operator in the job-runner's pod."""
+"""Environment variable with the scheduler's address, which the Dask operator sets in the job-runner's pod."""
 DEBUG_VARIABLE = "DASKPYTORCH_DEBUG"
-"""Set by the user: train in one rank, in the calling process."""
+"""Environment variable by which the user trains in one rank, in the calling process."""
 
 MODE = checks.one_of("min", "max")
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
-"""Seconds. Ranks report five times as often: below that they would do little else."""
+"""Least `hang_timeout`, in seconds. Ranks report five times as often, so a lower one would leave no time to train."""
 RUN_ID = re.compile(r"[^/\\#?%:]{1,128}")
-"""What Weights & Biases takes."""
+"""Pattern of the run ids that Weights & Biases accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which of a gang's checkpoints stay, on the driver's disk and in storage; the others are removed.
+    """Retention policy: which of a gang's checkpoints stay, on the driver's disk and in storage. Others are removed.
 
-    A gang that starts again, and the task's next attempt, go on from the newest, never from the best.
+    A restart of the gang and the task's next attempt begin from the newest checkpoint, never from the best one.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
-        The newest two, and of all others the three with the lowest loss:
+        Keep the newest two checkpoints, and the three with the lowest loss:
 
         >>> from flytekitplugins.daskpytorch import Gang, Keep
         >>> gang = Gang(keep=Keep(best=3, metric="held_out_loss"))
         >>> gang.keep.last
         2
 
-        Each says how good it is: `current_rank().checkpoint.save(state, step, metrics={"held_out_loss": loss})`.
+        The metric is saved with each checkpoint: `current_rank().checkpoint.save(state, step, metrics={"held_out_loss":
+        loss})`.
     """
 
     last: int = 2
-    """The newest ones: that, and those before it should it turn out to be damaged."""
+    """Number of newest checkpoints that are kept, from 1 up. With 2 or more, a damaged newest one has a substitute."""
     best: int = 0
-    """And so many of the best of all, by `metric`; of equal ones the earlier."""
+    """Number of best checkpoints, by `metric`, that are kept in addition to the newest. The earlier wins a tie. 0:
+    none."""
     metric: str | None = None
-    """What the best are best by: a name in the `metrics` that `checkpoint.save` was given. A checkpoint without it, or
-    one where it is not a number (NaN), is never among the best."""
+    """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)`. A checkpoint
+    whose metric is missing or NaN is never among the best. None if `best` is 0."""
     mode: Literal["min", "max"] = "min"
     """Whether low or high values are good."""
 
@@ -76,10 +78,10 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Which steps of which ranks `torch.profiler` records; each is a Chrome trace, for ui.perfetto.dev and the like.
+    """Steps and ranks that `torch.profiler` records. Each rank writes a Chrome trace, which ui.perfetto.dev shows.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Gang, Profile
@@ -87,15 +89,16 @@ class Profile:
     """
 
     steps: tuple[int, int]
-    """The first and the last. They are the calls of an optimizer's `step`, counted from 1 in each attempt; what comes
-    before such a call, back to the one before, is the step's. Where the function returns earlier, fewer are kept."""
+    """First and last step to record, counted from 1 in each attempt. A step ends with a call of an optimizer's `step`,
+    and begins after the call before. If the function returns earlier, the trace has fewer steps."""
     ranks: tuple[int, ...] = (0,)
-    """Whose."""
+    """Ranks to record, counted from 0."""
     with_stack: bool = False
-    """Record the calls of Python functions, too, which makes these steps slower."""
+    """True: record the calls of Python functions, too, which slows these steps down."""
     folder: str | None = None
-    """Where the traces go: a folder, or an fsspec URL, that these ranks reach. None: they are submitted, as
-    `profiles/rank-0-steps-100-110.pt.trace.json.gz`, and so in a task are in the folder of its results."""
+    """Destination of the traces: a folder or an fsspec URL that the recorded ranks reach. None: the ranks submit the
+    traces as results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`. A task's traces are then in the
+    folder of its results."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -109,18 +112,18 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """How the ranks of one training run are formed.
+    """Settings of a gang: the ranks of one training run, their restarts, timeouts and checkpoints.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
-        Four ranks on each worker; it goes on as long as three workers are left, and a rank may be silent for an hour:
+        Start four ranks on each worker, go on with as few as three workers, and let a rank be silent for an hour:
 
         >>> from flytekitplugins.daskpytorch import Gang
         >>> gang = Gang(ranks_per_worker=4, min_workers=3, hang_timeout=3600.0)
 
-        Whatever is wrong is said at once, before anything starts:
+        One error names all invalid values, before anything starts:
 
         >>> Gang(backend="mpi", max_restarts=-1)
         Traceback (most recent call last):
@@ -128,73 +131,93 @@ class Gang:
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """The process group's backend; `auto` is nccl where every rank has a GPU of its own, else gloo."""
+    """Backend of the process group. `auto`: nccl if every rank has a GPU of its own, else gloo."""
     ranks_per_worker: int | Literal["auto"] = "auto"
-    """Ranks on each Dask worker; `auto` is the number of GPUs in the limits of a `DaskDDP` task's workers, or of those
-    that the workers of `dispatch.run` and `dispatch.map` see (workers of one host share them), else 1."""
+    """Number of ranks on each Dask worker, from 1 up. `auto`: one rank per GPU, or one if there are no GPUs. A
+    `DaskDDP` task counts the GPUs in the limits of its workers, or else in their requests. `dispatch.run` and
+    `dispatch.map` count the GPUs that the workers see, and divide a host's GPUs among its workers."""
     devices: Literal["own", "all"] = "own"
-    """Which GPUs a rank sees. `own`: its own alone, as device 0, with `LOCAL_RANK=0`. `all`: those of its worker, its
-    own is the current one, and `LOCAL_RANK` its number, for code that says `cuda:{local_rank}`, or that uses several
-    GPUs in each rank. `current_rank().device` is the rank's own either way."""
+    """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
+    The rank's own GPU is then the current one, and `LOCAL_RANK` is its number. `all` is for code that uses
+    `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is the rank's own GPU in both cases."""
     min_workers: int | None = None
-    """Start, and go on after losses, with at least this many workers; None waits for all of them."""
+    """Least number of workers, from 1 up, with which the gang starts, and restarts after losses. None: all workers."""
     max_restarts: int = 3
-    """How often a failed gang starts again from its newest checkpoint: this often after losses of infrastructure, and
-    as often after errors of the function; after an exception only if a checkpoint has been saved since the attempt
-    began, it does not come from the same line at the same step twice, and it is no missing name or import. 0: never."""
+    """Most restarts of a failed gang, each from its newest checkpoint. 0: never restart.
+
+    Losses of infrastructure and errors of the function are counted apart, each up to this number. After an exception of
+    the function, the gang restarts only if all of these hold:
+
+    - A checkpoint has been saved since the attempt began.
+    - The same line has not failed at the same step twice in a row.
+    - The exception is not a missing name or import.
+    """
     start_timeout: float = 600.0
-    """Seconds within which the scheduler answers, the workers come, or come back, and all ranks form their process
-    group."""
+    """Timeout, in seconds, for the scheduler to answer, for workers to arrive or return, and for all ranks to form
+    their process group."""
     hang_timeout: float | Literal["auto"] | None = "auto"
-    """When a gang that gives no sign of life is ended, with a report of what each rank was doing.
+    """Silence after which a hung gang is ended, with a report of what each rank was doing. None: never.
 
-    `auto`: once all ranks wait in collectives, so that nobody is left who could go on, and none has moved for five
-    minutes, and for ten times as long as any took before from one sign to the next. While a rank may be at work, as in
-    an evaluation, its loader or a loop without end, the others run into the process group's own time-out, whose error
-    names that rank as well. (It needs the flight recorder of a recent torch.) A number: seconds of silence
-    after which a single rank counts as hung, whatever it does: allow for the longest time between two signs, the
-    evaluation and the start of the training included. None: never. Signs of life are optimizer steps and the calls of
-    `log`, `should_stop` and `checkpoint` on `current_rank()`.
+    Signs of life are optimizer steps, and calls of `log`, `should_stop` and `checkpoint` on `current_rank()`.
 
-    A proven deadlock ends the gang within 10 s, whatever this setting says: every rank has returned or waits in a gloo
-    collective, `recv` or `send` that no rank is left to complete. The proof needs the flight recorder, too.
+    - `auto`: The gang is ended once all ranks wait in collectives and none has given a sign of life for five minutes. A
+      slower gang gets ten times the longest time that a rank has taken between two signs of life. A rank may be busy
+      with an evaluation, its data loader or an endless loop. The other ranks then run into the timeout of the process
+      group, whose error names that rank as well. `auto` needs the flight recorder of a recent torch.
+    - A number: Seconds of silence after which a single rank counts as hung, whatever it does. Allow for the longest
+      time between two signs of life, including evaluation and the start of training.
+
+    A proven deadlock ends the gang within 10 s, whatever this setting is. In a proven deadlock every rank has returned,
+    or waits in a gloo collective, `recv` or `send` that no rank is left to complete. The proof needs the flight
+    recorder, too.
     """
 
     grace_period: float = 20.0
-    """Seconds for the ranks to save and return once the task or a worker is told to end (SIGTERM). What follows, such
-    as the checkpoint's way to storage, takes up to half as long again: a pod's `terminationGracePeriodSeconds` must be
-    one and a half times this, which with 20 is Kubernetes' own 30."""
+    """Seconds for the ranks to save and return after the task or a worker receives SIGTERM. The steps after that, such
+    as the upload of the checkpoint, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one
+    and a half times this value. For 20 that is Kubernetes' default of 30."""
 
     hints: bool = True
-    """Say in a line, once each, what looks forgotten: a loss that is no number any more, ranks that call no collective,
-    a shuffling `DistributedSampler` without `set_epoch`, a metric of `keep` that no checkpoint has."""
+    """True: log one line, once each, for likely mistakes. Examples are a loss that is NaN or infinite, ranks that call
+    no collective, a shuffling `DistributedSampler` without `set_epoch`, and a metric of `keep` that no checkpoint
+    has."""
 
     key: str | None = None
-    """Names the gang among those of its task, so that the next attempt finds its checkpoints, and may not be given
-    twice there; with `dispatch.map` the experiment's index is added. None is the function's name and which of its calls
-    in the task this is: give a key where attempts may make other calls, or the same in another order, as by threads."""
+    """Name of the gang, by which the task's next attempt finds its checkpoints. No two gangs of a task may have the
+    same key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in
+    the task. Set a key if attempts may make other calls, or the same calls in another order, for example from
+    threads."""
     keep: Keep = field(default_factory=Keep)
-    """Which checkpoints stay; by default the last two."""
+    """Retention policy for checkpoints. Default: the newest two stay."""
     debug: bool = False
-    """Train in one rank that is the calling process, with a process group of its own: no fork, no Dask, no restarts, so
-    that breakpoints, profilers and `pytest --pdb` work as in any program. `DASKPYTORCH_DEBUG=1` asks it of all gangs.
-    `dispatch.map` trains as ever."""
+    """True: train in one rank, which is the calling process, with a process group of its own. There is no fork, no Dask
+    and no restart, so breakpoints, profilers and `pytest --pdb` work as usual. `DASKPYTORCH_DEBUG=1` does the same for
+    all gangs. `dispatch.map` ignores both."""
     checkpoint_uri: str | None = None
-    """Where the ranks write sharded checkpoints: a folder that all workers have, or an fsspec URL (`s3://bucket/prefix`);
-    for each gang a folder is made below. None is where Flyte keeps the task's checkpoints; without Flyte a folder of
-    the driver's that goes with it, and that ranks on other machines cannot reach. Outside a Flyte task all that is
-    needed to go on lies there, in a folder for each `key`. Without a `key` the folder is that of the function's first,
-    second, ... call in the process. The next process goes on from it. In the same process an equal call goes on from
-    one that has failed or was cancelled; after one that has ended well it starts afresh, in a folder of its own. A line
-    says from where a gang goes on. A second gang with the same folder is refused meanwhile."""
+    """Storage for sharded checkpoints: a folder that all workers reach, or an fsspec URL (`s3://bucket/prefix`). Each
+    gang gets a folder below it.
+
+    None: Flyte's storage for the task's checkpoints. Without Flyte, None is a temporary folder of the driver, which
+    ranks on other machines cannot reach.
+
+    Outside a Flyte task the gang's folder holds all that a later call needs to go on. The folder is named after `key`,
+    or else after the function and the number of its call in the process. A line in the log says from where a gang goes
+    on:
+
+    - The next process goes on from the folder's newest checkpoint.
+    - In the same process, an equal call goes on from a call that has failed or was cancelled.
+    - After a call that has succeeded, an equal call starts afresh, in a new folder.
+
+    A second gang is refused while another one uses the same folder.
+    """
     shard_cache: str | None = None
-    """A folder on each node's own disk (an absolute path) for copies of the newest sharded checkpoint: a gang that
-    starts again reads them there instead of from storage. They take up to twice the space of the node's part of the
-    state, and go when the gang has succeeded. None: there are none."""
+    """Absolute path of a folder on each node's own disk for copies of the newest sharded checkpoint. A restarted gang
+    reads its shards there instead of from storage. The copies take up to twice the size of the node's part of the
+    state. They are removed when the gang has succeeded. None: no copies."""
     profile: Profile | None = None
-    """Steps to be recorded by `torch.profiler`; None: none. With `debug` a profiler of your own does."""
+    """Steps that `torch.profiler` records. None: no steps. With `debug`, run a profiler of your own."""
     observers: tuple[Callable[[], Any], ...] = ()
-    """Each makes an `Observer` of the gang (its class, say); called in the driver, for each gang anew."""
+    """Functions or classes that return an `Observer`. The driver calls each once per gang."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -223,16 +246,16 @@ class Gang:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Which of many models are stopped before their training's end: asynchronous successive halving (Li et al. 2018).
+    """Rule by which `dispatch.map` stops models early: asynchronous successive halving (Li et al. 2018).
 
-    A model is compared at its rungs, after `grace_period`, `grace_period * reduction_factor`, `grace_period *
-    reduction_factor**2`, ... epochs, with the values that all models had there so far, and goes on if it is among the
-    best `1 / reduction_factor` of them; of fewer than twice `reduction_factor`, if it is the best. Nobody waits for
-    others, so the first at a rung always goes on.
+    A model is compared at its rungs, which are the epochs `grace_period`, `grace_period * reduction_factor`,
+    `grace_period * reduction_factor**2`, and so on. At a rung, the model goes on if its value is among the best `1 /
+    reduction_factor` of all values that models had there so far. With fewer than twice `reduction_factor` values, only
+    the best goes on. Models do not wait for each other, so the first model at a rung always goes on.
 
     Raises:
         ImportError: The extra `sweep` is not installed.
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import EarlyStopping, current_rank, dispatch
@@ -246,15 +269,15 @@ class EarlyStopping:
     """
 
     metric: str
-    """What is compared. It is taken from those of rank 0's `log` records that have both `epoch`, which should count
-    from 1, and this name; the first of an epoch counts, so log it at the epoch's end. A model whose metric is not a
-    number (NaN) at a rung is stopped."""
+    """Name of the metric that is compared. Its values come from records of rank 0's `log` that also have `epoch`, which
+    should count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric
+    is NaN at a rung is stopped."""
     mode: Literal["min", "max"] = "min"
     """Whether low or high values are good."""
     reduction_factor: int = 4
-    """One in so many goes on."""
+    """Number of models, from 2 up, of which one goes on at a rung."""
     grace_period: int = 1
-    """Epochs that every model gets."""
+    """Number of epochs, from 1 up, that every model trains before its first comparison."""
 
     def __post_init__(self) -> None:
         require_extra("sweep", "EarlyStopping(...)")
@@ -264,13 +287,14 @@ class EarlyStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as there are workers for it.
+    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as workers are free.
 
-    The study's sampler knows of all that have ended by then. Its pruner, which is a `MedianPruner` where none was
-    chosen, stops models early by what rank 0 logs with both `epoch` and the metric; the first of an epoch counts.
+    The study's sampler knows the results of all models that have ended by then. The study's pruner, by default a
+    `MedianPruner`, stops models early. The pruner sees the records of rank 0 that have both `epoch` and the metric. The
+    first record of an epoch counts.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
         >>> import optuna
@@ -286,15 +310,17 @@ class Search:
     """
 
     study: optuna.Study
-    """As `optuna.create_study` makes it, with a storage or without; each of its trials says as `user_attrs["model"]`
-    which model it is."""
+    """Study from `optuna.create_study`, with or without a storage. Each trial gets the index of its model as
+    `user_attrs["model"]`."""
     suggest: Callable[[optuna.Trial], Any]
-    """Makes an experiment of a trial, by its `suggest_float` and the like. Called in this process, and only there."""
+    """Function that returns the experiment for a trial, by calls such as `trial.suggest_float`. Called only in the
+    process that calls `dispatch.map`."""
     num_models: int
-    """How many models are trained."""
+    """Number of models to train, from 1 up."""
     metric: str | None = None
-    """What the study is told of a finished model: the newest value of this name that rank 0 has logged. None: what rank
-    0 returns, a number, or several for a study with several directions, and no model is stopped early."""
+    """Name of the metric whose newest value, as logged by rank 0, is the result of a finished model. None: the result
+    is the return value of rank 0, and no model is stopped early. Rank 0 returns a number, or several for a study with
+    several directions."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -308,11 +334,11 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Wandb:
-    """One Weights & Biases run for the whole gang, fed by rank 0.
+    """Settings of the Weights & Biases run that rank 0 writes for the whole gang.
 
     Raises:
         ImportError: The extra `wandb` is not installed.
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
         >>> from flytekit import Secret
@@ -322,29 +348,30 @@ class Wandb:
     """
 
     project: str
-    """The project that the run belongs to."""
+    """Project of the run."""
     entity: str | None = None
-    """The user or team; None is the key's default."""
+    """User or team that owns the run. None: the API key's default."""
     secret: Secret | None = None
-    """The Flyte secret that holds the API key; None takes the key that wandb finds: in `WANDB_API_KEY`, say, or what
-    `wandb login` has stored."""
+    """Flyte secret that holds the API key. None: the key that wandb finds, for example in `WANDB_API_KEY` or from
+    `wandb login`."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """None is wandb's own mode (`WANDB_MODE`, `wandb offline`): online with a key, else offline with one line of
-    notice; never a prompt."""
+    """Mode of wandb. None: wandb's own mode (`WANDB_MODE`, `wandb offline`), by default online if there is a key, else
+    offline with a line in the log. wandb never prompts."""
     id: str | None = None
-    """The run's id; None derives it from the execution and the node, so that a retry continues the run."""
+    r"""Id of the run: up to 128 characters, none of them `/\#?%:`. None: derived from the execution and the node, so
+    that a retry continues the run."""
     name: str | None = None
-    """The run's display name; None is `WANDB_NAME`, or else the task's name."""
+    """Display name of the run. None: `WANDB_NAME`, or else the task's name."""
     group: str | None = None
-    """Groups runs on the project's page."""
+    """Group of the run on the project's page. None: no group."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Added to the run's configuration beside the task's inputs and the gang's shape."""
+    """Entries that are added to the run's configuration, beside the task's inputs and the gang's shape."""
     host: str = "https://wandb.ai"
-    """The server whose page the Flyte console links to."""
+    """Address of the server whose page the Flyte console links to."""
     dir: str | None = None
-    """Where offline runs are written; None is `WANDB_DIR`, or the directory that the task was started in."""
+    """Folder for offline runs. None: `WANDB_DIR`, or the directory in which the task was started."""
 
     def __post_init__(self) -> None:
         require_extra("wandb", "Wandb(...)")
@@ -371,12 +398,12 @@ class Wandb:
 
 
 def is_local() -> bool:
-    """Whether a task makes its own cluster in this process, because no backend gave it one."""
+    """Return True if no backend gave the task a cluster, so that the task starts one in this process."""
     return not os.environ.get(SCHEDULER_VARIABLE)
 
 
 def is_debugging(gang: Gang | None = None) -> bool:
-    """Whether training is to run in one rank, in the calling process; of all gangs, or of this one."""
+    """Return True if all gangs, or this gang, are to train in one rank, in the calling process."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or (gang is not None and gang.debug)
 
 
