@@ -1,8 +1,8 @@
 """Distributed PyTorch training, on ephemeral Dask clusters or on one node, as typed, cached, retryable Flyte tasks.
 
-Importing this package costs next to nothing, since every Dask worker and every rank does: flytekit, Dask and torch are
-imported when a name that needs them is first used. The task types are registered with flytekit when one of their
-configs is.
+The import of this package is cheap, since every Dask worker and every rank imports it. flytekit, Dask and torch are
+imported at the first use of a name that needs them. The first use of a task config registers the task types with
+flytekit.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ NAMES_IN = {
     f"{__name__}.settings": ("EarlyStopping", "Gang", "Keep", "Profile", "Search", "Wandb"),
     f"{__name__}.task.inputs": ("StrictInputs",),
 }
-"""The public names, by the modules that are imported when a name is first used."""
+"""Public names, by the module that is imported when a name is first used."""
 HOMES = {name: module for module, names in NAMES_IN.items() for name in names}
 OF_FLYTEKIT = {"flytekitplugins.dask", f"{__name__}.flyte.config"}
-"""Those of the modules that need flytekit."""
+"""Modules of `NAMES_IN` that need flytekit."""
 MODULES = ("data", "dispatch", "errors", "report", "results")
-"""Public modules that are attributes without an import of their own."""
+"""Public modules that are imported when they are first used as attributes."""
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = list(HOMES)
 
-streams.open_closed()  # now, before sockets are opened, and in the fork server before its ranks' channels come
+streams.open_closed()  # before sockets are opened, and in the fork server before its ranks' channels
 log.set_up()
 
 

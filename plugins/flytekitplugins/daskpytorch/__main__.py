@@ -1,6 +1,6 @@
-"""Says whether gangs can train here and on a cluster, and what to do: `python -m flytekitplugins.daskpytorch`.
+"""Command that checks whether gangs can train here and on a cluster: `python -m flytekitplugins.daskpytorch`.
 
-With `profile` it asks for a flame graph of a rank that is running: `python -m flytekitplugins.daskpytorch profile`.
+`python -m flytekitplugins.daskpytorch profile` requests a flame graph of a running rank.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine, print what is found, and return the exit code: 0 where there is no problem, else 1."""
+    """Run the command, print its findings, and return the exit code: 0 if there is no problem, else 1."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["profile"]:
         return _profile(words[1:])
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(words: Sequence[str]) -> int:
-    """Ask for a flame graph; 0 where somebody has taken the request."""
+    """Request a flame graph, and return the exit code: 0 if a rank has taken the request, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m flytekitplugins.daskpytorch profile",
         description="Has py-spy watch a rank of the gangs that run on this machine, or on a Dask cluster, and draw "

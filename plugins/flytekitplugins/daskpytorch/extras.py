@@ -1,4 +1,4 @@
-"""What is installed only where it is asked for, and what is said where it is not. Imports nothing of ours."""
+"""Optional dependencies, and the errors that name a missing one. Imports no module of this package."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("accelerate", "transformers"),
     "wandb": ("wandb", "PIL"),
 }
-"""An extra -> what of it is imported."""
+"""Packages that each extra must make importable, by the extra's name."""
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Check that an extra's packages are there, without importing them; to be called when something is configured.
+    """Check that an extra's packages are installed, without importing them. Configs call it when they are made.
 
     Raises:
-        ImportError: Some are not; it says what needs them, and how to install them.
+        ImportError: A package is missing. The message says what needs the package, and how to install it.
     """
     if missing := [package for package in PACKAGES[extra] if not is_installed(package)]:
         raise ImportError(
@@ -40,16 +40,16 @@ def require_extra(extra: str, what: str) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it can be imported. A folder of its name is not enough, such as what offline runs are written to."""
+    """Return True if a package can be imported. A plain folder of its name, such as wandb's `wandb`, is no package."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def require_flytekit(what: str) -> None:
-    """Check that flytekit is there, whose tasks the caller is about to define.
+    """Check that flytekit is installed, before the caller defines one of its tasks.
 
     Raises:
-        ImportError: It is not; for Python 3.13 and newer it has no release.
+        ImportError: flytekit is missing. It has no release for Python 3.13 and newer.
     """
     if is_installed("flytekit") and is_installed("flytekitplugins.dask"):
         return

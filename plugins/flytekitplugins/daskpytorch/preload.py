@@ -1,7 +1,8 @@
-"""Has a Dask worker get ready for its first gang as soon as it starts, instead of when the gang comes.
+"""Preload for Dask workers: prepares a worker for its first gang while the worker starts.
 
-`dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`. The first
-gang then starts as fast as all others: it waits for no import of torch, and its first optimizer for none of dynamo.
+Use `dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`. The
+worker's first gang then starts as fast as later ones. The gang does not wait for the import of torch, and its first
+optimizer does not wait for the import of dynamo.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def dask_setup(worker: Any) -> None:
     """Start the worker's fork server. Called by Dask in the worker.
 
     Args:
-        worker: A `distributed.Worker`, as Dask passes it.
+        worker: The `distributed.Worker` that Dask passes.
 
     Raises:
-        GangStartError: This is not Linux.
+        GangStartError: The system is not Linux.
 
     Examples:
         >>> import dask
@@ -33,7 +34,7 @@ def dask_setup(worker: Any) -> None:
         [0, 1]
     """
     check_system()
-    with optional("Starting the fork server ahead"):  # the first gang starts one
+    with optional("Starting the fork server ahead"):  # if that fails, the first gang starts one
         if worker.nanny is not None:
             fork_client.hand_over(worker.nanny)
         fork_client.start_ahead()

@@ -12,7 +12,7 @@ __all__ = ["one_rank"]
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tasks and `dispatch.run` train in one rank, which is the test's own process; checkpoints go with the run.
+    """Let tasks and `dispatch.run` train in one rank, which is the test's process. Checkpoints are removed at the end.
 
     Examples:
         >>> from flytekit import task

@@ -1,6 +1,6 @@
-"""What a user may ask of a task of flytekit's. Read where tasks are defined; imports no torch.
+"""Configs of flytekit's tasks. Loaded where tasks are defined, and imports no torch.
 
-Importing it registers the task types with flytekit.
+The import registers the task types with flytekit.
 """
 
 import re
@@ -25,14 +25,14 @@ NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDask(config.OnDask):
-    """The cluster that a task asks for."""
+    """Dask cluster of a task: its scheduler and its workers."""
 
     KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
 
     scheduler: Scheduler = field(default_factory=Scheduler)
-    """The scheduler pod's image and resources."""
+    """Image and resources of the scheduler's pod."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
-    """The worker pods' number, image and resources."""
+    """Number, image and resources of the workers' pods. Default: two workers."""
 
     def _rules_of_pods(self) -> dict[str, Rule]:
         rules = super()._rules_of_pods()
@@ -44,7 +44,7 @@ class _OnDask(config.OnDask):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that each worker asks for."""
+        """Number of GPUs in each worker's limits, or else in its requests. 0: no GPUs."""
         for resources in (self.workers.limits, self.workers.requests):
             if resources is not None and resources.gpu:
                 return int(resources.gpu)
@@ -53,15 +53,15 @@ class _OnDask(config.OnDask):
 
 @dataclass(frozen=True, kw_only=True)
 class DaskDDP(_OnDask, config.GangOnDask):
-    """`@task(task_config=DaskDDP(...))`: the function runs in every rank of a gang on an ephemeral Dask cluster.
+    """Config of a task whose function runs in every rank of a gang on an ephemeral Dask cluster.
 
-    Rank 0's return value is the task's output.
+    Use `@task(task_config=DaskDDP(...))`. The task's output is rank 0's return value.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
-        Four workers with two GPUs each, so eight ranks; called in Python, it makes its cluster here:
+        Train in eight ranks, on four workers with two GPUs each. A call in Python starts the cluster on this machine:
 
         >>> from flytekit import Resources, task
         >>> from flytekitplugins.daskpytorch import DaskDDP, WorkerGroup, current_rank
@@ -78,14 +78,16 @@ class DaskDDP(_OnDask, config.GangOnDask):
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnDDP(config.GangOnOwnNode):
-    """`@task(task_config=SpawnDDP(...))`: the function runs in every rank of a gang on the task's own node; no Dask.
+    """Config of a task whose function runs in every rank of a gang on the task's own node, without Dask.
 
-    Rank 0's return value is the task's output. For Flyte it is an ordinary Python task: GPUs are asked for in its
-    `requests`, and `accelerator`, `shared_memory` and `pod_template` work. Shared memory, which DataLoader workers
-    need, is bounded by the container's memory alone unless the task or its pod template says otherwise.
+    Use `@task(task_config=SpawnDDP(...))`. The task's output is rank 0's return value. For Flyte, the task is an
+    ordinary Python task: its `requests` have the GPUs, and `accelerator`, `shared_memory` and `pod_template` work.
+
+    DataLoader workers need shared memory. By default only the container's memory limits it. The task or its pod
+    template may set a limit.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
         >>> from flytekit import Resources, task
@@ -100,13 +102,15 @@ class SpawnDDP(config.GangOnOwnNode):
 
 @dataclass(frozen=True, kw_only=True)
 class DaskCluster(_OnDask, config.Cluster):
-    """`@task(task_config=DaskCluster(...))`: the function runs once, with `current_client()` at its service.
+    """Config of a task whose function runs once, with a Dask cluster that `current_client()` is connected to.
+
+    Use `@task(task_config=DaskCluster(...))`.
 
     Raises:
-        ValueError: A field is not what it must be.
+        ValueError: A field's value is invalid.
 
     Examples:
-        A model for each learning rate, trained side by side:
+        Train a model for each learning rate, side by side:
 
         >>> from flytekit import task
         >>> from flytekitplugins.daskpytorch import DaskCluster, WorkerGroup, current_client, dispatch

@@ -1,4 +1,4 @@
-"""Flyte's context, as the rest of the plugin asks for it. Runs in the driver."""
+"""Adapter of flytekit's context to the plugin's `Execution`. Runs in the driver."""
 
 import os
 from pathlib import Path
@@ -16,11 +16,11 @@ from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 HOST = Host(sdk="flytekit", package="flytekitplugins.daskpytorch", register=TaskPlugins.register_pythontask_plugin)
 CHECKPOINTS = "daskpytorch"
-"""Our folder in an attempt's intratask checkpoint, beside what the user may write there."""
+"""Name of this package's folder in an attempt's intratask checkpoint, to which the user may write, too."""
 
 
 class FlyteExecution(host.Execution):
-    """What a context of flytekit says of the execution."""
+    """Execution of a flytekit task, as its context describes it."""
 
     def __init__(self, ctx: FlyteContext, run: LocalRun | None) -> None:
         self._ctx = ctx
@@ -30,7 +30,7 @@ class FlyteExecution(host.Execution):
         self.task = ctx.execution_state if _is_in_task(ctx) else None
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Where they are in Flyte's storage; of a local run, in a folder here."""
+        """Return the gang's folders in Flyte's storage. In a local run they are folders on this machine."""
         if self._run is not None:
             return self._run.paths(key)
         state = self._ctx.execution_state
@@ -48,11 +48,11 @@ class FlyteExecution(host.Execution):
         )
 
     def filesystem(self, uri: str) -> Any:
-        """As Flyte's own data."""
+        """Return the file system of a URI, opened as for Flyte's own data."""
         return self._ctx.file_access.get_filesystem_for_path(uri)
 
     def new_folder(self) -> str | None:
-        """As Flyte names what a task uploads."""
+        """Return a new folder among the task's outputs, named by Flyte. None outside a task."""
         state = self._ctx.execution_state
         is_executing = state is not None and state.mode is not None
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
@@ -62,16 +62,17 @@ class FlyteExecution(host.Execution):
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
-        """The way to Flyte's data, with the keys that this task has of it."""
+        """Return the execution for ranks, which has this task's credentials for Flyte's storage. None outside a
+        task."""
         return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:
-        """As Flyte has mounted it."""
+        """Return the value of a secret that Flyte has mounted."""
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
 
 
 def rank_environment() -> dict[str, str]:
-    """Flyte's own variables for the ranks of the current task: its names, and its secrets."""
+    """Return Flyte's environment variables for the ranks of the current task: its names and its secrets."""
     params = FlyteContextManager.current_context().user_space_params
     execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
     names = {
@@ -88,7 +89,7 @@ def rank_environment() -> dict[str, str]:
 
 
 def current() -> FlyteExecution:
-    """Return what the task that is being executed here knows of itself."""
+    """Return the execution of the task that runs here."""
     return FlyteExecution(FlyteContextManager.current_context(), local_run.get())
 
 

@@ -1,4 +1,4 @@
-"""Imported by the fork server before it forks ranks of Flyte tasks: all that these need, which takes seconds."""
+"""Imports all modules that ranks of Flyte tasks need, in the fork server. The imports take seconds."""
 
 from flytekitplugins.daskpytorch.flyte.rank import finish_imports
 

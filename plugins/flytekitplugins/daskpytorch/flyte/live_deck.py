@@ -1,4 +1,4 @@
-"""A training's Deck while it trains. Runs in the driver."""
+"""Deck of a training, kept up to date during the training. Runs in the driver."""
 
 import contextlib
 import re
@@ -14,14 +14,14 @@ from flytekitplugins.daskpytorch.display.deck import Recorder
 from flytekitplugins.daskpytorch.task.live_page import TITLE, kept_up_to_date, page_of
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
-"""For S3, and for Google's storage; as flytekit sends its Decks."""
+"""Upload headers for S3 and for Google's storage, as flytekit sends them with its Decks."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 _live_file: ContextVar[Path | None] = ContextVar("daskpytorch.live_deck", default=None)
 
 
 class _TrainingDeck(Deck):  # type: ignore[misc]
-    """What the recorder tells, whenever it is asked; from the training's end on always the same."""
+    """Deck with the recorder's current page. After the training ends, the page no longer changes."""
 
     def __init__(self, recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> None:
         super().__init__(TITLE, auto_add_to_deck=False)
@@ -38,14 +38,14 @@ class _TrainingDeck(Deck):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> Iterator[Path | None]:
-    """Make the training's Deck the task's first, and publish it all along, however the training ends.
+    """Make the training's Deck the task's first, and publish it during the block and at its end.
 
     Args:
-        recorder: What hears of the training.
-        places: Says what the training leaves, and where.
+        recorder: Observer that writes the page.
+        places: Function that returns the places of the training's files, by name.
 
     Yields:
-        The file, where it is one of this machine, to be opened and reloaded.
+        Local file of the Deck, which the user may open and reload. None on a backend.
     """
     ctx = FlyteContextManager.current_context()
     deck, decks = _TrainingDeck(recorder, places), ctx.user_space_params.decks
@@ -53,17 +53,17 @@ def published(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> It
     file = _DeckFile(ctx)
     _live_file.set(file.path if file.is_local else None)
     try:
-        with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # where no storage need answer
+        with kept_up_to_date(recorder, file.write, at_once=file.is_local):  # at once only if no storage is involved
             yield _live_file.get()
     finally:
         deck.freeze()
 
 
 def finish(written: Path) -> Path:
-    """Have the file that flytekit wrote in the end ask no server, and take the place of the one that followed along.
+    """Remove the link to Google's fonts from flytekit's final Deck, and replace the live file by the final one.
 
     Returns:
-        The file.
+        Path of the final file.
     """
     live = _live_file.get() or written
     _live_file.set(None)
@@ -73,14 +73,15 @@ def finish(written: Path) -> Path:
 
 
 def without_fonts(page: str) -> str:
-    """Return flytekit's page without the link by which its template asks a server of Google's for two fonts."""
+    """Return flytekit's page without its template's link to two fonts on a server of Google."""
     return FONTS.sub("", page)
 
 
 class _DeckFile:
-    """All Decks that there are, in one file, and on a backend where Flyte's console finds it.
+    """File with all Decks of the task. On a backend the file is uploaded to the place where Flyte's console reads it.
 
-    Not by `Deck.publish`: it leaves a new file on the disk each time, and finds no task on another thread.
+    `Deck.publish` is no substitute: it leaves a new file on the disk each time, and fails in threads other than the
+    task's.
     """
 
     def __init__(self, ctx: FlyteContext) -> None:
@@ -93,11 +94,11 @@ class _DeckFile:
         page = without_fonts(_get_deck(self._ctx.user_space_params, ignore_jupyter=True))
         beside = self.path.with_suffix(".new")
         beside.write_text(page, encoding="utf-8", errors="replace")
-        beside.replace(self.path)  # whoever reloads sees a whole page
+        beside.replace(self.path)  # a browser that reloads gets a whole page
         if not self.is_local:
             self._ctx.file_access.put_data(str(self.path), self._remote_path(), **HEADERS)
 
     def _remote_path(self) -> str:
-        """Where a backend looks for the Deck."""
+        """Return the URI from which a backend reads the Deck."""
         prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
         return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{DECK_FILE_NAME}"

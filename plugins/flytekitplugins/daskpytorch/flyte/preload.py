@@ -1,6 +1,6 @@
-"""The preload of workers in whose ranks a task of Flyte runs, which import flytekit.
+"""Preload for Dask workers whose ranks run a flytekit task, and so import flytekit.
 
-For Dask's setting `distributed.worker.preload`; the task types set it for their clusters.
+The task types name this module in Dask's setting `distributed.worker.preload` of their clusters.
 """
 
 from typing import Any
@@ -9,10 +9,10 @@ from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
 IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.import_ahead"
-"""What ranks of Flyte tasks need besides; not to be imported here, where flytekit is not needed."""
+"""Module that the fork server imports for ranks of Flyte tasks. The worker itself needs no flytekit."""
 
 
 def dask_setup(worker: Any) -> None:
-    """Called by Dask in the worker."""
+    """Start the worker's fork server, which imports flytekit ahead. Called by Dask in the worker."""
     fork_client.import_ahead(IMPORTED_AHEAD)
     preload.dask_setup(worker)

@@ -1,4 +1,4 @@
-"""Flyte's context in a rank, and rank 0's outputs on their way back as literals. Made in the driver, runs in a rank."""
+"""Flyte's context in a rank, and rank 0's outputs as literals. Made in the driver, runs in a rank."""
 
 import contextlib
 import importlib.util
@@ -29,46 +29,46 @@ from flytekitplugins.daskpytorch.rank.returned import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutput:
-    """Rank 0's return value as Flyte has it."""
+    """Rank 0's return value as Flyte's literals, with rank 0's Decks."""
 
     literal_map: bytes
-    """A serialised `flyteidl.core.LiteralMap`."""
+    """Outputs of the task: a serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
-    """Name and HTML of the Decks made in the rank."""
+    """Names and HTML of the Decks made in the rank."""
     tab: str = ""
-    """The Deck's tab of the outputs, if the Deck has one."""
+    """HTML of the Deck's tab of outputs. Empty if the Deck has no such tab."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlyteRank:
-    """What a rank needs to stand in the driver's Flyte execution: a `RankHost`."""
+    """Part of the driver's Flyte context that is sent to the ranks: a `RankHost`."""
 
     mode: str | None
-    """The name of the driver's `ExecutionState.Mode`: in a local run, secrets and Decks have local rules. None where no
-    task is executed."""
+    """Name of the driver's `ExecutionState.Mode`. In a local run, secrets and Decks follow local rules. None: the
+    driver executes no task."""
     raw_output_prefix: str
-    """Where files that are outputs go."""
+    """Folder or URI for files that are outputs."""
     output_metadata_prefix: str | None
     checkpoint: str | None
-    """Where this attempt's intratask checkpoint goes."""
+    """URI of this attempt's intratask checkpoint."""
     previous_checkpoint: str | None
-    """Where the attempt before left its own."""
+    """URI of the previous attempt's intratask checkpoint. None in the first attempt."""
     interface: bytes
-    """The types of the task's inputs and outputs, pickled."""
+    """Types of the task's inputs and outputs, pickled."""
     inputs: bytes
-    """The task's inputs: a serialised `flyteidl.core.LiteralMap`. Each rank makes its own values of them, and so
+    """Inputs of the task: a serialised `flyteidl.core.LiteralMap`. Each rank converts the literals to values, and so
     downloads input files to its own disk."""
     task_name: str
     results: str
-    """The folder of what the ranks submit, complete when the task has ended."""
+    """Folder of the files that the ranks submit. Complete when the task has ended."""
     shows_outputs: bool = False
-    """True if the task's Deck has a tab of the outputs, which rank 0 writes: the values are there alone."""
+    """True if the task's Deck has a tab of outputs. Rank 0 writes the tab, since only rank 0 has the values."""
 
     @classmethod
     def of_current_task(
         cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str, *, shows_outputs: bool = False
     ) -> Self:
-        """Take what the ranks need from the current context, in the driver."""
+        """Return the part of the driver's current context that the ranks need."""
         ctx = FlyteContextManager.current_context()
         params, mode = ctx.user_space_params, ctx.execution_state.mode
         checkpoint = getattr(params, "_checkpoint", None)
@@ -89,8 +89,8 @@ class FlyteRank:
     def entered(self) -> Iterator[None]:
         """Make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
         finish_imports()
-        provide(context.current, is_last=True)  # whatever other SDK the user's code imports
-        # flytekit makes up names of folders and files by a generator of its own, which forked ranks inherit as it is.
+        provide(context.current, is_last=True)  # even if the user's code imports another SDK
+        # flytekit names folders and files by a random generator of its own, and forked ranks inherit its state.
         random.seed()
         entered = setup_execution(
             raw_output_data_prefix=self.raw_output_prefix,
@@ -107,13 +107,13 @@ class FlyteRank:
             yield
 
     def arguments(self) -> dict[str, Any]:
-        """The task's inputs as Python values."""
-        types, _, _ = cloudpickle.loads(self.interface)  # from our own driver, by our agent's pipe
+        """Return the task's inputs as Python values."""
+        types, _, _ = cloudpickle.loads(self.interface)  # trusted: sent by this gang's driver
         literal_map = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(self.inputs))
         return dict(TypeEngine.literal_map_to_kwargs(FlyteContextManager.current_context(), literal_map, types))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """Make literals of what the function returned, here where its files are; files are uploaded.
+        """Convert the function's return value to literals in the rank, where its files are. Files are uploaded.
 
         Raises:
             TypeError: The return value does not fit the task's declared outputs.
@@ -122,21 +122,21 @@ class FlyteRank:
         check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
         task = PythonTask(task_type="", name=self.task_name, task_config=None, interface=interface)
-        # What an ordinary task calls after its function: it also adds the metadata of artifacts.
+        # An ordinary task calls this method after its function. The method also adds the metadata of artifacts.
         made, values = run_sync(task._output_to_literal_map, returned, FlyteContextManager.current_context())  # noqa: SLF001
         tab = tabs.tab_of(values, outputs, made.literals) if self.shows_outputs else ""
         return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
 
     def results_folder(self) -> FlyteDirectory:
-        """The driver brings the files there."""
+        """Return the folder to which the driver writes the files that ranks submit."""
         return FlyteDirectory(self.results, remote_directory=False)
 
 
 def finish_imports() -> None:
-    """Import what flytekit has put off until it is used, such as pandas; to be called before there are other threads.
+    """Import the modules that flytekit imports lazily, such as pandas. Call it before other threads start.
 
-    Where two use such a module at once (the user's function, and wandb's import), one may find half of it:
-    python/cpython#114763, mended in later versions.
+    If two threads first use a lazy module at once, one may find it half imported (python/cpython#114763, fixed in later
+    versions). Such threads are the user's function and wandb's import.
     """
     for module in list(sys.modules.values()):
         if object.__getattribute__(module, "__class__") is importlib.util._LazyModule:  # type: ignore[attr-defined] # noqa: SLF001
@@ -145,10 +145,10 @@ def finish_imports() -> None:
 
 @contextlib.contextmanager
 def _statsd_by_number() -> Iterator[None]:
-    """Have flytekit reach its default statsd, `localhost`, by number: on some machines that name does not resolve.
+    """Let flytekit reach its default statsd, `localhost`, by number. On some machines that name does not resolve.
 
-    flytekit looks the name up when it makes a client, which a plain local task does not have. A host that the user
-    has set is left as it is.
+    flytekit resolves the name when it makes a client, which a plain local task does not do. A host that the user has
+    set stays.
     """
     variable = StatsD.HOST.legacy.get_env_name()
     if StatsConfig.auto().host != StatsConfig().host:
@@ -165,6 +165,6 @@ def _statsd_by_number() -> Iterator[None]:
 
 
 def _decks() -> list[tuple[str, str]]:
-    """The Decks made in this rank, Flyte's own time line left out."""
+    """Return names and HTML of the Decks made in this rank, without Flyte's own timeline."""
     params = FlyteContextManager.current_context().user_space_params
     return [(deck.name, deck.html) for deck in (params.decks if params else ()) if deck.name.lower() != "timeline"]

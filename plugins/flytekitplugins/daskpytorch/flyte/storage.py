@@ -1,4 +1,4 @@
-"""Flyte's storage for ranks that are in a task, but not the task's own. Made in the driver, runs in a rank."""
+"""Flyte's storage for the ranks of `dispatch.run` in a task. Made in the driver, runs in a rank."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ from flytekitplugins.daskpytorch.protocol import host
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):
-    """What the ranks of `dispatch.run` know of the execution: how the driver's task reaches Flyte's data."""
+    """Execution for the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     data_config: DataConfig
-    """With the keys of an S3 server other than Amazon's; roles and the like are the worker's own."""
+    """Settings of flytekit's storage, with the keys of an S3 server other than Amazon's. Roles are the worker's own."""
 
     def filesystem(self, uri: str) -> Any:
-        """As flytekit opens it there."""
+        """Return the file system of a URI, opened as flytekit opens it in the driver."""
         protocol = split_protocol(uri)[0] or "file"
         return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, self.data_config))

@@ -1,7 +1,7 @@
-"""A Deck's tabs of inputs and outputs, in place of flytekit's. Runs in the driver, and for outputs in rank 0.
+"""Deck tabs of inputs and outputs, in place of flytekit's. Runs in the driver, and for outputs in rank 0.
 
-The tabs are written from the values and literals that are there. flytekit's own read files a second time, show secrets
-and have inputs as live HTML.
+The tabs are written from the existing values and literals. flytekit's own tabs read files a second time, show secrets,
+and contain inputs as unescaped HTML.
 """
 
 import logging
@@ -17,12 +17,12 @@ logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mapping[str, Literal]) -> str:
-    """Return the page of a task's inputs or outputs; where the page cannot be written, a page that says so.
+    """Return the page of a task's inputs or outputs. If that fails, return a page with the error.
 
     Args:
-        values: By their names.
-        types: Of the task's interface. `Annotated[..., renderer]` is shown as its renderer has it.
-        literals: As Flyte has the values; perhaps none.
+        values: Values by name.
+        types: Types of the task's interface, by name. The renderer of an `Annotated[..., renderer]` shows its value.
+        literals: Flyte's literals of the values, by name. May be empty.
     """
     from flytekitplugins.daskpytorch.display.values import values_table
 
@@ -30,7 +30,7 @@ def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mappin
         addresses = {name: address for name in values if (address := _address(literals.get(name)))}
         ready = {name: html for name, value in values.items() if (html := _rendered(value, types.get(name)))}
         return report.page(values_table(values, addresses, ready))
-    except Exception as error:  # whatever a user's own renderer or class raises
+    except Exception as error:  # any exception of a user's renderer or class
         logger.warning("a tab of the Deck could not be written; the task's outcome stands", exc_info=error)
         return report.page(report.alert("This tab could not be written", f"{type(error).__name__}: {error}"))
 
@@ -46,6 +46,6 @@ def _address(literal: Literal | None) -> str | None:
 
 
 def _rendered(value: Any, type_: Any) -> str | None:
-    """Return what the user's own renderer makes of the value, where the task's signature has one."""
+    """Return the HTML of the user's renderer in the task's signature. None: no renderer, or no value."""
     renderers = [each for each in get_args(type_)[1:] if isinstance(each, Renderable) and not isinstance(each, type)]
     return renderers[0].to_html(value) if renderers and value is not None else None
