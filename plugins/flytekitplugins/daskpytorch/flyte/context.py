@@ -62,8 +62,7 @@ class FlyteExecution(host.Execution):
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
-        """Return the execution for ranks, which has this task's credentials for Flyte's storage. None outside a
-        task."""
+        """Return the execution for ranks, with this task's credentials for Flyte's storage. None outside a task."""
         return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:

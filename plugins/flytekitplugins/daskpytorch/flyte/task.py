@@ -1,4 +1,4 @@
-"""The task types: what `@task(task_config=DaskDDP(...))` makes, how it runs and how it is serialised."""
+"""Task types for flytekit: how a task of `@task(task_config=DaskDDP(...))` runs and is serialised."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 
 
-# Workers import torch for their ranks while the driver still waits for all of them.
+# Workers import torch for their ranks while the driver still waits for other workers.
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}
 CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
 STAND_IN = "_dummy_task_func"
 OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT)
-"""Tabs of the Deck that are ours in place of flytekit's."""
+"""Tabs of the Deck that this package writes in place of flytekit's."""
 
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
-"""The task that Flyte executes here, and its inputs as Flyte has them."""
+"""Task that Flyte executes in this context, and its inputs as literals. None: Flyte executes no task of ours."""
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
-    """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
+    """Base of all task types: raises system errors for failed infrastructure, and handles SIGTERM and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         _refuse_stand_in(task_config, task_function)
@@ -71,7 +71,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         self._own_tabs = [each for each in OWN_TABS if each in asked]
         self._deck_fields = [each for each in asked if each not in OWN_TABS]
         self._made: Mapping[str, Literal] = {}
-        """The outputs as Flyte has them."""
+        """Outputs of the task as literals, by name."""
 
     async def _output_to_literal_map(self, *args: Any) -> Any:
         literals, values = await super()._output_to_literal_map(*args)
@@ -79,9 +79,10 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return literals, values
 
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
-        """Write the Deck: first the tabs of the task's own code, then ours and flytekit's.
+        """Write the Deck: first the tabs of the task's own code, then this package's and flytekit's.
 
-        No failure in here ends a task, whose outcome stands. `outputs`: their values, or their tab.
+        An exception while writing is logged, and does not fail the task. `outputs` are the values, or the HTML of their
+        tab.
         """
         if not self.enable_deck:
             return
@@ -94,11 +95,11 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
                 from flytekitplugins.daskpytorch.flyte import live_deck
 
                 live_deck.finish(Path(file))
-        except Exception as error:  # whatever a disk or a user's own Deck raises
+        except Exception as error:  # any exception of a disk or a user's Deck
             say(f"{self.name}: the Deck could not be written ({type(error).__name__}: {error}); the outcome stands")
 
     def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
-        if field == DeckField.DEPENDENCIES:  # for flytekit's, pip runs twice, which takes seconds
+        if field == DeckField.DEPENDENCIES:  # flytekit's own tab runs pip twice, which takes seconds
             from flytekitplugins.daskpytorch.report import card, page, table
 
             installed = sorted({(each.name, each.version) for each in distributions()})
@@ -112,7 +113,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return tabs.tab_of(inputs, self.python_interface.inputs, known)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
-        """Run the task; what Flyte's infrastructure did becomes a system error, which Flyte retries by itself."""
+        """Run the task. Failures of the infrastructure become system errors, which Flyte retries by itself."""
         exit_quickly()
         pressed = CtrlC()
         tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed)
@@ -131,7 +132,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     @property
     def _is_debugging(self) -> bool:
-        """The function runs in this process, where Ctrl-C means to it what it means to any program."""
+        """Return True if the function runs in this process, so that Ctrl-C raises `KeyboardInterrupt` as usual."""
         return False
 
     def _begun(self, ctx: FlyteContext, inputs: LiteralMap) -> AbstractContextManager[None]:
@@ -140,14 +141,14 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return local_runs.begun(self.name, identities(inputs), self.task_function)
 
     def _write_local_deck(self, inputs: dict[str, Any]) -> None:
-        """Write the Deck of a task that has failed, which flytekit does on a backend alone."""
+        """Write the Deck of a failed task in a local run. flytekit writes it on a backend only."""
         ctx = FlyteContextManager.current_context()
         if self.enable_deck and _is_local(ctx):
             self._write_decks(inputs, {}, ctx, ctx.user_space_params)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """What the types for Dask share: Flyte's `dask` task type with our settings of Dask in the cluster's pods."""
+    """Base of the task types for Dask: Flyte's `dask` task type, with this package's Dask settings in all pods."""
 
     def __init__(
         self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
@@ -157,10 +158,10 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         self._warn_of_accelerator()
 
     def _warn_of_accelerator(self) -> None:
-        """Say so where Flyte would leave the workers off the nodes that were asked for, with GPUs of any kind."""
+        """Warn if Flyte would ignore the task's accelerator for the workers, and give them GPUs of any kind."""
         workers, own = self.task_config.workers, self.resources
         has_gpus = [any(part and part.gpu for part in (each.requests, each.limits)) for each in (workers, own)]
-        is_users = is_local() and "RANK" not in os.environ  # neither a pod nor a rank, which import it again
+        is_users = is_local() and "RANK" not in os.environ  # pods and ranks import the task again
         if is_users and self.accelerator is not None and has_gpus == [True, False] and self.pod_template is None:
             kind = self.accelerator.to_flyte_idl().device
             warnings.warn(
@@ -172,7 +173,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
             )
 
     def get_container(self, settings: SerializationSettings) -> Any:
-        """The container, with our Dask settings below all others: the task's `environment` and the registration's."""
+        """Return the container with this package's Dask settings. The task's and the registration's environment win."""
         return super().get_container(self._with_cluster_settings(settings))
 
     def get_k8s_pod(self, settings: SerializationSettings) -> Any:
@@ -183,7 +184,7 @@ class _OnDask(DaskTask):  # type: ignore[misc]
 
 
 class _InRanks(in_ranks.InRanks, _Resumable):
-    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
+    """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value."""
 
     def __init__(self, task_config: DaskDDP | SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
         check_function(task_function)
@@ -196,7 +197,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
             raise ValueError(f"{self.name}: {kind} cannot be the task_config of a @dynamic or @eager function")
 
     def execute(self, **kwargs: Any) -> Any:
-        """Train, and return rank 0's outputs: to Flyte as it has them, to `map_task` and to the user as values."""
+        """Train, and return rank 0's outputs: literals to Flyte, values to `map_task` and to the user."""
         if self._is_debugging:
             return self._train_here(kwargs)
         task, literals = _dispatched.get() or (None, None)
@@ -214,9 +215,10 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def task_function(self) -> Callable[..., Any]:
-        """The function itself; where it fails for want of a process group, its error says how to have one.
+        """Return the user's function. If it fails without a process group, the error has advice.
 
-        flytekit looks for the console's links on a `ClassDecorator` (`@vscode`, `@wandb_init`), which stays as it is.
+        A `ClassDecorator` (`@vscode`, `@wandb_init`) is returned unchanged, because flytekit looks for the console's
+        links on it.
         """
         is_asked = isinstance(self._task_function, ClassDecorator)
         return self._task_function if is_asked else with_advice(self._task_function)
@@ -233,7 +235,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         return FlyteDirectory(folder, remote_directory=False)
 
     def _environment_of_ranks(self) -> Mapping[str, str]:
-        # Flyte sets the task's own on a backend alone, and there Dask's for its workers may stand above.
+        # Flyte sets the task's own variables on a backend only, where Dask's variables for its workers may win.
         return {**context.rank_environment(), **self.environment}
 
     def _published(
@@ -250,7 +252,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         self._write_local_deck(inputs)
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
-        """Add what the console's link to Weights & Biases is made from."""
+        """Return the task's config with the entries of the console's link to Weights & Biases."""
         config = dict(super().get_config(settings) or {})
         if self.task_config.wandb is not None:
             config |= wandb_run.console_link(self.task_config.wandb)
@@ -262,25 +264,25 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         if self.enable_deck:
             for name, html in output.decks:
                 Deck(name, html)
-            # flytekit writes none where execute() returns literals. Their values stay in rank 0: reading them here may
-            # fail, as of a torch.nn.Module, and would download each file a second time.
+            # flytekit writes no Deck if execute() returns literals. The values stay in rank 0. Reading them here may
+            # fail, for example for a torch.nn.Module, and would download each file a second time.
             self._write_decks(inputs, output.tab, ctx, ctx.user_space_params)
         return literals
 
 
 class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
-    """Runs the function in every rank of a gang on the workers of a Dask cluster."""
+    """Task whose function runs in every rank of a gang on the workers of a Dask cluster."""
 
     def __init__(self, task_config: DaskDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
 
 
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
-    """Runs the function in every rank of a gang on the task's own node."""
+    """Task whose function runs in every rank of a gang on the task's own node."""
 
     def __init__(self, task_config: SpawnDDP, task_function: Callable[..., Any], **kwargs: Any) -> None:
         if kwargs.get("shared_memory") is None and not _mounts_shared_memory(kwargs.get("pod_template")):
-            kwargs["shared_memory"] = True  # else a container has 64 MB, and DataLoader workers die of bus errors
+            kwargs["shared_memory"] = True  # with a container's default of 64 MB, DataLoader workers die of bus errors
         super().__init__(task_config, task_function, **kwargs)
 
     def _num_gpus_to_find(self) -> int:
@@ -291,13 +293,13 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 
 
 class DaskClusterTask(_Resumable, _OnDask):
-    """Runs the task's function once, with a client of a ready Dask cluster."""
+    """Task whose function runs once, with a client of a ready Dask cluster."""
 
     def __init__(self, task_config: DaskCluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
 
     def execute(self, **kwargs: Any) -> Any:
-        """Open the cluster and call the function."""
+        """Connect to the cluster, wait for its workers, and call the function."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         config: DaskCluster = self.task_config
@@ -319,10 +321,10 @@ class DaskClusterTask(_Resumable, _OnDask):
 
 
 def _refuse_stand_in(config: Any, function: Callable[..., Any]) -> None:
-    """Refuse to stand behind flytekit's `NotebookTask`, which calls what it likes and has us name its type alone.
+    """Refuse flytekit's `NotebookTask`, which takes only the task type's name from us and runs its notebook itself.
 
     Raises:
-        ValueError: The function is the one that flytekit's own task types put in the place of a user's.
+        ValueError: The function is the placeholder that flytekit's own task types use.
     """
     if getattr(function, "__name__", "") == STAND_IN and function.__module__.startswith("flytekit"):
         kind = type(config).__name__
@@ -338,7 +340,7 @@ def _is_local(ctx: FlyteContext) -> bool:
 
 
 def identities(inputs: LiteralMap) -> dict[str, bytes]:
-    """What tells each input from another."""
+    """Return bytes that identify each input's value, by the input's name."""
     return {name: _identity(literal) for name, literal in inputs.literals.items()}
 
 
@@ -350,14 +352,14 @@ def _identity(literal: Literal) -> bytes:
 
 
 def _deck_file() -> str | None:
-    """The newest Deck of this process, whose place flytekit only logs; on a backend the console shows it."""
+    """Return the path of this process's newest Deck, which flytekit only logs. None on a backend, or without a Deck."""
     ctx = FlyteContextManager.current_context()
     files = Path(ctx.file_access.local_sandbox_dir).glob(f"*/{DECK_FILE_NAME}") if _is_local(ctx) else ()
     return str(max(files, key=lambda file: file.stat().st_mtime, default=None) or "") or None
 
 
 def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
-    """The error with the time at which its rank failed, where flytekit looks for it."""
+    """Return the error with the time of its rank's failure, in the attribute that flytekit reads."""
     value = error.value
     gang_error = value if isinstance(value, GangError) else value.__cause__
     if not isinstance(gang_error, GangError):
@@ -365,7 +367,7 @@ def _timed(error: FlyteUserRuntimeException) -> FlyteUserRuntimeException:
     if isinstance(value, FlyteException):
         value._timestamp = value.timestamp or gang_error.time  # noqa: SLF001 - the user's own constructor may not ask
         return error
-    # flytekit asks only exceptions of its own for their time, and shows the type's name and the text of the value.
+    # flytekit reads the time of its own exceptions only, and shows the type's name and the text of the value.
     looks = {"__str__": lambda _: str(value), "error_code": error.error_code}
     return FlyteUserRuntimeException(type(type(value).__name__, (FlyteException,), looks)(timestamp=gang_error.time))
 
@@ -377,9 +379,10 @@ def _mounts_shared_memory(template: PodTemplate | None) -> bool:
 
 @contextlib.contextmanager
 def _retried_by_the_mapped() -> Iterator[None]:
-    """On a backend, have what the infrastructure did retried where `map_task` calls: from the task's `retries`.
+    """On a backend, let Flyte retry failures of the infrastructure that occur under `map_task`.
 
-    It makes user errors of all exceptions, so that Flyte's budget for system errors cannot be had.
+    `map_task` turns all exceptions into user errors. Such retries therefore count towards the task's `retries`, not
+    towards Flyte's budget for system errors.
     """
     try:
         yield

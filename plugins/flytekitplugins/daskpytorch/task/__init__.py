@@ -1,4 +1,4 @@
-"""What the task types of all hosts share: a gang as a task, checkpoints of local runs, results, a live page, signals.
+"""Shared parts of all hosts' task types: a gang as a task, checkpoints of local runs, results, a live page, signals.
 
-Runs in the task's process. Called by the hosts' adapters; knows none of them. May import all below it.
+Runs in the task's process. Called by the hosts' adapters, and imports none of them. May import all below it.
 """

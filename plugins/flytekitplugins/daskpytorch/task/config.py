@@ -1,4 +1,4 @@
-"""What a user may ask of a task, and whether it makes sense, whoever its host is. Imports no torch."""
+"""Configs of tasks and their checks, shared by all hosts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.in
 
 
 _hosts: list[Host] = []
-"""The SDKs that are in use."""
+"""SDKs that are imported in this process."""
 
 
 @dataclass(kw_only=True)
 class Host:
-    """One of Flyte's SDKs, which makes tasks of the configs that are made for it, and refuses those of the others.
+    """One of Flyte's SDKs: makes tasks from its own configs, and refuses configs of other SDKs.
 
-    flytekit would run the function of a task whose config it does not know in the driver, undistributed.
+    Without the refusal, flytekit would run the function of a task with an unknown config in the driver, in no gang.
     """
 
     sdk: str
-    """The SDK's name."""
+    """Name of the SDK, for messages."""
     package: str
-    """The package in which users find its configs."""
+    """Package from which users import the SDK's configs."""
     register: Callable[[type, Any], object]
-    """Tells the SDK what to call for a task whose config is of a class."""
+    """Function that tells the SDK which task type to make for a class of configs."""
     task_types: dict[type, Any] = field(default_factory=dict)
-    """The classes of its configs, and the task types that they stand for."""
+    """Task types of this SDK, by the class of their configs."""
 
     def __post_init__(self) -> None:
         self.register(ConfigClass, _refuse_class)
@@ -43,7 +43,7 @@ class Host:
         _hosts.append(self)
 
     def add(self, config: type, task_type: Any) -> None:
-        """Have tasks with configs of a class be of a task type here, and be an error elsewhere."""
+        """Register a task type for a class of configs. Other SDKs raise an error for the class."""
         self.task_types[config] = task_type
         self.register(config, task_type)
         for other in _hosts:
@@ -51,38 +51,38 @@ class Host:
                 other.refuse(config, self)
 
     def refuse(self, config: type, of: Host) -> None:
-        """Have tasks with configs of a class that belongs to another host be an error."""
+        """Register an error for tasks with a class of configs that belongs to another host."""
         name = next(base for base in config.__mro__ if base.__module__.startswith(of.package)).__name__
         self.register(config, functools.partial(_refuse, name, of, self))
 
 
 class ConfigClass(type):
-    """The class of the configs' classes, by which an SDK tells a config's class from a config."""
+    """Metaclass of the configs. An SDK refuses a class of configs in the place of a config by it."""
 
 
 class Config(metaclass=ConfigClass):
-    """A task's config for any host, whose fields are checked as soon as it is made."""
+    """Config of a task for any host. Its fields are checked when it is made."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Have a user's subclass stand for the same task type: SDKs look for a config's own class alone."""
+        """Register a user's subclass for the same task type, since SDKs look only at a config's own class."""
         super().__init_subclass__(**options)
         for host, base in itertools.product(_hosts, cls.__bases__):
             if base in host.task_types:
                 host.add(cls, host.task_types[base])
 
     def _check_kinds(self, kinds: Mapping[str, Rule]) -> None:
-        """Check that fields hold values of their classes; all other rules need that.
+        """Check that fields have values of the right classes, before the other rules read them.
 
         Raises:
-            ValueError: Some do not.
+            ValueError: A field's value has another class.
         """
         Problems(type(self).__name__, self, kinds).raise_any()
 
 
 class OnDask(Config):
-    """The cluster that a task asks for; a host's own class adds its records for `scheduler` and `workers`."""
+    """Dask cluster of a task. A host's subclass adds its own classes for `scheduler` and `workers`."""
 
-    # The host's classes of these two.
+    # The host's classes for `scheduler` and `workers`.
     KINDS: ClassVar[Mapping[str, type]]
 
     scheduler: Any
@@ -90,7 +90,7 @@ class OnDask(Config):
 
     @property
     def num_workers(self) -> int:
-        """The number of Dask workers asked for."""
+        """Number of Dask workers, 1 if the config has none."""
         return int(self.workers.number_of_workers or 1)
 
     def _kinds(self) -> dict[str, Rule]:
@@ -102,16 +102,16 @@ class OnDask(Config):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that each worker asks for."""
+        """Number of GPUs that the config requests for each worker. 0: no GPUs."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangOnDask(OnDask):
-    """The function runs in every rank of a gang on an ephemeral Dask cluster."""
+    """Config of a task whose function runs in every rank of a gang on an ephemeral Dask cluster."""
 
     gang: Gang = field(default_factory=Gang)
-    """How the ranks are formed on the workers."""
+    """Settings of the gang on the workers."""
     wandb: Wandb | None = None
     """Record the run in Weights & Biases; None does not."""
 
@@ -128,7 +128,7 @@ class GangOnDask(OnDask):
 
     @property
     def ranks_per_worker(self) -> int:
-        """Ranks on each worker: as the gang says, else one per GPU in the worker's limits (or requests), else 1."""
+        """Number of ranks on each worker. `auto`: one per GPU in the worker's limits, or else its requests, or 1."""
         if self.gang.ranks_per_worker != "auto":
             return int(self.gang.ranks_per_worker)
         return self.num_gpus or 1
@@ -136,17 +136,17 @@ class GangOnDask(OnDask):
 
 @dataclass(frozen=True, kw_only=True)
 class GangOnOwnNode(Config):
-    """The function runs in every rank of a gang on the task's own node; no Dask."""
+    """Config of a task whose function runs in every rank of a gang on the task's own node, without Dask."""
 
     nproc: int | Literal["auto"] = "auto"
-    """Ranks; `auto` is one per visible GPU, and one on a node without GPUs."""
+    """Number of ranks, from 1 up. `auto`: one per visible GPU, or one on a node without GPUs."""
     gang: Gang = field(default_factory=Gang)
-    """How the ranks are formed; what is said there of workers has no meaning here."""
+    """Settings of the gang. `ranks_per_worker` and `min_workers` must keep their defaults, as there are no workers."""
     wandb: Wandb | None = None
     """Record the run in Weights & Biases; None does not."""
     start_method: Literal["forkserver", "spawn"] = "forkserver"
-    """How a rank's process starts, as in `torch.multiprocessing`: forked in milliseconds from a process that has
-    imported torch and never touched CUDA, or a fresh interpreter, in seconds."""
+    """Start of a rank's process, as in `torch.multiprocessing`. `forkserver`: in milliseconds, by a fork of a process
+    that has imported torch and never initialised CUDA. `spawn`: in seconds, as a fresh interpreter."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -161,10 +161,10 @@ class GangOnOwnNode(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(OnDask):
-    """The function runs once, with `current_client()` at its service."""
+    """Config of a task whose function runs once, with a Dask cluster that `current_client()` is connected to."""
 
     start_timeout: float = 600.0
-    """Seconds within which the scheduler answers and all the workers come."""
+    """Timeout, in seconds, for the scheduler to answer and all workers to arrive."""
 
     def __post_init__(self) -> None:
         self._check_kinds(self._kinds())

@@ -1,6 +1,6 @@
-"""Whether a command line may have gangs run on this machine.
+"""Check whether a command line may start gangs on this machine.
 
-Their fork server starts then before the tasks' file is imported, and torch with it: both take seconds.
+If so, their fork server starts before the tasks' file and torch are imported. Both take seconds.
 """
 
 import contextlib
@@ -9,18 +9,19 @@ from itertools import dropwhile
 from pathlib import Path
 
 NOT_HERE = {"--remote", "-r", "--help"}
-"""Options with which nothing runs here."""
+"""Options with which a command line runs no task on this machine."""
 NAME = b"plugins.daskpytorch"
-"""As a file has it that was written for either host."""
+"""Part of this package's name that a file has for either host."""
 
 
 def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
-    """Whether a command line has something run on this machine whose file names this package.
+    """Return True if a command line runs a task on this machine, from a file that names this package.
 
     Args:
-        arguments: The whole of it.
-        program: The command whose `run` this may be.
-        here: Options of which one must be there for it to run on this machine; none: it does unless others say no.
+        arguments: All words of the command line.
+        program: Name of the command with the subcommand `run`.
+        here: Options, one of which must be present for a run on this machine. Empty: every run is on this machine,
+            unless it has an option of `NOT_HERE`.
     """
     called, *rest = arguments or [""]
     _, *options = list(dropwhile(lambda option: option != "run", rest)) or [""]
@@ -29,6 +30,6 @@ def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str]
         return False
     if here and set(here).isdisjoint(options[: options.index(file)]):
         return False
-    with contextlib.suppress(OSError):  # what is wrong with it is the host's to say
+    with contextlib.suppress(OSError):  # the host reports an unreadable file
         return NAME in Path(file).read_bytes()
     return False
