@@ -200,13 +200,15 @@ class Gang:
     None: Flyte's storage for the task's checkpoints. Without Flyte, None is a temporary folder of the driver, which
     ranks on other machines cannot reach.
 
-    Outside a Flyte task the gang's folder holds all that a later call needs to go on. The folder is named after `key`,
-    or else after the function and the number of its call in the process. A line in the log says from where a gang goes
-    on:
+    Outside a Flyte task the gang's folder holds all that a later call needs to go on. A gang with a `key` goes on from
+    the newest checkpoint in the folder of that key. Without a `key`, the folder is named after the function and the
+    number of its call in the process:
 
-    - The next process goes on from the folder's newest checkpoint.
+    - The same call in a later process goes on from the folder's newest checkpoint.
     - In the same process, an equal call goes on from a call that has failed or was cancelled.
     - After a call that has succeeded, an equal call starts afresh, in a new folder.
+
+    A line in the log says from where a gang goes on.
 
     A second gang is refused while another one uses the same folder.
     """

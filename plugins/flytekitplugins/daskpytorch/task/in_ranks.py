@@ -1,4 +1,4 @@
-"""A task whose function runs in every rank of a gang: what its type does, whoever its host is. Runs in the driver."""
+"""Task types whose function runs in every rank of a gang, without their host's part. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ if TYPE_CHECKING:
 CLUSTER_SETTINGS = {
     # Dask tasks may start processes of their own, such as the workers of a DataLoader.
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
-    # Dask looks at its event loops 50 times a second: two hundredths of a core per process, which the ranks want.
+    # Dask checks its event loops 50 times a second, which takes 2 % of a core per process from the ranks.
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
 GANG_SETTINGS = CLUSTER_SETTINGS | {
-    # Nor is a worker whose only task is an agent worth a profile, taken 100 times a second.
+    # Dask profiles its workers 100 times a second. A worker with an agent as its only task needs no profile.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    # Its ranks' memory is not the worker's own; two processes would look at that 10 times a second.
+    # Two processes check the worker's memory, by default 10 times a second. That memory does not include its ranks'.
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
     # An agent whose worker dies must not be tried on another worker.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
 }
-"""Task environment that reaches all pods of the cluster; what the user sets wins."""
+"""Environment variables for all pods of the cluster. The user's variables win."""
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 NO_PROCESS_GROUP = ("Default process group has not been initialized", "environment variable RANK expected")
-"""What torch says to that."""
+"""Parts of torch's messages about a missing process group."""
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
-"""What becomes of it in the task that runs here."""
+"""Handler of Ctrl-C for the task that runs in this context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """One training of a task, as its user sees it."""
+    """Display, Deck, observers and results of one training of a task."""
 
     display: ProgressDisplay | MachineLog
     recorder: Recorder
-    """Keeps what the Deck shows."""
+    """Observer that writes the Deck's page."""
     observers: list[Observer]
-    """The user's own, and that of Weights & Biases."""
+    """Observers of the user and of Weights & Biases."""
     results: TaskResults
 
     def places(self) -> dict[str, str]:
-        """Return what the training leaves beside its Deck, and where."""
+        """Return the places of the training's results, checkpoints and tracker pages, by name."""
         run = local_runs.local_run.get()
         places = {
             "results": self.results.folder if self.results.has_files else None,
@@ -80,63 +80,63 @@ class _Shown:
         }
         left = {what: where for what, where in places.items() if where is not None}
         for observer in self.observers:
-            with contextlib.suppress(Exception):  # whatever a user's own raises
+            with contextlib.suppress(Exception):  # any exception of a user's observer
                 left |= observer.places()
         return left
 
     def files(self) -> dict[str, str]:
-        """Return the same, with the profiles one by one."""
+        """Return the places, with one entry for each profile."""
         return self.places() | self.results.profiles()
 
 
 class InRanks:
-    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output.
+    """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value.
 
-    A host's own type is this, one of the two below, and its host's task.
+    A host's task type inherits from this class, from `OnDaskWorkers` or `OnOwnNode`, and from the host's task.
     """
 
     name: str
 
-    if TYPE_CHECKING:  # what the host's own type has, as an attribute or as a property
+    if TYPE_CHECKING:  # attributes or properties of the host's task type
 
         @property
         def task_config(self) -> Any:
-            """What the user has asked for."""
+            """Config of the task."""
 
         @property
         def _task_function(self) -> Callable[..., Any]:
-            """The user's."""
+            """Function of the user."""
 
         @property
         def enable_deck(self) -> bool:
-            """Whether the training has a page."""
+            """True if the training has a Deck."""
 
     # ---- What a host adds --------------------------------------------------------------------------------------------
 
     def _as_output(self, folder: str) -> object:
-        """A folder there, as a task may return it."""
+        """Return a folder of the output storage as the host's type, so that a task may return it."""
         raise NotImplementedError
 
     def _environment_of_ranks(self) -> Mapping[str, str]:
-        """The host's variables for the ranks, and the task's own."""
+        """Return the environment variables of the host and of the task for the ranks."""
         raise NotImplementedError
 
     def _published(
         self, recorder: Recorder, places: Callable[[], Mapping[str, str]]
     ) -> AbstractContextManager[Path | None]:
-        """Publish the training's page all along, and leave it, however the training ends; yields a local file."""
+        """Publish the training's page during the block and at its end. Yield its local file, or None."""
         raise NotImplementedError
 
     def _page_file(self) -> str | None:
-        """The page's file on this machine."""
+        """Return the path of the page on this machine. None: the page is not on this machine."""
         raise NotImplementedError
 
     def _deliver(self, inputs: dict[str, Any], output: Any) -> Any:
-        """Rank 0's output, as the host wants it."""
+        """Convert rank 0's output to the value that the host expects from the task."""
         raise NotImplementedError
 
     def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
-        """Write what the host writes only of tasks that have not failed."""
+        """Write the page of a failed task, if the host writes pages of succeeded tasks only."""
 
     # ---- What one of the two below adds ------------------------------------------------------------------------------
 
@@ -150,18 +150,18 @@ class InRanks:
         raise NotImplementedError
 
     def _num_gpus_to_find(self) -> int:
-        """Return how many GPUs the limits of each worker, or of the task, ask for; 0 for a user's own machine."""
+        """Return the number of GPUs in the limits of each worker, or of the task. 0 on a user's machine."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def _is_debugging(self) -> bool:
-        """The function runs in this process, where Ctrl-C means to it what it means to any program."""
+        """Return True if the function runs in this process, so that Ctrl-C raises `KeyboardInterrupt` as usual."""
         return is_debugging(self.task_config.gang)
 
     def _train_here(self, inputs: dict[str, Any]) -> Any:
-        """Call the function as the only rank, which is this process; what it returns is the host's to convert."""
+        """Call the function in this process, as the only rank, and return its return value unconverted."""
         refuse_unknown(inputs)
         with self._shown(inputs) as shown, self._received(shown) as received:
             from flytekitplugins.daskpytorch.driver.in_process import run_here
@@ -182,8 +182,8 @@ class InRanks:
         """Run the gang, and return rank 0's outputs.
 
         Args:
-            inputs: The task's own.
-            rank_host: What the ranks have of the host, given the folder of what they submit.
+            inputs: Inputs of the task.
+            rank_host: Function that returns the ranks' part of the host, for the folder of the files that they submit.
         """
         refuse_unknown(inputs)
         self._get_ready()
@@ -200,8 +200,8 @@ class InRanks:
 
     @contextlib.contextmanager
     def _shown(self, inputs: dict[str, Any]) -> Iterator[_Shown]:
-        """Show a training, and at its end, whichever that is, where it leaves what."""
-        # Late, so that defining a task imports neither Dask nor torch, and beside the start of the fork server.
+        """Show a training's progress, and at its end, even after a failure, the places of its files."""
+        # Imported here, so that defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import machine
         from flytekitplugins.daskpytorch.display.deck import Recorder
         from flytekitplugins.daskpytorch.task.results import TaskResults
@@ -229,7 +229,7 @@ class InRanks:
 
     @contextlib.contextmanager
     def _received(self, shown: _Shown) -> Iterator[ReceivedResults]:
-        """Take in what the ranks submit, and keep the training's Deck up to date, if it has one."""
+        """Receive the files that ranks submit, and keep the training's Deck up to date if there is one."""
         with contextlib.ExitStack() as stack:
             if self.enable_deck:
                 file = stack.enter_context(self._published(shown.recorder, shown.files))
@@ -261,7 +261,7 @@ class InRanks:
         return training.of_task(self.name, current_execution().name, inputs)
 
     def _observers(self, inputs: dict[str, Any]) -> list[Observer]:
-        """The user's, and Weights & Biases."""
+        """Return new observers of the user, and of Weights & Biases if the config has it."""
         config = self.task_config
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
@@ -271,13 +271,13 @@ class InRanks:
 
 
 class OnDaskWorkers(InRanks):
-    """On the workers of a Dask cluster; `task_config` is a `GangOnDask`."""
+    """Part of a task type that trains on the workers of a Dask cluster. `task_config` is a `GangOnDask`."""
 
     def _get_ready(self) -> None:
         if is_local():
             if self.task_config.gang.backend == "nccl":
                 _require_gpu()
-            fork_client.connect().close()  # its imports take seconds, and run beside ours
+            fork_client.connect().close()  # the fork server's imports take seconds, and run beside this process's
 
     @contextlib.contextmanager
     def _launcher(self) -> Iterator[AgentLauncher]:
@@ -303,10 +303,10 @@ class OnDaskWorkers(InRanks):
 
 
 class OnOwnNode(InRanks):
-    """On the task's own node; `task_config` is a `GangOnOwnNode`."""
+    """Part of a task type that trains on the task's own node. `task_config` is a `GangOnOwnNode`."""
 
     def _get_ready(self) -> None:
-        fork_client.connect(self.task_config.start_method).close()  # its imports take seconds, and run beside ours
+        fork_client.connect(self.task_config.start_method).close()  # the server imports while this process does
 
     @contextlib.contextmanager
     def _launcher(self) -> Iterator[AgentLauncher]:
@@ -322,7 +322,7 @@ class OnOwnNode(InRanks):
 
 
 def with_advice(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; where it fails for want of a process group, its error says how to have one."""
+    """Return the function, wrapped. If it fails without a process group, the error has advice."""
 
     @functools.wraps(function)
     def advised(*args: Any, **kwargs: Any) -> Any:

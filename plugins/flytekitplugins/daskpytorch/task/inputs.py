@@ -1,4 +1,4 @@
-"""Dataclasses as workflow inputs, without silent typing errors. Runs where the command line is read."""
+"""Checks of dataclasses that are workflow inputs. Runs where the command line is read."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ from flytekitplugins.daskpytorch.checks import shown
 class StrictInputs:
     """Base of a dataclass that is given as JSON, as in `pyflyte run … --hp '{"epochs": 3}'`.
 
-    flytekit drops keys that the dataclass does not have, so that a misspelt one trains with its default; here it is an
-    error that says which key was meant. Nor is a value made fit that is of another type, as 1.9 or "1" for an `int`
-    (3.0 is 3), or a key given twice.
+    flytekit drops unknown keys, so a misspelt key would train with the default. Here an unknown key is an error, which
+    suggests the right key. A key given twice is an error, too, and so is a value of another type, such as 1.9 or "1"
+    for an `int`. A float that is a whole number, such as 3.0, is accepted for an `int`.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -39,11 +39,11 @@ class StrictInputs:
 
     @classmethod
     def from_json(cls, text: str | bytes, **_: Any) -> Self:
-        """Called by flytekit for a value from the command line.
+        """Make an instance from JSON. flytekit calls it for values from the command line.
 
         Raises:
-            ValueError: A key is unknown, missing or given twice, a value is of the wrong type, or the dataclass itself
-                refuses it.
+            ValueError: A key is unknown, missing or given twice, a value has the wrong type, or the dataclass refuses a
+                value.
         """
         given = json.loads(text)
         if repeated := _repeated(text) or _repeated_where_typed(given):
@@ -69,13 +69,13 @@ class StrictInputs:
 
 
 def refuse_unknown(inputs: Mapping[str, Any]) -> None:
-    """Look for keys of the command line's JSON that a dataclass of the user's own does not have.
+    """Refuse keys in the command line's JSON that the user's dataclass does not have.
 
-    flytekit drops them when it reads the command line. All that can be seen here is this process's command line, so
-    only what was typed for an input of this name, and fits the value that came of it, counts.
+    flytekit drops unknown keys when it reads the command line. This function reads the command line of its own process.
+    It considers only JSON for an option with the input's name, and only if the known keys match the input's value.
 
     Raises:
-        ValueError: There is one; the message has the one that was probably meant.
+        ValueError: A key is unknown. The message suggests the right key.
     """
     for name, value in inputs.items():
         if not dataclasses.is_dataclass(value) or isinstance(value, (type, StrictInputs)):
@@ -89,7 +89,7 @@ def refuse_unknown(inputs: Mapping[str, Any]) -> None:
 
 
 def _typed_objects(name: str) -> Iterator[dict[str, Any]]:
-    """What the command line gives for an input, as `--name JSON` or `--name=JSON`."""
+    """Yield the JSON objects of an input's option in the command line, `--name JSON` or `--name=JSON`."""
     for argument, following in itertools.pairwise([*sys.argv, ""]):
         option, _, text = argument.partition("=")
         if option.removeprefix("--").replace("-", "_") == name and option.startswith("--"):
@@ -115,16 +115,16 @@ def _repeated(text: str | bytes) -> list[str]:
 
 
 def _repeated_where_typed(given: object) -> list[str]:
-    """The same in this process's command line: of a key given twice there, flytekit passes on only the last."""
+    """Return keys given twice in this process's command line. flytekit passes only the last value on."""
     for argument in sys.argv[1:]:
-        with contextlib.suppress(ValueError):  # it is no JSON, as most
+        with contextlib.suppress(ValueError):  # most arguments are no JSON
             if argument.startswith("{") and json.loads(argument) == given and (repeated := _repeated(argument)):
                 return repeated
     return []
 
 
 def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
-    """How a value becomes one of this kind: it must be one, or be worth the same as one."""
+    """Return a mashumaro strategy that accepts values of a type, and equal values of the other types."""
 
     def convert(value: Any) -> Any:
         if type(value) is not kind and not (type(value) in others and kind(value) == value):
@@ -135,9 +135,9 @@ def _exactly(kind: type, *others: type) -> dict[str, str | Callable[..., Any]]:
 
 
 class _Exact(Dialect):
-    """Mashumaro's own calls `int(value)` and the like."""
+    """Mashumaro dialect that checks types. Without it mashumaro converts values by `int(value)` and the like."""
 
-    # Flyte's console and older backends have whole numbers as 3.0.
+    # Flyte's console and older backends write whole numbers as 3.0.
     serialization_strategy = {  # noqa: RUF012 - as its base has it
         bool: _exactly(bool),
         int: _exactly(int, float),

@@ -1,4 +1,4 @@
-"""The page of a training that is kept up to date while it trains, by a thread of its own. Runs in the driver."""
+"""Thread that keeps a training's page up to date during the training. Runs in the driver."""
 
 import contextlib
 import contextvars
@@ -12,20 +12,20 @@ from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import Recorder
 
 TITLE = "Training"
-"""The page's name among those of the task; it is the first."""
+"""Name of the page, which is the first of the task's pages."""
 INTERVAL = 3.0
-"""Seconds from one look at what has changed to the next."""
+"""Seconds between two checks for changes."""
 SHARE = 0.02
-"""The part of this thread's time that goes into writing and sending; a page that takes long is made more rarely."""
+"""Largest share of time for writing and uploading the page, from 0 to 1. A slow page is written less often."""
 MAX_INTERVAL = 60.0
 MAX_WAIT = 30.0
-"""Seconds at the end for what is just being sent."""
+"""Timeout, in seconds, at the training's end for an upload in progress."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 
 def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
-    """What the recorder tells now; no training fails because of what is shown of it."""
+    """Return the recorder's current page. If that fails, return a page with the error, so that the training goes on."""
     try:
         return recorder.html(places())
     except Exception as error:
@@ -35,14 +35,14 @@ def page_of(recorder: Recorder, places: Callable[[], Mapping[str, str]]) -> str:
 
 @contextlib.contextmanager
 def kept_up_to_date(recorder: Recorder, publish: Callable[[], None], *, at_once: bool) -> Iterator[None]:
-    """Have a training's page written over and over, whenever something has changed.
+    """Write a training's page again after changes, until the block ends.
 
-    The host writes the last page, which nothing may overwrite, after this has ended.
+    The host writes the final page after the block, when this thread writes no more.
 
     Args:
-        recorder: Hears of the training.
-        publish: Writes the page.
-        at_once: Write the page once before the training begins.
+        recorder: Observer of the training.
+        publish: Function that writes the page.
+        at_once: True: also write the page before the training begins.
     """
     is_over = threading.Event()
     write = _Write(publish)
@@ -72,7 +72,7 @@ def _write_all(recorder: Recorder, write: Callable[[], None], is_over: threading
 
 
 class _Write:
-    """Writes the page; the first failure is said, and none is raised."""
+    """Function that writes the page. The first failure is logged, and no failure is raised."""
 
     def __init__(self, publish: Callable[[], None]) -> None:
         self._publish = publish

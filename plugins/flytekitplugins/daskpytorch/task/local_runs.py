@@ -1,10 +1,10 @@
-"""Checkpoints of local runs: kept in a folder of the user's, for a run that goes on from there. Runs in the driver.
+"""Checkpoints of local runs, in a folder of the user, from which a later run may go on. Runs in the driver.
 
     ~/.cache/daskpytorch/checkpoints/flows.train/20261123-081245-1f0c9a/
         daskpytorch.json    this folder, the task's name, and digests of its inputs and of its function's source
-        gang/               what an attempt has in Flyte's storage on a backend
+        gang/               the files that an attempt has in Flyte's storage on a backend
 
-So one run is to the next what one attempt of a task is to the next there.
+A run goes on from an earlier run like an attempt of a task from the previous attempt on a backend.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
-"""Names another folder for all runs; empty: nothing is kept."""
+"""Environment variable with another folder for all runs. Empty: checkpoints are not kept after the run."""
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
-"""`1` or `last`: go on from the task's newest run; else the folder of a run."""
+"""Environment variable with the run to go on from: `1` or `last` for the task's newest run, or a run's folder."""
 RECORD = "daskpytorch.json"
 OURS = re.compile(
     r"daskpytorch\.json|(.+/)?(unfinished-)?(manifest\.json|step--?\d+-\w+\.pt)(\.[0-9a-f]{32})?"
     r"|(.+/)?step--?\d+/\d+-\d+-\w+/[^/]+"
 )
-"""Files that we make in a run's folder: its record, manifests, checkpoints and shards, finished or not."""
+"""Pattern of the files that this package writes in a run's folder: record, manifests, checkpoints and shards."""
 MAX_AGE = 14 * 86_400.0
-"""Seconds since its last checkpoint after which a run is removed."""
+"""Seconds from a run's last checkpoint to the removal of its folder: two weeks."""
 MAX_BYTES = 10 << 30
-"""That all runs may take together; beyond, the oldest are removed."""
+"""Most bytes of all runs together. Above, the oldest runs are removed."""
 
 
 class LocalRun:
-    """One run of a task on this machine. Its folder is made with its first gang, and stays if that saves something."""
+    """One run of a task on this machine. Its first gang makes its folder, which stays if a checkpoint was saved."""
 
     def __init__(
         self, root: Path, task: str, inputs: dict[str, str], source: str, previous: Path | None = None
@@ -61,29 +61,29 @@ class LocalRun:
         self._has_made_room = False
 
     def paths(self, key: str) -> StoragePaths:
-        """Where the gang of this key keeps its checkpoints, and where it finds those to go on from."""
+        """Return the folders of a gang's checkpoints: of this run, and of the run to go on from."""
         previous = str(self.previous / key) if self.previous is not None else None
-        with contextlib.suppress(OSError):  # tried again, and told, with the first checkpoint
-            self.make_folder()  # with its record, before ranks write shards there
+        with contextlib.suppress(OSError):  # the first checkpoint tries again, and reports the error
+            self.make_folder()  # with its record, before ranks write shards to it
             make_private(self.folder / key)
         files, own = Files(LocalFileSystem()), str(self.folder / key)
         return StoragePaths(files=files, previous=previous, own=own, prepare=self.make_room)
 
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint that a next run would find."""
+        """Return the step of the newest checkpoint that a later run would find. None: there is no checkpoint."""
         with contextlib.suppress(OSError, LookupError):
             manifests = sorted(self.folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
             return max((kind[0].step for kind in named_in(manifests[-1].read_bytes()) or () if kind), default=None)
         return None
 
     def advice(self) -> str:
-        """What there is to go on from, and how."""
+        """Return a text that says which checkpoint was kept, and how to go on from it."""
         if (step := self.newest_step()) is None:
             return "no checkpoint was kept"
         return f"the checkpoint of step {step} is kept, {RESUME_VARIABLE}=1 and the same command go on from it"
 
     def differences(self) -> list[str]:
-        """In what this is not the run that it goes on from."""
+        """Return the names of all that differs from the run to go on from: inputs, the task, its source."""
         earlier = json.loads((self.previous / RECORD).read_text()) if self.previous is not None else {}
         then = earlier.get("inputs", {})
         found = [f"input {name}" for name in sorted({*then, *self.inputs}) if then.get(name) != self.inputs.get(name)]
@@ -91,7 +91,7 @@ class LocalRun:
         return [*found, "the function's source"] if earlier.get("source") != self.source else found
 
     def make_folder(self) -> None:
-        """Make the folder, with a record whose lock says that the run goes on."""
+        """Make the folder, with a record. The record is locked while the run goes on."""
         if self._record is not None:
             return
         make_private(self.folder)
@@ -103,19 +103,19 @@ class LocalRun:
         self._record.flush()
 
     def make_room(self) -> None:
-        """Make the folder and, before its first checkpoint is kept, remove other runs that are too old or too large."""
+        """Make the folder. Before its first checkpoint is kept, remove other runs that are too old or too large."""
         self.make_folder()
         if not self._has_made_room:
             self._has_made_room = True
             clean(self.folder.parent.parent, self.previous)
 
     def close(self) -> None:
-        """Let go of the lock, and of a folder in which nothing was kept."""
+        """Release the lock, and remove the folder if it has no checkpoints."""
         if self._record is None:
             return
         with contextlib.suppress(OSError):
             for folder, _, _ in os.walk(self.folder, topdown=False):
-                with contextlib.suppress(OSError):  # there is something in it
+                with contextlib.suppress(OSError):  # the folder is not empty
                     Path(folder).rmdir()
             if [path.name for path in self.folder.iterdir()] == [RECORD]:
                 (self.folder / RECORD).unlink()
@@ -127,17 +127,17 @@ class LocalRun:
 def begun(
     task: str, inputs: Mapping[str, bytes], function: Callable[..., Any], attempt_before: Path | None = None
 ) -> Iterator[None]:
-    """Have what the gangs of this task save kept; says so where it goes on from an earlier run.
+    """Keep the checkpoints of the task's gangs. A line says if the run goes on from an earlier run.
 
     Args:
-        task: Its name.
-        inputs: What tells each of its inputs from another.
-        function: What the task calls.
-        attempt_before: The folder of the same run's attempt before, where this is another one.
+        task: Name of the task.
+        inputs: Bytes that identify each input's value, by name.
+        function: Function of the task.
+        attempt_before: Folder of the previous attempt. None: this is the run's first attempt.
 
     Raises:
-        ValueError: The variable that asks to go on names no run's folder.
-        PermissionError: It asks to go on from a folder that another user owns or can write to.
+        ValueError: `DASKPYTORCH_RESUME` names no run's folder.
+        PermissionError: `DASKPYTORCH_RESUME` names a folder that another user owns or can write to.
     """
     run = _begin(task, inputs, function, attempt_before)
     token = local_run.set(run)
@@ -150,13 +150,13 @@ def begun(
 
 
 def clean(root: Path, previous: Path | None = None) -> None:
-    """Remove runs that are too old, and the oldest of too many.
+    """Remove runs that are older than `MAX_AGE`, and the oldest runs while all together exceed `MAX_BYTES`.
 
-    None that goes on, nor any in which another's checkpoints lie, such as one that is about to go on from `previous`.
+    Runs that are still going on stay. So do `previous`, and folders with checkpoints that a kept run refers to.
     """
     total, needed = 0, {previous}
     for changed_at, folder in sorted(_runs(root), reverse=True):
-        with contextlib.suppress(OSError):  # another process cleans as well
+        with contextlib.suppress(OSError):  # another process may remove runs, too
             total += sum(path.stat().st_size for path in folder.rglob("*"))
             is_over = time.time() - changed_at > MAX_AGE or total > MAX_BYTES
             if is_over and folder not in needed and _is_removable(folder):
@@ -166,9 +166,9 @@ def clean(root: Path, previous: Path | None = None) -> None:
 
 
 def _is_removable(run: Path) -> bool:
-    """Return True if a folder is that of an ended run, lies where this package made it, and has no other files.
+    """Return True for the folder of an ended run that has not been moved and has only this package's files.
 
-    A copy, a folder that was moved to be kept, and one in which the user keeps something are the user's.
+    Copied and moved folders, and folders with other files, belong to the user and stay.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         record = json.loads((run / RECORD).read_text())
@@ -179,7 +179,7 @@ def _is_removable(run: Path) -> bool:
 
 
 def _folders_named_by(run: Path, root: Path) -> set[Path]:
-    """The runs in which the checkpoints of this one lie: its own folder, and those of runs that it has gone on from."""
+    """Return the folders of runs that have checkpoints of this run, such as runs that it has gone on from."""
     named = [*filter(None, (named_in(path.read_bytes()) for path in run.glob(f"*/{MANIFEST}")))]
     folders = [Path(entry.uri) for _, sharded in named for entry in sharded]
     folders += [Path(file.folder) for files, _ in named for file in files if file.folder]
@@ -226,7 +226,7 @@ def _asked() -> str | None:
 
 
 def _previous(runs_of_task: Path) -> Path | None:
-    """The folder of the run to go on from, if any; nobody else can have put anything there."""
+    """Return the folder of the run to go on from, if any. Folders that another user can write to are refused."""
     asked = _asked()
     if asked is None:
         return None
@@ -246,7 +246,7 @@ def _previous(runs_of_task: Path) -> Path | None:
 
 
 def _runs(root: Path) -> Iterator[tuple[float, Path]]:
-    """When each run has last written something, and its folder."""
+    """Yield the time of each run's last write, in seconds since 1970, and its folder."""
     for found in root.glob(f"*/*/{RECORD}"):
         with contextlib.suppress(OSError):
             yield max(path.stat().st_mtime for path in found.parent.rglob("*")), found.parent
@@ -268,7 +268,7 @@ def _goes_on(run: Path) -> bool:
 
 
 def identity_of_file(uri: str) -> bytes:
-    """What tells a file from another: its name and size, since hosts may copy it anew for each run."""
+    """Return bytes that identify a file: its name and size, since a host may copy the file anew for each run."""
     file = Path(uri.removeprefix("file://"))
     return f"{file.name} {file.stat().st_size if file.is_file() else 0}".encode()
 
@@ -288,4 +288,4 @@ def _say(task: str, text: str) -> None:
 
 
 local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)
-"""Of the task that is being executed; None on a backend, and where nothing is kept."""
+"""Local run of the task that runs in this context. None on a backend, or if no checkpoints are kept."""

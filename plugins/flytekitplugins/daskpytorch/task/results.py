@@ -1,4 +1,4 @@
-"""What the ranks of a `DaskDDP` or `SpawnDDP` task submit, as a folder that belongs to the task. Runs in its driver."""
+"""Folder of the files that ranks of a `DaskDDP` or `SpawnDDP` task submit. Runs in the task's driver."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from flytekitplugins.daskpytorch.results.handler import POLL_INTERVAL, write_out
 from flytekitplugins.daskpytorch.results.result_folder import ResultFolder
 
 PROFILES = "profiles"
-"""Where ranks put them, in the folder."""
+"""Name of the subfolder for profiles."""
 FAILED_LIMIT = 60.0
-"""Seconds for the results of a gang that failed to reach storage, so that its error need not wait for ever."""
+"""Timeout, in seconds, for the upload of a failed gang's results, after which its error is raised."""
 
 
 class TaskResults:
-    """Where the results of one task go: a folder of its raw outputs, on this machine or remote."""
+    """Results of one task: a folder among its raw outputs, local or remote."""
 
     def __init__(self, grace_period: float, execution: Execution) -> None:
         self._preempted_limit = Deadlines(grace_period).results
         self._execution = execution
         self.folder = str(execution.new_folder())
-        """Holds everything when the task ends. Not made where nobody submits, unless a rank has asked for it."""
+        """URI of the folder, which is complete when the task ends. Made only if a rank submits files or asks for it."""
         self._is_remote = "://" in self.folder and not self.folder.startswith("file://")
         self.has_files = False
-        """Something has been submitted, and is in the folder."""
+        """True once submitted files are in the folder."""
         self._profiles: list[str] = []
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
-        """Write what arrives here, as it comes: to the folder, or, if that is remote, to be uploaded at last.
+        """Write submitted files to the folder as they arrive. A remote folder is uploaded at the end of the block.
 
         Raises:
-            OSError: The disk took not all of it. An error of the gang's own goes before this and the next.
-            Exception: The storage did not take it; which one says its host.
+            OSError: The disk did not take all files. An error of the gang takes precedence.
+            Exception: The upload failed. The type depends on the host. An error of the gang takes precedence.
         """
         received = ReceivedResults()
         with self._local_folder() as folder:
@@ -57,7 +57,7 @@ class TaskResults:
                 self._make_empty_folder()
 
     def profiles(self) -> dict[str, str]:
-        """The traces and flame graphs in the folder: what they are called, and where they are."""
+        """Return the URIs of the traces and flame graphs in the folder, by file name."""
         if not self._is_remote:
             self._profiles = _files_below(Path(self.folder.removeprefix("file://")) / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
@@ -69,12 +69,12 @@ class TaskResults:
 
     @contextlib.contextmanager
     def _written(self, received: ReceivedResults, folder: Path) -> Iterator[None]:
-        """Write files as they come, in a thread of its own: a slow disk must not hold up the gang's supervisor."""
+        """Write files as they arrive, in a thread, so that a slow disk does not delay the gang's supervisor."""
         is_over = threading.Event()
 
         def work() -> None:
             while not is_over.wait(POLL_INTERVAL):
-                with contextlib.suppress(OSError):  # the last write raises what is not over by then
+                with contextlib.suppress(OSError):  # if the error persists, the last write raises it
                     self._write(received, folder)
 
         thread = threading.Thread(target=work, name="daskpytorch-results", daemon=True)
@@ -86,16 +86,16 @@ class TaskResults:
             thread.join()
 
     def _write(self, received: ReceivedResults, folder: Path) -> None:
-        """Write what has come.
+        """Write all files that have arrived.
 
         Raises:
-            OSError: The disk does not take it now; it is kept.
+            OSError: The disk does not take a file. The file is kept for the next call.
         """
         if not received.is_empty:
             write_out(received, ResultFolder(folder, self.folder))
 
     def _deliver(self, received: ReceivedResults, folder: Path) -> None:
-        """Bring the files to the task's folder, if there are any."""
+        """Write or upload the files to the task's folder, if there are any."""
         self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
             if self._is_remote:
@@ -104,12 +104,12 @@ class TaskResults:
             self.has_files = True
 
     def _try_to_deliver(self, received: ReceivedResults, folder: Path, limit: float) -> None:
-        """Do it within so many seconds, and only say what goes wrong."""
+        """Call `_deliver` with a timeout of `limit` seconds, and log failures instead of raising them."""
 
         def deliver() -> None:
             try:
                 self._deliver(received, folder)
-            except Exception as error:  # whatever a storage's client raises
+            except Exception as error:  # any exception of a storage's client
                 say(f"what the ranks have submitted did not all reach {self.folder} ({type(error).__name__}: {error})")
 
         delivery = threading.Thread(target=deliver, name="daskpytorch-delivery", daemon=True)
@@ -119,7 +119,7 @@ class TaskResults:
             say(f"what the ranks have submitted did not all reach {self.folder} within {limit:g} s")
 
     def _make_empty_folder(self) -> None:
-        if self._is_remote:  # an object store has no folders; this marker stands for an empty one
+        if self._is_remote:  # an object store has no folders, so this object stands for an empty one
             self._execution.filesystem(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
             Path(self.folder.removeprefix("file://")).mkdir(parents=True, exist_ok=True)

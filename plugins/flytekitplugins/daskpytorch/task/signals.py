@@ -1,4 +1,4 @@
-"""SIGTERM to a task's process, and its end. Runs in the driver."""
+"""Handling of SIGTERM in a task's process, and of the process's exit. Runs in the driver."""
 
 import atexit
 import contextlib
@@ -14,12 +14,12 @@ from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 
 SIGTERM = "the task was told to end (SIGTERM)"
-"""Why gangs end then."""
+"""Reason that gangs report when SIGTERM ends them."""
 
 
 @functools.cache
 def exit_quickly() -> None:
-    """Have this process end without a last search for garbage, which takes two seconds where torch is imported."""
+    """Skip the last garbage collection at this process's exit, which takes two seconds once torch is imported."""
     atexit.register(_leave_garbage)
 
 
@@ -31,9 +31,9 @@ def _leave_garbage() -> None:
 
 
 class _Silence:
-    """Ends standard error when the last of Python's modules are cleared, after all that writes there by then.
+    """Redirects standard error to /dev/null when Python clears its last modules, after all useful output.
 
-    The library by which triton is bound to Python counts what garbage was left, and lists it in 30 lines.
+    The library that binds triton to Python would otherwise report the remaining objects in 30 lines.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class _Silence:
 
 @contextlib.contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """While a task runs here, have SIGTERM end its gangs after a checkpoint, and the task with a system error."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's to handle
+    """During the block, let SIGTERM end the gangs after a checkpoint, and the task with a system error."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
     previous = signal.signal(signal.SIGTERM, _end_task)
@@ -62,4 +62,4 @@ def _end_task(*_: object) -> None:
 
 
 _silence: _Silence | None = None
-"""Lives until this module is cleared."""
+"""Object that is deleted when Python clears this module at exit."""
