@@ -1,7 +1,7 @@
-"""The same for Flyte 2: `DaskDDP`, `SpawnDDP` and `DaskCluster` as the `plugin_config` of a `flyte.TaskEnvironment`.
+"""Adapter for Flyte 2: `DaskDDP`, `SpawnDDP` and `DaskCluster` as the `plugin_config` of a `flyte.TaskEnvironment`.
 
-All else that training code imports from `flytekitplugins.daskpytorch` is here, too: the same objects. flytekit need not
-be installed. `Scheduler`, `WorkerGroup` are those of `flyteplugins.dask`.
+The package also has all other public names of `flytekitplugins.daskpytorch`, as the same objects. `Scheduler` and
+`WorkerGroup` come from `flyteplugins.dask`. flytekit need not be installed.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ if TYPE_CHECKING:  # the public names, for type checkers and editors
     from flyteplugins.daskpytorch.config import SpawnDDP as SpawnDDP
 
 OWN = ("DaskCluster", "DaskDDP", "Scheduler", "SpawnDDP", "WorkerGroup")
-"""The names whose objects are not those of the engine."""
+"""Public names whose objects differ from those of `flytekitplugins.daskpytorch`."""
 OLDEST = "2.12"
-"""The first version of Flyte 2's SDK that has what is used here."""
+"""Oldest version of Flyte 2's SDK that works with this package."""
 
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = engine.__all__
@@ -77,10 +77,10 @@ def __dir__() -> list[str]:
 
 
 def _refuse_old(name: str) -> None:
-    """See that Flyte 2's SDK is as new as is needed.
+    """Check that Flyte 2's SDK is at least version `OLDEST`.
 
     Raises:
-        ImportError: It is not; the message says how to install it.
+        ImportError: The installed version is older. The message says how to upgrade.
     """
     for package in ("flyte", "flyteplugins-dask"):
         if Version(found := version(package)) < Version(OLDEST):

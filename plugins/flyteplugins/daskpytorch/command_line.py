@@ -1,6 +1,6 @@
-"""What `flyte run --local` does besides: Ctrl-C ends a gang in good order, and the fork server starts early.
+"""Hook of `flyte run --local`: starts the fork server early, and lets Ctrl-C end a gang in good order.
 
-Flyte's command line loads it before it imports the tasks' file, by the entry point `flyte.plugins.cli.hooks`.
+Flyte's command line loads this module before the tasks' file, by the entry point `flyte.plugins.cli.hooks`.
 """
 
 import functools
@@ -19,7 +19,7 @@ HERE = ("--local", "--tracked")
 
 
 def run(command: Any) -> Any:
-    """The command, which resolves the names of file and task and executes that one."""
+    """Return Flyte's command `run`, changed if it may start gangs on this machine. Called by Flyte's command line."""
     if not is_worthwhile(sys.argv, "flyte", here=HERE) or is_debugging():
         return command
     if runs_gangs():
@@ -30,7 +30,7 @@ def run(command: Any) -> Any:
 
 
 def _heeding_ctrl_c(invoke: Any, *args: Any) -> Any:
-    """Flyte runs tasks in another thread than this one, where signals come."""
+    """Call the command with a handler of Ctrl-C in the main thread, since Flyte runs tasks in another thread."""
     pressed = CtrlC()
     token = ctrl_c.set(pressed)
     try:

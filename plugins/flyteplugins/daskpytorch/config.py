@@ -1,6 +1,6 @@
-"""What a user may ask of a task of Flyte 2. Read where environments are defined; imports no torch.
+"""Configs of Flyte 2's tasks. Loaded where environments are defined, and imports no torch.
 
-Importing it registers the task types with Flyte.
+The import registers the task types with Flyte.
 """
 
 import sys
@@ -19,14 +19,14 @@ from flyteplugins.daskpytorch.task import DaskClusterTask, DaskDDPTask, SpawnDDP
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDask(config.OnDask):
-    """The cluster that a task asks for."""
+    """Dask cluster of a task: its scheduler and its workers."""
 
     KINDS = {"scheduler": Scheduler, "workers": WorkerGroup}  # noqa: RUF012 - as its base has it
 
     scheduler: Scheduler = field(default_factory=Scheduler)
-    """The scheduler pod's image and resources."""
+    """Image and resources of the scheduler's pod."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
-    """The worker pods' number, image and resources."""
+    """Number, image and resources of the workers' pods. Default: two workers."""
 
     def _rules_of_pods(self) -> dict[str, Rule]:
         resources = checks.optional(checks.must_be("a flyte.Resources", lambda value: isinstance(value, Resources)))
@@ -34,35 +34,39 @@ class _OnDask(config.OnDask):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that each worker asks for."""
+        """Number of GPUs in each worker's resources. 0: no GPUs."""
         return num_gpus(self.workers.resources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaskDDP(_OnDask, config.GangOnDask):
-    """`TaskEnvironment(plugin_config=DaskDDP(...))`: its functions run in every rank of a gang on a Dask cluster.
+    """Config of tasks whose functions run in every rank of a gang on an ephemeral Dask cluster.
 
-    Rank 0's return value is the task's output.
+    Use `TaskEnvironment(plugin_config=DaskDDP(...))`. A task's output is rank 0's return value.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnDDP(config.GangOnOwnNode):
-    """`TaskEnvironment(plugin_config=SpawnDDP(...))`: its functions run in every rank of a gang on the task's own node.
+    """Config of tasks whose functions run in every rank of a gang on the task's own node, without Dask.
 
-    No Dask. Rank 0's return value is the task's output. For Flyte it is an ordinary Python task: GPUs, and the shared
-    memory that DataLoader workers need, are asked for in the environment's `resources`.
+    Use `TaskEnvironment(plugin_config=SpawnDDP(...))`. A task's output is rank 0's return value. For Flyte, the task is
+    an ordinary Python task. The environment's `resources` have its GPUs, and the shared memory that DataLoader workers
+    need.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaskCluster(_OnDask, config.Cluster):
-    """`TaskEnvironment(plugin_config=DaskCluster(...))`: its functions run once, with `current_client()` at hand."""
+    """Config of tasks whose functions run once, with a Dask cluster that `current_client()` is connected to.
+
+    Use `TaskEnvironment(plugin_config=DaskCluster(...))`.
+    """
 
 
 HOST = config.Host(sdk="Flyte 2's SDK", package="flyteplugins.daskpytorch", register=TaskPluginRegistry.register)
 HOST.add(DaskDDP, DaskDDPTask)
 HOST.add(SpawnDDP, SpawnDDPTask)
 HOST.add(DaskCluster, DaskClusterTask)
-if "flyte_migrate" in sys.modules:  # which knows nothing of flytekit's own
+if "flyte_migrate" in sys.modules:  # flyte-migrate converts only configs that it knows
     import_module("flyteplugins.daskpytorch.migrate")

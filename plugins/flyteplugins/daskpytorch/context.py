@@ -1,4 +1,4 @@
-"""Flyte 2's context, as the rest of the plugin asks for it. Runs in the driver."""
+"""Adapter of Flyte 2's context to the plugin's `Execution`. Runs in the driver."""
 
 import contextlib
 import os
@@ -20,26 +20,27 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 BESIDE = ".daskpytorch"
-"""For Flyte an attempt's checkpoint is one object, which the user may write; ours lie beside it: its name, and this."""
+"""Suffix of the folder for this package's checkpoints. Flyte's own checkpoint is one object, which the user may
+write."""
 SECRETS_FOLDER = Path("/etc/flyte/secrets")
-"""Where Flyte mounts those that are files."""
+"""Folder in which Flyte mounts secrets that are files."""
 OF_AZURE = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
-"""What adlfs takes, and Flyte knows by the same names."""
+"""Options of adlfs that Flyte's `ABFS` has under the same names."""
 INHERITED = ("FLYTE_", "_U_", "_F_", "ACTION_NAME", "RUN_NAME")
 
 
 class Flyte2Execution(host.Execution):
-    """What a task's context says of the execution."""
+    """Execution of a Flyte 2 task, as its context describes it."""
 
     def __init__(self, ctx: TaskContext, run: LocalRun | None) -> None:
         self._ctx = ctx
         self._run = run
         if ctx:
             self.name = "local" if ctx.mode == "local" else f"{ctx.action.run_name}-{ctx.action.name}"
-            self.task = ctx.report  # one for each attempt; its context is replaced now and again
+            self.task = ctx.report  # each attempt has one report, while Flyte replaces contexts
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Beside the one object that Flyte keeps for an attempt; of a local run, in a folder here."""
+        """Return the gang's folders, beside the attempt's checkpoint object. A local run has them on this machine."""
         if self._run is not None:
             return self._run.paths(key)
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
@@ -47,30 +48,34 @@ class Flyte2Execution(host.Execution):
             return None
         files = Files(self.filesystem(paths.checkpoint_path.strip()))
         own, previous = (_beside(files, path, key) for path in (paths.checkpoint_path, paths.prev_checkpoint_path))
-        if _is_there(f"{own}/{MANIFEST}"):  # written by an earlier start of this attempt: see `earlier_system_errors`
+        if _is_there(f"{own}/{MANIFEST}"):  # by an earlier start of this attempt: see `earlier_system_errors`
             previous = own
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
-        """As Flyte's own data."""
+        """Return the file system of a URI, opened as for Flyte's own data."""
         return _opened(uri, storage())
 
     def new_folder(self) -> str | None:
-        """As Flyte names what a task uploads."""
+        """Return a new folder among the task's outputs, named by Flyte. None outside a task."""
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """File by file."""
+        """Upload the files of a folder, one by one."""
         files = Files(self.filesystem(uri))
         for path in filter(Path.is_file, sorted(folder.rglob("*"))):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
 
     def in_ranks(self) -> host.Execution | None:
-        """The way to Flyte's data, with the keys that this task has of it."""
+        """Return the execution for ranks, with this task's credentials for Flyte's storage. None outside a task."""
         return FlyteStorage(storage()) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
-        """As Flyte has put it into the environment, or mounted it."""
+        """Return the value of a secret, from its environment variable or else its mounted file.
+
+        Raises:
+            ValueError: The secret is neither in the environment nor mounted.
+        """
         variable = name_of_secret(name)
         if variable in os.environ:
             return os.environ[variable]
@@ -84,21 +89,21 @@ class Flyte2Execution(host.Execution):
 
 @dataclass(frozen=True)
 class FlyteStorage(host.Execution):
-    """What the ranks of `dispatch.run` know of the execution: how the driver's task reaches Flyte's data."""
+    """Execution for the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
 
     storage: Storage | None
-    """With the keys of a server other than the cloud's own; roles and the like are the worker's."""
+    """Settings of Flyte's storage, with the keys of a server other than the cloud's own. Roles are the worker's own."""
 
     def filesystem(self, uri: str) -> Any:
-        """As Flyte opens it there."""
+        """Return the file system of a URI, opened as Flyte opens it in the driver."""
         return _opened(uri, self.storage)
 
 
 def earlier_system_errors() -> int:
-    """How often this very attempt has ended by a system error before; what these have left is put aside.
+    """Return how often this attempt has ended with a system error before, and rename the error's file.
 
-    After a system error Flyte 2 does not go on to the next attempt: it starts the same one again, by the same names and
-    without a limit, and then takes the error that lies there for what becomes of it, whatever it returns.
+    After a system error, Flyte 2 starts the same attempt again, with the same paths and without a limit. Flyte 2 then
+    takes an error file of an earlier start for the outcome, even if the new start succeeds.
     """
     path = error_path(flyte.ctx().output_path)
     files, aside = _opened(path, storage()), path.removesuffix(".pb")
@@ -117,7 +122,7 @@ def earlier_system_errors() -> int:
 
 
 def _is_there(path: str) -> bool:
-    """Whether storage has it; not where it cannot say."""
+    """Return True if storage has a file. False if storage cannot tell, which is logged."""
     try:
         return bool(_opened(path, storage()).exists(path))
     except Exception as error:  # whatever a store's client raises
@@ -131,7 +136,7 @@ def _beside(files: Files, checkpoint: str | None, key: str) -> str | None:
 
 
 def rank_environment(secrets: Any) -> dict[str, str]:
-    """Flyte's own variables for the ranks of the current task, and its secrets."""
+    """Return Flyte's environment variables and secrets for the ranks of the current task."""
     action, inherited = flyte.ctx().action, {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
     for secret in secrets_from_request(secrets) if secrets else ():
         if secret.as_env_var in os.environ:
@@ -147,19 +152,19 @@ def rank_environment(secrets: Any) -> dict[str, str]:
 
 
 def name_of_secret(secret: Any) -> str:
-    """The variable that holds it, as Flyte calls it where its `Secret` does not say."""
+    """Return the name of a secret's environment variable: as its `Secret` says, or else Flyte's default name."""
     named = f"{secret.group}_{secret.key}" if secret.group else secret.key
     return getattr(secret, "as_env_var", None) or named.replace("-", "_").upper()
 
 
 def storage() -> Storage | None:
-    """What Flyte was told of its storage; None: all that is in the environment, or the cloud's own clients find."""
+    """Return the storage settings that Flyte was given. None: the environment or the cloud's clients have them."""
     config = _get_init_config()
     return config.storage if config is not None else None
 
 
 def _opened(uri: str, storage: Storage | None) -> Any:
-    """Its file system, by the keys that Flyte was given or finds in the environment, under s3fs's and adlfs's names."""
+    """Return the file system of a URI, with the keys that Flyte was given or finds in the environment."""
     told: dict[str, Any] = {}
     if uri.startswith(("s3://", "s3a://")):
         s3 = storage if isinstance(storage, S3) else S3.auto()
@@ -175,7 +180,7 @@ def _opened(uri: str, storage: Storage | None) -> Any:
 
 
 def current() -> Flyte2Execution:
-    """Return what the task that is being executed here knows of itself."""
+    """Return the execution of the task that runs here."""
     return Flyte2Execution(flyte.ctx(), local_run.get())
 
 

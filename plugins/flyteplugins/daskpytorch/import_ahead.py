@@ -1,4 +1,4 @@
-"""Imported by the fork server before it forks ranks of Flyte 2's tasks: all that these need, which takes seconds."""
+"""Imports all modules that ranks of Flyte 2's tasks need, in the fork server. The imports take seconds."""
 
 import flyte.types  # noqa: F401
 

@@ -1,6 +1,6 @@
-"""Has flyte-migrate take our configs for flytekit, too, so that files written for it run under Flyte 2.
+"""Plugin for flyte-migrate that converts this package's configs, so that files for flytekit run under Flyte 2.
 
-Imported where both this package and `flyte_migrate` are in use.
+Imported if both this package and `flyte_migrate` are in use.
 """
 
 from dataclasses import replace
@@ -14,17 +14,17 @@ from flyteplugins.daskpytorch.config import DaskCluster, DaskDDP, SpawnDDP
 
 
 def dask_ddp(config: Any) -> DaskDDP:
-    """The one for Flyte 2 of flytekit's."""
+    """Convert a `DaskDDP` for flytekit to the one for Flyte 2."""
     return DaskDDP(gang=config.gang, wandb=config.wandb, **_pods(config))
 
 
 def dask_cluster(config: Any) -> DaskCluster:
-    """The one for Flyte 2 of flytekit's."""
+    """Convert a `DaskCluster` for flytekit to the one for Flyte 2."""
     return DaskCluster(start_timeout=config.start_timeout, **_pods(config))
 
 
 def spawn_ddp(config: Any) -> SpawnDDP:
-    """The one for Flyte 2 of flytekit's."""
+    """Convert a `SpawnDDP` for flytekit to the one for Flyte 2."""
     return SpawnDDP(nproc=config.nproc, gang=config.gang, wandb=config.wandb, start_method=config.start_method)
 
 
@@ -38,7 +38,7 @@ def _pods(config: Any) -> dict[str, Any]:
 
 
 def _resources(requests: Any, limits: Any) -> Any:
-    """As flyte-migrate has them, but GPUs as a number, which `flyte.Resources` wants."""
+    """Convert resources as flyte-migrate does, but GPUs to a number, which `flyte.Resources` requires."""
     gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)
     bare = [replace(each, gpu=None) if each is not None else None for each in (requests, limits)]
     made = _transform_resource_v1_to_v2(requests=bare[0], limits=bare[1])

@@ -1,6 +1,6 @@
-"""The preload of workers in whose ranks a task of Flyte 2 runs, which import its SDK.
+"""Preload for Dask workers whose ranks run a Flyte 2 task, and so import its SDK.
 
-For Dask's setting `distributed.worker.preload`; the task types set it for their clusters.
+The task types name this module in Dask's setting `distributed.worker.preload` of their clusters.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from flytekitplugins.daskpytorch.node import fork_client
 __all__ = ["IMPORTED_AHEAD", "dask_setup"]
 
 IMPORTED_AHEAD = "flyteplugins.daskpytorch.import_ahead"
-"""What ranks of Flyte 2's tasks need besides; not to be imported here, where Flyte is not needed."""
+"""Module that the fork server imports for ranks of Flyte 2's tasks. The worker itself needs no SDK of Flyte."""
 
 
 def dask_setup(worker: Any) -> None:
-    """Called by Dask in the worker."""
+    """Start the worker's fork server, which imports Flyte 2's SDK ahead. Called by Dask in the worker."""
     fork_client.import_ahead(IMPORTED_AHEAD)
     preload.dask_setup(worker)

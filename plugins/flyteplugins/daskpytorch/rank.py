@@ -1,4 +1,4 @@
-"""Flyte 2's context in a rank, and rank 0's outputs on their way back. Made in the driver, runs in a rank."""
+"""Flyte 2's context in a rank, and rank 0's outputs for the driver. Made in the driver, runs in a rank."""
 
 import asyncio
 import contextlib
@@ -24,31 +24,31 @@ from flyteplugins.daskpytorch import context
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutput:
-    """What rank 0 has for the driver."""
+    """Rank 0's return value and report tabs, which are sent to the driver."""
 
     value: Any
-    """What the function returned."""
+    """Return value of the function."""
     tabs: Mapping[str, Sequence[str]]
-    """What it has logged to its own report."""
+    """Contents of rank 0's report, by the tab's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flyte2Rank:
-    """What a rank needs to stand in the driver's Flyte execution: a `RankHost`."""
+    """Part of the driver's Flyte context that is sent to the ranks: a `RankHost`."""
 
     ctx: TaskContext
     storage: Storage | None
     inputs: bytes
-    """The task's inputs, pickled: files, folders and frames are references for Flyte, which each rank opens itself."""
+    """Inputs of the task, pickled. Files, folders and data frames are references, which each rank opens itself."""
     outputs_wanted: Sequence[str]
-    """Their names."""
+    """Names of the task's outputs."""
     task_name: str
     results: str
-    """The folder of what the ranks submit, complete when the task has ended."""
+    """Folder of the files that the ranks submit. Complete when the task has ended."""
 
     @classmethod
     def of_current_task(cls, task_name: str, inputs: Mapping[str, Any], outputs: Sequence[str], results: str) -> Self:
-        """Take what the ranks need from the current context, in the driver."""
+        """Return the part of the driver's current context that the ranks need."""
         ctx = flyte.ctx()
         return cls(
             ctx=dataclasses.replace(ctx, report=Report(ctx.report.name), compiled_image_cache=None, data={}),
@@ -61,9 +61,9 @@ class Flyte2Rank:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make `flyte.ctx()` and what goes through it work in this rank as in an ordinary task."""
+        """Make `flyte.ctx()` and Flyte's functions work in this rank as in an ordinary task."""
         revive()
-        provide(context.current, is_last=True)  # whatever other SDK the user's code imports
+        provide(context.current, is_last=True)  # even if the user's code imports another SDK
         action, root = self.ctx.action, Path(self.ctx.run_base_dir)
         how = {"org": action.org, "project": action.project, "domain": action.domain, "root_dir": root}
         asyncio.run(flyte.init.aio(**how, storage=self.storage, sync_local_sys_paths=False))
@@ -71,31 +71,31 @@ class Flyte2Rank:
             yield
 
     def arguments(self) -> dict[str, Any]:
-        """The task's inputs."""
+        """Return the task's inputs."""
         return dict(pickling.loads(self.inputs))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """What rank 0 returned, as it is: what it has uploaded is a reference.
+        """Return rank 0's return value unconverted, with the rank's report. Uploaded files are references in the value.
 
         Raises:
-            TypeError: It does not fit the number of the task's outputs.
+            TypeError: The return value does not fit the number of the task's outputs.
         """
         check_count(self.task_name, returned, self.outputs_wanted)
         tabs = {name: tab.content for name, tab in self.ctx.report.tabs.items() if tab.content}
         return TaskOutput(value=returned, tabs=tabs)
 
     def results_folder(self) -> Dir[Any]:
-        """The driver brings the files there."""
+        """Return the folder to which the driver writes the files that ranks submit."""
         return Dir(path=self.results)
 
 
 def revive() -> None:
-    """Give Flyte's event loop a new thread: that of the process that this one was forked from is not here."""
+    """Give Flyte's event loop a new thread, since the thread of the parent process does not survive a fork."""
     loop = syncify._bg_loop  # noqa: SLF001 - of which every wrapper of Flyte's has the same object
     if not loop.thread.is_alive():
         loop.__init__(loop.thread.name)
 
 
 def put_to_sleep() -> None:
-    """End that thread, before anything is forked from here."""
+    """End the thread of Flyte's event loop, before this process forks."""
     syncify._bg_loop.stop()  # noqa: SLF001 - as above

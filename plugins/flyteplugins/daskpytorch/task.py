@@ -1,4 +1,4 @@
-"""The task types of Flyte 2: what `TaskEnvironment(plugin_config=DaskDDP(...))` makes. Runs in the driver."""
+"""Task types for Flyte 2: how tasks of `TaskEnvironment(plugin_config=DaskDDP(...))` run. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from flyteplugins.daskpytorch.rank import Flyte2Rank, TaskOutput
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
 
 MAX_SYSTEM_RESTARTS = 3
-"""How often an attempt may start again for what the infrastructure did; as in Flyte 1 unless its administrator asks."""
+"""Most restarts of one attempt after failures of the infrastructure. The number is Flyte 1's default."""
 _attempts: dict[tuple[str | None, str], Path] = {}
-"""Where the newest checkpoints are of what was tried here before, by run and action."""
+"""Folders with the newest checkpoints of failed attempts in this process, by run and action."""
 
 
 @dataclass(kw_only=True)
 class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
-    """What all our task types share: system errors for failed infrastructure, and time to save a checkpoint."""
+    """Base of all task types: raises system errors for failed infrastructure, and handles SIGTERM and local runs."""
 
     debuggable: bool = False
 
@@ -58,17 +58,17 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
             raise ValueError(f"{self.name}: {kind} has a cluster or ranks of its own, and cannot be reusable")
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task; what the infrastructure did becomes a system error."""
+        """Run the task. Failures of the infrastructure become system errors."""
         exit_quickly()
         may_start_again = flyte.ctx().mode == "local" or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
         inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
         try:
             with self._begun(inputs), known_to_threads():
                 return await _heeding_sigterm(self._run(inputs))
-        except KeyboardInterrupt:  # from the thread that trains; Flyte's event loop would end by it
+        except KeyboardInterrupt:  # from the thread that trains, where it would end Flyte's event loop
             raise asyncio.CancelledError from None
         except in_ranks.INFRASTRUCTURE_ERRORS as error:
-            if not may_start_again:  # counts towards the task's retries
+            if not may_start_again:  # a user error, which counts towards the task's retries
                 raise
             raise RuntimeSystemError(type(error).__name__, str(error)) from error
         except Exception as error:
@@ -82,7 +82,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _begun(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Have the checkpoints of a local run kept; its attempts go on from each other."""
+        """Keep the checkpoints of a local run, so that its next attempt goes on from them."""
         ctx = flyte.ctx()
         if ctx.mode != "local":
             yield
@@ -101,7 +101,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class _OnDask(DaskTask):  # type: ignore[misc]
-    """What the types for Dask share: Flyte's `dask` task type with our settings of Dask in the cluster's pods."""
+    """Base of the task types for Dask: Flyte's `dask` task type, with this package's Dask settings in all pods."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,8 +109,8 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         self._warn_of_gpus()
 
     def _warn_of_gpus(self) -> None:
-        """Say so where no worker would start: tests/backend/README.md has what Flyte makes of it."""
-        is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # neither a pod nor a rank
+        """Warn if no worker would start, because of GPUs in its `WorkerGroup`. See tests/backend/README.md."""
+        is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # pods and ranks import the task again
         if is_users and num_gpus(self.plugin_config.workers.resources):
             warnings.warn(
                 f"{self.name}: Flyte 2's plugin for Dask, as of 2.0.43, asks for GPUs of WorkerGroup(resources=...) by "
@@ -124,13 +124,13 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         return in_ranks.GANG_SETTINGS | PRELOAD
 
     async def pre(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing: the ranks get the user's code from us, and scheduler and workers need none."""
+        """Return no parameters: ranks get the user's code from the driver, and scheduler and workers need none."""
         return {}
 
 
 @dataclass(kw_only=True)
 class _InRanks(in_ranks.InRanks, _Resumable):
-    """What the types share whose function runs in every rank of a gang; rank 0's return value is the output."""
+    """Base of the task types whose function runs in every rank of a gang. The output is rank 0's return value."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,7 +140,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def task_config(self) -> Any:
-        """As the engine calls it."""
+        """Config of the task, under flytekit's name."""
         return self.plugin_config
 
     @property
@@ -149,11 +149,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def enable_deck(self) -> bool:
-        """As the engine calls it."""
+        """True if the task has a report, under flytekit's name for its Deck."""
         return bool(self.report)
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Train, in a thread, so that Flyte's event loop goes on."""
+        """Train in a thread, so that Flyte's event loop goes on."""
         fork_client.import_ahead(IMPORTED_AHEAD)
         if self._is_debugging:
             return await run_sync_in_thread(self._train_here, inputs)
@@ -184,7 +184,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
                 yield Path(file) if file is not None else None
         finally:
             tab.replace(live_page.page_of(recorder, places))
-            with contextlib.suppress(Exception):  # of a task that has ended Flyte tries once more
+            with contextlib.suppress(Exception):  # Flyte tries again after the task
                 flyte.report.flush()
 
     def _page_file(self) -> str | None:
@@ -198,26 +198,26 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
 @dataclass(kw_only=True)
 class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
-    """Runs the function in every rank of a gang on the workers of a Dask cluster."""
+    """Task whose function runs in every rank of a gang on the workers of a Dask cluster."""
 
     task_type: str = "dask"
 
     def _num_ranks_per_worker(self) -> int:
-        """Where the workers' group says nothing, workers have what the environment asks for."""
+        """Return the number of ranks per worker. Without resources in the `WorkerGroup`, the environment's count."""
         config = self.plugin_config
         if config.gang.ranks_per_worker == "auto" and config.workers.resources is None:
             return max(1, num_gpus(self.resources))
         return super()._num_ranks_per_worker()
 
     def _num_gpus_asked(self) -> int:
-        """Return how many GPUs the workers' group asks for, or else the environment."""
+        """Return the number of GPUs in the resources of the `WorkerGroup`, or else of the environment."""
         resources = self.plugin_config.workers.resources
         return num_gpus(self.resources if resources is None else resources)
 
 
 @dataclass(kw_only=True)
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
-    """Runs the function in every rank of a gang on the task's own node."""
+    """Task whose function runs in every rank of a gang on the task's own node."""
 
     def _num_gpus_to_find(self) -> int:
         return 0 if flyte.ctx().mode == "local" else num_gpus(self.resources)
@@ -225,7 +225,7 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 
 @dataclass(kw_only=True)
 class DaskClusterTask(_Resumable, _OnDask):
-    """Runs the task's function once, with a client of a ready Dask cluster."""
+    """Task whose function runs once, with a client of a ready Dask cluster."""
 
     task_type: str = "dask"
 
@@ -233,7 +233,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         return in_ranks.CLUSTER_SETTINGS | PRELOAD
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Open the cluster, in a thread, and call the function."""
+        """Connect to the cluster in a thread, wait for its workers, and call the function."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         refuse_unknown(inputs)
@@ -255,8 +255,8 @@ class DaskClusterTask(_Resumable, _OnDask):
 
 
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
-    """While a task runs here, have SIGTERM end its gangs after a checkpoint, and the task with a system error."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's to handle
+    """Await a task. Meanwhile SIGTERM ends its gangs after a checkpoint, and the task with a system error."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         return await running
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
 
@@ -276,7 +276,7 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
 
 
 def num_gpus(resources: Any) -> int:
-    """As many as a `flyte.Resources` asks for; none where there is none."""
+    """Return the number of GPUs in a `flyte.Resources`. 0: no GPUs, or no resources."""
     device = resources.get_device() if resources is not None else None
     return device.quantity if device is not None and device.device_class == "GPU" else 0
 
@@ -284,7 +284,7 @@ def num_gpus(resources: Any) -> int:
 def _identity(value: Any) -> bytes:
     if isinstance(path := getattr(value, "path", None), str):
         return local_runs.identity_of_file(path)
-    with contextlib.suppress(Exception):  # whatever a user's own object may raise
+    with contextlib.suppress(Exception):  # any exception of a user's object
         return pickle.dumps(value)
     return b""
 

@@ -58,7 +58,7 @@ class FlyteExecution(host.Execution):
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """As flytekit uploads outputs: its errors have Flyte try the task again."""
+        """Upload a folder as flytekit uploads outputs. After an upload's error, Flyte retries the task."""
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
