@@ -1,4 +1,4 @@
-"""Many models at once on one cluster: which gets workers when, which is stopped early, what a user sees of it.
+"""Training of many models at once on one cluster: scheduling, early stopping, storage and display.
 
 Runs in the driver. Called by `dispatch.map`. May import `dask` and all below.
 """

@@ -1,6 +1,6 @@
-"""What a user sees while many models are trained: a line for each that runs, and how many have ended.
+"""Display of many models in training: a line for each running model, and the number of ended models.
 
-Runs in the driver; a live display in a terminal, plain lines elsewhere.
+Runs in the driver. A terminal has a live display, any other output plain lines.
 """
 
 import logging
@@ -21,20 +21,26 @@ from flytekitplugins.daskpytorch.process.streams import one_line, without_secret
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 
 COUNT_INTERVAL = 5.0
-"""Seconds between plain lines that say how many models have ended."""
+"""Least seconds between two plain lines with the number of ended models."""
 MAX_LABEL = 48
-"""Characters of an experiment that are shown."""
+"""Most characters of an experiment in its line."""
 MIN_TOTAL = 1.0
-"""Seconds from which on it is said where a model's time went."""
+"""Least seconds of a model's training whose goodput is shown."""
 
 
 class SweepDisplay:
-    """Shows all models of one `dispatch.map`, on standard error."""
+    """Display of all models of one `dispatch.map` on standard error."""
 
     def __init__(self, num_models: int, console: Console | None = None, *, is_quiet: bool = False) -> None:
-        """Show `num_models`; if it `is_quiet`, only what a table of them does not: outputs, notes and errors."""
+        """Prepare the display.
+
+        Args:
+            num_models: Number of models in the sweep.
+            console: Console for the lines. None: standard error.
+            is_quiet: True to write only outputs, notes and errors, because a notebook's table shows the rest.
+        """
         self._console = console or terminal()
-        if is_quiet:  # rich would make each line in a notebook an output of its own
+        if is_quiet:  # in a notebook, rich makes a separate output of every line
             self._console.is_jupyter = False
         self._is_quiet = is_quiet
         self._num_models = num_models
@@ -46,42 +52,42 @@ class SweepDisplay:
         self.bars = bars(self._console, TextColumn("{task.fields[name]}", markup=False))
 
     def line(self, index: int, experiment: object) -> Observer:
-        """The watcher of one model's gang."""
+        """Return the observer of one model's gang."""
         if log.is_for_machines():
             return _MachineLine(self)
         return _Line(self, f"model {index}", one_line(repr(without_secrets(experiment)), MAX_LABEL))
 
     def restored(self, num_ended: int, num_early: int, where: str) -> None:
-        """Say what was done in an attempt before."""
+        """Count and report the models that ended in an earlier attempt."""
         self._num_ended, self._num_early = num_ended, num_early
         early = f", {num_early} of them early" if num_early else ""
         self.tell(f"{num_ended} of {self._num_models} models have ended before{early}, as {where} has it")
 
     @property
     def is_live(self) -> bool:
-        """Whether there are lines that change."""
+        """True if the display has lines that change."""
         return bool(self._console.is_terminal) and not self._is_quiet and not log.is_for_machines()
 
     def add(self, label: str) -> TaskID:
-        """Show a line for a model that begins to train."""
+        """Add a line for a model whose training begins, and return the line's id."""
         with self._lock:
             self.bars.start()
             return self.bars.add_task("", name=label, text="", total=None)
 
     def tell(self, text: str) -> None:
-        """Write a line about what a table has, too."""
+        """Write a line, unless the display is quiet because a table shows the same."""
         if not self._is_quiet:
             self.print(text)
 
     def count(self, error: Exception | None) -> None:
-        """Note that a model has ended: well, early or with an error."""
+        """Count a model as finished, stopped early or failed."""
         is_early = isinstance(error, StoppedEarlyError)
         with self._lock:
             self._num_ended += 1
             self._num_early += is_early
             self._num_failed += error is not None and not is_early
             is_last = self._num_ended == self._num_models
-            if is_last and self.is_live:  # elsewhere it writes an empty line
+            if is_last and self.is_live:  # without a live display, rich writes an empty line here
                 self.bars.stop()
             if is_last or time.monotonic() - self._counted_at >= COUNT_INTERVAL:
                 self._counted_at = time.monotonic()
@@ -90,7 +96,7 @@ class SweepDisplay:
                 self.tell(f"{self._num_ended} of {self._num_models} models have ended{early}{failed}")
 
     def print(self, text: str) -> None:
-        """Write a line that stays."""
+        """Write a permanent line, or a log record if the log is for machines."""
         if log.is_for_machines():
             log.say(text, logging.INFO)
             return

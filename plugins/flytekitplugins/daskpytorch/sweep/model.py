@@ -1,4 +1,4 @@
-"""One of many models: its future, what it has logged, and what its gang is asked for. Runs in the driver."""
+"""State of one model of a sweep: future, records, experiment and storage. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.sweep.storage import Kept, ModelStorage
 
 MAX_SHOWN = 100
-"""Characters of an experiment in a future's representation."""
+"""Most characters of an experiment in a future's representation."""
 
 
 class ModelFuture(GangFuture):
-    """The future of one model: rank 0's return value.
+    """Future of one model. The result is rank 0's return value.
 
-    Where the model was stopped early, `result` raises `StoppedEarlyError` and `exception` returns it.
+    For a model that was stopped early, `result` raises `StoppedEarlyError` and `exception` returns that error.
     """
 
     def __init__(
@@ -37,36 +37,39 @@ class ModelFuture(GangFuture):
     ) -> None:
         super().__init__(ReceivedResults(), end)
         self.index = index
-        """The experiment's place among all."""
+        """Index of the experiment, from 0."""
         self.experiment = experiment
-        """What the model is trained with; of a search None until it begins."""
+        """Argument of the training function. None in a search until the study suggests an experiment."""
         self._log = log
         self._cancel = cancel
 
     @property
     def records(self) -> list[LogRecord]:
-        """What rank 0 has logged so far: its numbers and strings; after a restart, without what will come again."""
+        """Rank 0's records so far, with numbers and strings. A restart removes the records that will come again."""
         return list(self._log.records)
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The newest value of each metric in `records`."""
+        """Newest value of each metric in `records`, by name."""
         return dict(self._log.newest)
 
     @property
     def step(self) -> int | None:
-        """That of the last of `records`; None where there is none."""
+        """Step of the last record. None without records."""
         records = self._log.records
         return records[-1].step if records else None
 
     @property
     def goodput(self) -> Goodput | None:
-        """Where its time has gone, at most two seconds ago while it trains; None before, and of an earlier call's."""
+        """Account of the model's time, updated every two seconds during training.
+
+        None before the training, and for a model that an earlier call has completed.
+        """
         return self._log.goodput
 
     @property
     def status(self) -> Literal["waiting", "training", "finished", "stopped early", "failed", "cancelled"]:
-        """How it stands with the model."""
+        """State of the model's training."""
         if not self.done():
             return "training" if self.running() else "waiting"
         match error_of(self):
@@ -84,67 +87,67 @@ class ModelFuture(GangFuture):
         )
 
     def cancel(self) -> bool:
-        """Do not train the model, or end its training; False where that was over before."""
+        """Cancel the model before or during its training. Return False if the training had already ended."""
         return self._cancel()
 
 
 class Log(Observer):
-    """What a model has logged so far."""
+    """Records, newest metrics and goodput of one model."""
 
     def __init__(self, before: Sequence[LogRecord] = ()) -> None:
         self._before = before
-        """By the attempt before, which a gang may go on from."""
+        """Records of the attempt before. A gang that resumes keeps them up to the resumed step."""
         self.records: list[LogRecord] = []
         self.newest: dict[str, Any] = {}
-        """Of each metric."""
+        """Newest value of each metric, by name."""
         self.goodput: Goodput | None = None
 
     def accounted(self, goodput: Goodput) -> None:
-        """Have the newest."""
+        """Store the newest account."""
         self.goodput = goodput
 
     def logged(self, record: LogRecord) -> None:
-        """Have one of rank 0, too."""
+        """Store a record of rank 0."""
         if record.rank == 0:
             self.records.append(bare := record.bare())
-            self.newest = {**self.newest, **bare.metrics}  # another, since others read it meanwhile
+            self.newest = {**self.newest, **bare.metrics}  # a new dictionary, since other threads read the old one
 
     def resumed(self, step: int) -> None:
-        """Have those of the attempt before."""
+        """Restore the records of the attempt before, up to this step."""
         self.cut(self._before, step)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Forget those that will come again."""
+        """Remove the records after the restart's checkpoint, which will be logged again."""
         self.cut(self.records, -math.inf if step is None else step)
 
     def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
-        """Have these, up to a step."""
+        """Replace the stored records by the given ones, up to and including a step."""
         self.records = [record for record in records if record.step <= step]
         self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
 
 
 @dataclass(eq=False, kw_only=True)
 class Model:
-    """All that the driver has of one."""
+    """The driver's state of one model."""
 
     index: int
     line: Observer
-    """Of the sweep display."""
+    """Observer that shows the model in the sweep's display."""
     kept: Kept | None = None
-    """From the attempt before."""
+    """State that an earlier call left in storage. None for a new model."""
     experiment: Any = None
     num_workers: int = 0
     storage: ModelStorage | None = None
     log: Log = field(init=False)
     future: ModelFuture = field(init=False)
     gang: GangFutures | None = None
-    """While it is being trained."""
+    """Futures of the model's gang during training, else None."""
 
     def __post_init__(self) -> None:
         self.log = Log(self.kept.records if self.kept is not None else ())
 
     def settle(self, result: Any, error: BaseException | None) -> None:
-        """Have its future end."""
+        """Set the result or the error of the model's future."""
         if error is None:
             self.future.set_result(result)
         else:
@@ -152,8 +155,8 @@ class Model:
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """What a future ends with that has no result, `CancelledError` included."""
+    """Return a future's error, `CancelledError` included, or None if the future has a result."""
     try:
         return future.exception()
-    except BaseException as error:  # cancelled
+    except BaseException as error:  # the future was cancelled
         return error

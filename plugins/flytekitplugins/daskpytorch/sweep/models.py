@@ -1,4 +1,7 @@
-"""Many models at once on one cluster: each its own gang on its own share of the workers. Runs in the driver."""
+"""Futures and scheduling of many models on one cluster. Each model has a gang and a share of the workers.
+
+Runs in the driver.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
-"""Seconds between looks at the workers while models wait."""
+"""Seconds between two checks of the cluster's workers while models wait."""
 
 
 def train_all(
@@ -52,7 +55,7 @@ def train_all(
     wandb: Wandb | None,
     storage: SweepStorage | None,
 ) -> ModelFutures:
-    """See `dispatch.map`."""
+    """Start the training of all models of `dispatch.map`, and return their futures."""
     known = None if isinstance(experiments, Search) else experiments
     num_models = experiments.num_models if isinstance(experiments, Search) else len(experiments)
     asked = experiments if isinstance(experiments, Search) else stop_early
@@ -67,7 +70,7 @@ def train_all(
         board=SweepDisplay(num_models, is_quiet=is_notebook()),
     )
     for index, experiment in enumerate(known or ()):
-        sweep.size(index, experiment)  # before others are pickled in vain
+        sweep.size(index, experiment)  # sizes are checked before experiments are pickled
     kept = storage.open(pytorch_function, known) if storage is not None else {}
     models = [sweep.model(index, kept.get(index), known) for index in range(num_models)]
     missing = [model for model in models if not sweep.is_over(model)]
@@ -88,21 +91,21 @@ def train_all(
 
 
 class ModelFutures(Futures[ModelFuture]):
-    """One future per experiment, in their order. Each is settled when its model's training ends."""
+    """Futures of many models, in the order of the experiments. Each is settled when its model's training ends."""
 
     def __init__(self, sweep: Sweep, models: Sequence[Model]) -> None:
         self.cluster = sweep.cluster
-        """All the workers."""
+        """Workers of the whole sweep."""
         self._sweep = sweep
         self._changed = threading.Condition()
-        """Guards all that follows."""
+        """Lock of all fields below. Wakes the thread that starts gangs."""
         self._pool = Pool(free=set(sweep.cluster.workers))
         missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
-        """Those of a search that have no experiment yet come last."""
+        """Models without a gang, largest first. Models of a search without an experiment come last."""
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
-        """When the cluster last had enough workers for each of the waiting models."""
+        """Newest time (monotonic, seconds) at which the cluster had enough workers for each waiting model."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
             model.future = ModelFuture(model.index, model.experiment, model.log, cancel, self._end_all)
@@ -113,18 +116,18 @@ class ModelFutures(Futures[ModelFuture]):
         threading.Thread(target=self._serve, name="daskpytorch-many", daemon=True).start()
 
     def result(self, timeout: float | None = None, *, return_exceptions: bool = False) -> list[Any]:
-        """Every model's result, in the order of the experiments; waits for all of them.
+        """Wait for all models, and return their results in the order of the experiments.
 
-        A model that was stopped early has None in its place.
+        The result of a model that was stopped early is None.
 
         Args:
-            timeout: Seconds to wait; None: until all have ended.
-            return_exceptions: As `asyncio.gather` has it: raise none of the models' errors, but have each in the place
-                of its result, that of a model that was stopped early or cancelled included.
+            timeout: Seconds to wait. None: no limit.
+            return_exceptions: True to return errors in the place of results, as `asyncio.gather` does. This includes
+                the errors of models that were stopped early or cancelled.
 
         Raises:
-            TimeoutError: Not all have ended within `timeout` seconds; they go on.
-            Exception: The first failed experiment's, once all have ended.
+            TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
+            Exception: Error of the first failed experiment, once all models have ended.
         """
         self._wait(timeout)
         if return_exceptions:
@@ -135,24 +138,27 @@ class ModelFutures(Futures[ModelFuture]):
         return [None if future.status == STOPPED_EARLY else future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that `result` would raise, or None. That a model was stopped early is none."""
+        """Wait for all models, and return the error that `result` would raise, or None.
+
+        Early stopping is not an error.
+        """
         self._wait(timeout)
         failed = (future for future in self._futures if future.status != STOPPED_EARLY)
         return next((error for future in failed if (error := error_of(future)) is not None), None)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min", timeout: float | None = None) -> ModelFuture:
-        """The finished model whose newest value of a metric is the best; waits for all, whether they fail or not.
+        """Wait for all models, and return the finished one whose newest value of a metric is best.
 
-        Models that were stopped early, have failed or were cancelled do not count, nor do values that are no number.
+        Failed, cancelled and early stopped models do not count. Neither do values other than numbers.
 
         Args:
-            metric: A name that rank 0 has given to `log`.
-            mode: Whether low or high values are good.
-            timeout: Seconds to wait; None: until all have ended.
+            metric: Name of a metric that rank 0 has logged.
+            mode: `min` if low values are good, `max` if high values are good.
+            timeout: Seconds to wait. None: no limit.
 
         Raises:
-            TimeoutError: Not all have ended within `timeout` seconds; they go on.
-            ValueError: `mode` is neither, or no finished model has logged a number of that name.
+            TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
+            ValueError: `mode` has another value, or no finished model has logged a number of that name.
         """
         Problems("best", SimpleNamespace(mode=mode), {"mode": MODE}).raise_any()
         self._wait(timeout)
@@ -167,11 +173,11 @@ class ModelFutures(Futures[ModelFuture]):
         return (min if mode == "min" else max)(numbers, key=numbers.__getitem__)
 
     def to_frame(self) -> pd.DataFrame:
-        """How it stands now, as a table with a row for each model, by its index.
+        """Return the present state as a table with a row for each model, by index.
 
-        Its columns are `status` and `step`, the fields of the experiments (a dictionary's items, those of a dataclass
-        or named tuple, else `experiment`), and the newest value of each metric. A field that is called like a column
-        before it has `experiment.` before its name, a metric `metric.`.
+        Columns are `status`, `step`, the experiments' fields, and each metric's newest value. A dictionary, dataclass,
+        named tuple or Pydantic model has a column for each field. Any other experiment is in the column `experiment`.
+        If a column of the same name exists, a field has the prefix `experiment.` and a metric the prefix `metric.`.
 
         Raises:
             ImportError: The extra `sweep` is not installed.
@@ -189,16 +195,16 @@ class ModelFutures(Futures[ModelFuture]):
         return as_html(self)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
-        """The futures, each as soon as its model's training has ended."""
+        """Yield each future as soon as its model's training has ended."""
         return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
 
     def cancel(self) -> bool:
-        """Cancel all that have not ended; False where all had."""
-        has_cancelled = [future.cancel() for future in reversed(self._futures)]  # the waiting ones must not start
+        """Cancel all models that have not ended. Return False if all models had ended."""
+        has_cancelled = [future.cancel() for future in reversed(self._futures)]  # waiting models must not start
         return any(has_cancelled)
 
     def preempt(self, reason: str) -> None:
-        """Start no more models; those that are being trained hear of it themselves."""
+        """Start no more models. Running gangs receive the preemption notice themselves."""
         self._preempted = reason
 
     def _wait(self, timeout: float | None) -> None:
@@ -210,12 +216,12 @@ class ModelFutures(Futures[ModelFuture]):
                 raise TimeoutError(f"{len(not_done)} of {len(self)} models have not ended within {timeout:g} s")
 
     def _end_all(self) -> bool:
-        """At Ctrl-C: have all gangs end, before the caller closes the client that they run on."""
+        """Cancel all gangs at Ctrl-C, before the caller closes their Dask client. Return True."""
         self.cancel()
         return True
 
     def _restore(self, model: Model) -> None:
-        """Have a model as it was at the end of the attempt before."""
+        """Restore a completed model's records and result from storage."""
         if (kept := model.kept) is not None:
             self._sweep.recall(model)
             model.log.cut(kept.records)
@@ -227,7 +233,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _serve(self) -> None:
         try:
             self._start_all()
-        except BaseException as error:  # nobody shall wait for models that nobody starts
+        except BaseException as error:  # settles the futures of models that will never start
             with self._changed:
                 self._give_up(self._waiting, raisable(error, "starting the models"))
         finally:
@@ -246,9 +252,12 @@ class ModelFutures(Futures[ModelFuture]):
                 look_at = time.monotonic() + LOOK_INTERVAL
 
     def _ask_for_more(self) -> None:
-        """Have a search suggest what free workers are to train, one by one: each is to know of all before it."""
+        """Ask the study for experiments while workers are free.
+
+        Each model is asked for and started before the next one, since a suggestion depends on all earlier ones.
+        """
         while (model := self._next_unknown()) is not None:
-            self._sweep.ask(model)  # which may take its time
+            self._sweep.ask(model)  # may take long
             with self._changed:
                 model.future.experiment = model.experiment
                 if model in self._waiting:
@@ -270,7 +279,7 @@ class ModelFutures(Futures[ModelFuture]):
             if (workers := self._pool.acquire(model, model.num_workers)) is not None:
                 try:
                     request = self._sweep.request(model)
-                except Exception as error:  # of this experiment alone, which was changed since it was given
+                except Exception as error:  # fails this experiment alone, which was changed since the call
                     self._pool.release(model)
                     error.add_note(self._place_of(model))
                     self._give_up([model], error)
@@ -323,7 +332,7 @@ class ModelFutures(Futures[ModelFuture]):
     # ---- in other threads
 
     def refill(self, model: Model) -> list[str]:
-        """A gang's workers, after it was given free ones for those that it has lost.
+        """Replace a gang's lost workers by free ones, and return all its workers.
 
         Raises:
             OSError: The scheduler does not answer.
@@ -345,7 +354,7 @@ class ModelFutures(Futures[ModelFuture]):
             model.settle(result, error)
 
     def _note_end(self, model: Model, error: BaseException | None, result: Any) -> None:
-        self._sweep.tell(model, error, result)  # before the next is suggested
+        self._sweep.tell(model, error, result)  # before the study suggests another experiment
         with self._changed:
             self._pool.release(model)
             self._changed.notify_all()
@@ -353,9 +362,9 @@ class ModelFutures(Futures[ModelFuture]):
         if model.storage is not None:
             if error is stopped:
                 model.storage.note_end(result, stopped, model.line.noted)
-            else:  # what it has logged after its last checkpoint
+            else:  # records since the last checkpoint
                 self._sweep.note_progress(model, model.storage)
-        if error is not None and stopped is None:  # which says it itself
+        if error is not None and stopped is None:  # its message names the experiment
             error.add_note(self._place_of(model))
 
     def _place_of(self, model: Model) -> str:
@@ -375,23 +384,23 @@ class ModelFutures(Futures[ModelFuture]):
 
 
 class _Share(DaskAgents):
-    """Starts one gang's agents on the workers that it was given, and on others that it is given for lost ones."""
+    """Starts one gang's agents on its share of the workers, and on replacements for lost workers."""
 
     def __init__(self, models: ModelFutures, model: Model, workers: Sequence[str]) -> None:
         vars(self).update(vars(models.cluster))
-        self._futures = []  # it closes only what it has launched
+        self._futures = []  # `close` ends only this gang's agents
         self._models = models
         self._model = model
         self.workers = workers
         self.num_wanted = len(workers)
 
     def present(self) -> list[str]:
-        """The gang's workers, the replacements of those that have gone among them."""
+        """Return the gang's workers, including replacements for lost workers."""
         return self._models.refill(self._model)
 
 
 def _number(value: object) -> float:
-    """As a float; what is none is NaN."""
+    """Return the value as a float, or NaN for any other type."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:

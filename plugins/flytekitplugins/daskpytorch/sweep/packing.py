@@ -1,7 +1,7 @@
-"""Which of many gangs start now, and on which workers. Pure; runs in the driver.
+"""Assignment of a cluster's workers to gangs. Pure functions and state, for the driver.
 
-Whole gangs or none, the largest first: when a gang ends, the workers that it leaves are enough for the next one of its
-size, so large gangs do not starve although smaller ones fill every gap.
+A gang gets all its workers or none, and larger gangs go first. The workers of an ended gang are enough for the next
+gang of the same size. Large gangs therefore never starve, although small gangs fill every gap.
 """
 
 from collections.abc import Hashable, Iterable
@@ -12,53 +12,53 @@ from flytekitplugins.daskpytorch.protocol.placement import worker_order
 
 @dataclass
 class Pool:
-    """The workers of a cluster, and who holds them. Not safe for threads."""
+    """Workers of a cluster and their holders. Not thread-safe."""
 
     free: set[str] = field(default_factory=set)
-    """Workers that nobody holds."""
+    """Workers without a holder."""
     _held: dict[Hashable, set[str]] = field(default_factory=dict)
-    """Holder -> its workers."""
+    """Workers by holder."""
     _wanted: dict[Hashable, int] = field(default_factory=dict)
-    """Holder -> how many it is to have."""
+    """Requested number of workers, by holder."""
 
     @property
     def num_free(self) -> int:
-        """Workers for new gangs: the free ones without those that older gangs have lost and wait for."""
+        """Number of free workers for new gangs, less the replacements that older gangs wait for."""
         return max(0, len(self.free) - sum(self._num_missing(holder) for holder in self._held))
 
     @property
     def num_workers(self) -> int:
-        """All workers."""
+        """Number of all workers, free and held."""
         return len(self.free) + sum(map(len, self._held.values()))
 
     @property
     def is_in_use(self) -> bool:
-        """Whether anybody holds workers."""
+        """True if the pool has a holder."""
         return bool(self._held)
 
     def update(self, present: Iterable[str]) -> None:
-        """Take note of the workers that are there now."""
+        """Set the present workers. Absent workers are taken from their holders."""
         there = set(present)
         for workers in self._held.values():
             workers.intersection_update(there)
         self.free = there.difference(*self._held.values())
 
     def acquire(self, holder: Hashable, count: int) -> list[str] | None:
-        """Give a new holder so many workers, or nothing where there are not enough."""
+        """Assign `count` workers to a new holder and return them, or return None if too few are free."""
         if count > self.num_free:
             return None
         self._held[holder], self._wanted[holder] = set(), count
         return self.refill(holder)
 
     def refill(self, holder: Hashable) -> list[str]:
-        """All the workers of a holder, after it was given free ones for those that it has lost."""
+        """Replace a holder's lost workers by free ones, and return all its workers."""
         missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
         self.free.difference_update(missing)
         self._held[holder].update(missing)
         return sorted(self._held[holder], key=worker_order)
 
     def release(self, holder: Hashable) -> None:
-        """Take back what a holder has."""
+        """Remove a holder and free its workers."""
         self.free |= self._held.pop(holder)
         del self._wanted[holder]
 
