@@ -1,8 +1,8 @@
-"""What many models leave in storage, so that the same call goes on where it was. Runs in the driver.
+"""Storage of a sweep, from which a repeated call resumes. Runs in the driver.
 
-Below the sweep's folder `call.pkl` says which function was called, and each model has a folder named by its index:
-`outcome.pkl` is what came of it, and there only once it has ended; `begun.pkl` and the checkpoints beside it, which
-`driver.vault` writes and finds, are those of a model that has not. Each file appears whole or not at all.
+The sweep's folder has `call.pkl`, which describes the called function, and a folder for each model, named by index. A
+model's `begun.pkl` has its experiment and its records so far. `driver.vault` writes and finds the checkpoints in the
+same folder. A model that has ended has `outcome.pkl`, too. Each file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_exec
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 NUM_READERS = 16
-"""Files that are read at the same time."""
+"""Number of files that are read at the same time."""
 MAX_COMPARED = 1 << 16
-"""Bytes of an argument bound to the function, pickled, that is kept to be compared."""
+"""Most bytes of a pickled argument of a partial function. Larger arguments are not compared between calls."""
 RETRY_AFTER = (1.0, 2.0, 4.0)
-"""Seconds before an outcome that could not be written is written again."""
+"""Seconds before each new attempt to write an outcome."""
 MAX_TOLD = 3
-"""Experiments that an error names."""
+"""Most differences between two calls that an error names."""
 ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What is known of a model from calls before."""
+    """A model's state from earlier calls, as read from storage."""
 
     experiment: Any
     records: Sequence[LogRecord] = ()
     has_ended: bool = False
     result: Any = None
     stopped: StoppedEarlyError | None = None
-    """It was ended early, and has no result."""
+    """Error of a model that was stopped early. None for any other model."""
     trial: Any = None
-    """Optuna's, as it was then, where a study has suggested the experiment."""
+    """Optuna's trial at the time of the last write. None for an experiment from a list."""
 
 
 class SweepStorage:
-    """The folder of one sweep, which is the user's own: what is pickled there is trusted."""
+    """Folder of one sweep. The user owns the folder, so pickles from this folder are trusted."""
 
     def __init__(self, uri: str, name: str) -> None:
         folder = f"{uri.rstrip('/')}/{name}"
@@ -63,14 +63,14 @@ class SweepStorage:
         self.folder = self.files.path(folder)
 
     def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, Kept]:
-        """What is kept, by the models' indexes; of a sweep that is new, have it noted what it is of.
+        """Return the stored models by index. In the folder of a new sweep, write `call.pkl`.
 
         Args:
-            function: The call's own.
-            experiments: Those of the call; None: whatever they were.
+            function: Function of this call.
+            experiments: Experiments of this call, to compare with the stored ones. None: no comparison.
 
         Raises:
-            ValueError: It is kept of another call, or cannot be read.
+            ValueError: The folder belongs to another call, or a file cannot be unpickled.
             OSError: The storage cannot be read or written, or another user owns or can write to a file there.
         """
         self.files.refuse_foreign(self.folder, with_folders=True)
@@ -101,7 +101,7 @@ class SweepStorage:
         return kept
 
     def model(self, index: int, about: Callable[[], dict[str, Any]]) -> ModelStorage:
-        """One model's part."""
+        """Return the storage of one model. `about` returns the content of the model's `begun.pkl`."""
         return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about)
 
     def _read_all(self, names: Sequence[str]) -> dict[str, Any]:
@@ -109,13 +109,13 @@ class SweepStorage:
             return dict(zip(names, readers.map(self._read, names), strict=True))
 
     def _read(self, name: str) -> Any:
-        """One file's object; None where it is torn, as stores leave it that cannot write files whole."""
+        """Return the object in a file. None if the file is truncated, which only stores without atomic writes do."""
         data = self.files.read(f"{self.folder}/{name}")
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
         except (EOFError, pickle.UnpicklingError):
             say(f"{self.folder}/{name} is not whole, and is passed over")
-        except Exception as error:  # whatever is raised where classes are made anew
+        except Exception as error:  # unpickling a user's class may raise anything
             raise ValueError(
                 f"{self.folder}/{name} cannot be read ({type(error).__name__}: {error}): is a class that it needs "
                 "gone, or called otherwise? Bring it back, give another name, or remove that file."
@@ -124,32 +124,32 @@ class SweepStorage:
 
 @dataclass(eq=False, kw_only=True)
 class ModelStorage:
-    """One model's folder."""
+    """Folder of one model."""
 
     files: Files
     folder: str
     about: Callable[[], dict[str, Any]]
-    """The experiment, the records up to now, and Optuna's trial where there is one."""
+    """Returns the experiment, the records so far, and a search's trial."""
 
     @property
     def paths(self) -> StoragePaths:
-        """Where the model's checkpoints come from and go to. What it has logged is written before each of them."""
+        """Folders for reading and writing the model's checkpoints. The records are written before each checkpoint."""
         folder = self.folder
         return StoragePaths(files=self.files, previous=folder, own=folder, is_claimed=True, prepare=self.note_progress)
 
     def note_progress(self) -> None:
-        """Write what the model is trained with, and what it has logged by now."""
+        """Write the model's experiment and its records so far."""
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
     def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
-        """Write what came of it; a store that does not work is given some time, and does not harm the result."""
+        """Write the model's outcome. A failed write is reported and tried again, and leaves the result intact."""
         outcome = {**self.about(), "result": result, "stopped": stopped}
         for wait_for in (*RETRY_AFTER, None):
             try:
                 return self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # whatever a store's client raises, or an object that cannot be pickled
+            except BaseException as error:  # a store's client and the pickling of a result may raise anything
                 again = f"trying again in {wait_for:g} s" if wait_for else "the same call would train the model again"
                 say(f"its outcome could not be kept in {self.folder} ({type(error).__name__}: {error}); {again}")
                 time.sleep(wait_for or 0.0)
@@ -160,13 +160,16 @@ def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, Kept]]:
     for index in sorted({int(name.partition("/")[0]) for name in found if name.partition("/")[0].isdecimal()}):
         begun, outcome = (found.get(f"{index}/{file}") for file in (BEGUN, OUTCOME))
         if (said := outcome or begun) is not None:
-            # Of one that was stopped, and then trained on for a while, the outcome is the older.
+            # A model that was stopped early may have resumed since: `begun.pkl` is then newer than the outcome.
             records = max((each["records"] for each in (begun, outcome) if each is not None), key=len)
             yield index, Kept(**{**said, "records": records}, has_ended=outcome is not None)
 
 
 def _pickled(value: Any) -> bytes:
-    """By reference to classes if possible, so that those of a script are the script's own again; else by value."""
+    """Return a pickle with classes by reference if possible, else by value.
+
+    A script that reads the pickle gets its own classes by reference, and copies by value.
+    """
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -177,7 +180,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _bound(function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that partials bring, by name or place; without what is large or cannot be pickled."""
+    """Return the arguments of partial functions by name or position, without large and unpicklable ones."""
     bound: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         here = {str(place): value for place, value in enumerate(function.args)} | function.keywords
@@ -188,7 +191,7 @@ def _bound(function: Callable[..., Any]) -> dict[str, Any]:
 def _is_small(value: Any) -> bool:
     try:
         return len(_pickled(value)) <= MAX_COMPARED
-    except Exception:  # whatever is raised by an object that takes no part in this
+    except Exception:  # an object without pickling may raise anything
         return False
 
 
@@ -219,7 +222,7 @@ def _told(field_: dict[str, Any]) -> str:
 
 
 def _are_equal(kept: Any, mine: Any) -> bool:
-    """Whether they say so themselves; else, as arrays and many classes do not, whether Dask sees no difference."""
+    """Return True if values are equal by `==` or by Dask's tokens. Arrays and many classes have no usable `==`."""
     try:
         if bool(kept == mine):
             return True
@@ -230,7 +233,7 @@ def _are_equal(kept: Any, mine: Any) -> bool:
 
 @normalize_token.register_lazy("torch")  # type: ignore[no-untyped-call,untyped-decorator]
 def _tell_tensors_apart() -> None:
-    """Have Dask take a tensor's values for it: pickled, each is another."""
+    """Make Dask's tokens of tensors depend on their values. Pickles of equal tensors differ."""
     import torch
 
     @normalize_token.register(torch.Tensor)  # type: ignore[no-untyped-call,untyped-decorator]

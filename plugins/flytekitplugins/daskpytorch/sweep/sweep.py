@@ -1,4 +1,4 @@
-"""What the models of one `dispatch.map` share, and how each gets ready. Runs in the driver."""
+"""Shared state of the models of one `dispatch.map`, and the preparation of each model. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 @dataclass(eq=False, kw_only=True)
 class Sweep:
-    """One `dispatch.map`."""
+    """Shared state of one `dispatch.map`."""
 
     cluster: DaskAgents
     function: Callable[..., Any]
@@ -36,12 +36,12 @@ class Sweep:
     wandb: Wandb | None
     storage: SweepStorage | None
     trials: Trials | None
-    """Of early stopping, or of a search."""
+    """Trials of early stopping or of a search. None without either."""
     board: SweepDisplay
     keys: Sequence[str] = ()
-    """The models', by their indexes; see `take_keys`."""
+    """Keys of the models, by index. See `take_keys`."""
     execution: Execution = field(default_factory=current_execution)
-    """Of the thread that calls; others may not know it."""
+    """Flyte execution of the calling thread. Other threads may have no execution."""
     code: Code = field(default_factory=pack_code)
     runs: Callable[[], RunSettings] | None = field(init=False)
 
@@ -52,10 +52,10 @@ class Sweep:
         self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
 
     def model(self, index: int, kept: Kept | None, experiments: Sequence[Any] | None) -> Model:
-        """One of them, by its place in a list, or of a search as it was kept.
+        """Return a new model, whose experiment comes from the list or, in a search, from storage.
 
         Raises:
-            ValueError: What was kept of it is not that of a search.
+            ValueError: The stored model belongs to a list of experiments, but this sweep is a search.
         """
         experiment = experiments[index] if experiments is not None else kept and kept.experiment
         model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
@@ -70,11 +70,11 @@ class Sweep:
         return model
 
     def size(self, index: int, experiment: Any) -> int:
-        """How many workers an experiment takes.
+        """Return the number of workers for an experiment.
 
         Raises:
-            ValueError: That is no number of workers.
-            GangStartError: There are not as many.
+            ValueError: The user's number is not a whole number above 0.
+            GangStartError: The cluster has fewer workers.
         """
         size = self.workers(experiment) if callable(self.workers) else self.workers
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -87,10 +87,10 @@ class Sweep:
         return size
 
     def ask(self, model: Model) -> None:
-        """Have the study suggest a model's experiment, and the model ready to be trained.
+        """Get a model's experiment from the study, and prepare the model's training.
 
         Raises:
-            Exception: As `prepare`, or whatever the study or the user's function raises.
+            Exception: Any error of `prepare`, of the study or of the user's function.
         """
         if self.trials is None:
             raise TypeError("this sweep has no study to suggest experiments")
@@ -102,14 +102,14 @@ class Sweep:
             self.note_progress(model, model.storage)
 
     def note_progress(self, model: Model, storage: ModelStorage) -> None:
-        """Write what it is trained with, and what it has logged by now."""
+        """Write a model's experiment and records to storage. A failure is reported, but not raised."""
         try:
             storage.note_progress()
-        except Exception as error:  # whatever a store's client raises: its next checkpoint will note it
+        except Exception as error:  # a store's client may raise anything, and the next checkpoint writes again
             model.line.noted(f"its records could not be kept in {storage.folder} ({type(error).__name__}: {error})")
 
     def prepare(self, model: Model, experiment: Any) -> None:
-        """Have a model ready to be trained, but for its place in storage.
+        """Prepare a model's training, except for storage.
 
         Raises:
             ValueError: As `size`.
@@ -121,15 +121,17 @@ class Sweep:
         check_call(self.function, (experiment,), {})
 
     def place(self, model: Model) -> None:
-        """Give it its place in storage."""
+        """Assign a folder in storage to a model, if the sweep has storage."""
         if self.storage is not None:
             model.storage = self.storage.model(model.index, lambda: self._about(model))
 
     def request(self, model: Model) -> Request:
-        """What its gang is asked for; to be made when that starts, since it holds all that is large in the call.
+        """Return the request for a model's gang.
+
+        Build the request only when the gang starts, since a request holds the call's large arguments.
 
         Raises:
-            Exception: The experiment cannot be pickled any more, or whatever makes an observer raises.
+            Exception: The experiment can no longer be pickled, or the creation of an observer fails.
         """
         settings, key = _fit(self.settings, model.num_workers), self.keys[model.index]
         paths = storage_of(
@@ -146,7 +148,7 @@ class Sweep:
         return replace(request, key=key, storage=paths, observers=observers, training=about)
 
     def observers(self, model: Model) -> list[Observer]:
-        """Those of its gang that belong to the sweep."""
+        """Return the sweep's observers for a model's gang."""
         observers = [model.line, model.log]
         if self.trials is not None:
             before = model.kept.records if model.kept is not None else ()
@@ -154,24 +156,24 @@ class Sweep:
         return observers
 
     def is_over(self, model: Model) -> bool:
-        """Whether nothing is left to do, since the attempt before has done it.
+        """Return True if an earlier call has completed the model.
 
-        A model that was stopped early then is trained to its end once nobody is to be stopped.
+        A model that was stopped early counts as incomplete in a call without early stopping and without a search.
         """
         kept = model.kept
         return kept is not None and kept.has_ended and (kept.stopped is None or self.trials is not None)
 
     def recall(self, model: Model) -> None:
-        """Have the others compared with a model that is over."""
+        """Report a completed model to the study, for comparison with other models."""
         if model.kept is not None and self.trials is not None:
             self.trials.recall(model.index, model.kept)
 
     def tell(self, model: Model, error: BaseException | None, result: Any = None) -> None:
-        """Have a study hear how a model has ended."""
+        """Report a model's end to the study. A failure of the study is noted, but not raised."""
         try:
             if self.trials is not None:
                 self.trials.tell(model.index, error, result, model.log.newest)
-        except BaseException as failure:  # whatever the study's storage raises: the model has its result all the same
+        except BaseException as failure:  # a study's storage may raise anything, and the model keeps its result
             model.line.noted(f"the study could not be told how it ended ({type(failure).__name__}: {failure})")
 
     @cached_property

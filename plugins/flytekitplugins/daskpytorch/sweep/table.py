@@ -1,4 +1,4 @@
-"""What is known of many models, a row for each: for `to_frame`, and as a table for notebooks. Runs in the driver."""
+"""Tables of many models, with a row for each: for `to_frame` and for notebooks. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.html import shared
 
 STATUSES = ("training", "failed", "finished", "stopped early", "cancelled", "waiting")
-"""In the order in which they are of interest."""
+"""States of a model, most interesting first."""
 MAX_ROWS = 100
-"""Models that a notebook shows."""
+"""Most models in a notebook's table."""
 MAX_CELL = 60
-"""Characters of a cell."""
+"""Most characters of a cell."""
 REFRESH = 0.5
-"""Seconds from one look at what has changed to the next."""
+"""Seconds between two updates of a notebook's table."""
 
 
 class Model(Protocol):
-    """What a row is made of, as `ModelFuture` has it."""
+    """Fields of a row, as in `ModelFuture`."""
 
     index: int
     experiment: Any
@@ -36,17 +36,17 @@ class Model(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The newest that it has named."""
+        """Newest step of rank 0's records. None without records."""
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The newest value of each metric."""
+        """Newest value of each metric, by name."""
 
 
 def rows_of(models: Iterable[Model]) -> list[dict[str, Any]]:
-    """For each model its index, status and step, its experiment's fields, and the newest value of each metric.
+    """Return a row for each model: index, status, step, experiment's fields and newest value of each metric.
 
-    A field that is called like one of those before it has `experiment.` before its name, a metric `metric.`.
+    If a column of the same name exists, a field has the prefix `experiment.` and a metric the prefix `metric.`.
     """
     rows = []
     for model in models:
@@ -58,20 +58,20 @@ def rows_of(models: Iterable[Model]) -> list[dict[str, Any]]:
 
 
 def counted(models: Sequence[Model]) -> str:
-    """How it stands with all, in a line such as `8 models: 2 training, 5 finished, 1 waiting`."""
+    """Return the number of models by status, for example `8 models: 2 training, 5 finished, 1 waiting`."""
     counts = Counter(model.status for model in models)
     each = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     return f"{len(models)} model{'' if len(models) == 1 else 's'}{each and ': '}{each}"
 
 
 def as_html(models: Sequence[Model]) -> str:
-    """A table of all models, or of the most interesting ones where they are many; without secrets."""
+    """Return an HTML table of at most `MAX_ROWS` models, most interesting first, without secrets."""
     chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
     rows = rows_of(sorted(chosen, key=lambda model: model.index))
     header = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
-    # A notebook has a style of its own, and is sent the table again and again.
+    # A notebook has its own style, and every update would send ours again.
     bare = table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
     return f"<p>{counted(models)}</p>{bare}{rest}"
 
@@ -83,13 +83,13 @@ def _cell(value: object) -> str:
 
 
 def is_notebook() -> bool:
-    """Whether this process is a notebook's kernel; imports nothing to find out."""
+    """Return True if this process is a notebook's kernel. Imports no module."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 def show_live(futures: Sequence[Future[Any]], html: Callable[[], str]) -> None:
-    """Show a table where a notebook's cell has its output, and keep it up to date until all have ended."""
+    """Show a table in the output of a notebook's cell, and update the table until all futures are done."""
     from IPython.display import HTML, display
 
     shown = html()

@@ -1,8 +1,7 @@
-"""Trials of an Optuna study, one for each model: what a study suggests and hears, and who is stopped early.
+"""Trials of an Optuna study, one for each model: suggested experiments, reported metrics and early stopping.
 
-Runs in the driver. `Search` brings the user's study. `EarlyStopping` has a study in memory, whose pruner compares the
-models by asynchronous successive halving. Each gang's judge hears of its records on the thread of that gang's
-supervisor.
+Runs in the driver. `Search` has the user's study. `EarlyStopping` has a study in memory, whose pruner compares the
+models by asynchronous successive halving. Each gang has a judge, which runs on the thread of the gang's supervisor.
 """
 
 from __future__ import annotations
@@ -25,38 +24,38 @@ if TYPE_CHECKING:
 
 
 MAX_NAMES = 20
-"""Metrics that the notice of a missing metric names."""
+"""Most metrics in the notice of a missing metric."""
 MODEL = "model"
-"""Attribute of a trial: its model's index."""
+"""Name of a trial's attribute with the model's index."""
 TAG = "daskpytorch"
-"""Attribute by which a trial that was just added is found."""
+"""Name of the attribute that identifies a newly added trial."""
 
 
 class Trials:
-    """The study of one `dispatch.map`, and the trials of its models."""
+    """Study of one `dispatch.map`, and the trials of its models."""
 
     def __init__(self, asked: EarlyStopping | Search, num_models: int) -> None:
         self.asked = asked
         self.num_models = num_models
         self.study = asked.study if isinstance(asked, Search) else _new_study(asked)
         self.metric = asked.metric if len(self.study.directions) == 1 else None
-        """Metric that models are stopped by. None if the study has several directions, which cannot prune."""
+        """Metric for early stopping. None if the study has several directions, since Optuna prunes by one only."""
         self._lock = threading.Lock()
-        """Guards the study and all that follows: a trial's report and the look at all the others are one step."""
+        """Lock of the study and all fields below. A report and the comparison with other trials are one step."""
         self._trials: dict[int, optuna.Trial] = {}
-        """Trials of the models that have begun, by their indexes."""
+        """Trials of the models that have begun, by model index."""
         self._last_epochs: dict[int, int] = {}
-        """Newest epoch that the study has of models that began in an attempt before, by their indexes."""
+        """Newest reported epoch of models that began in an earlier attempt, by model index."""
         self._has_said = self.suggests
-        """True if the notice of a missing metric is not needed, or was given."""
+        """True if the notice of a missing metric was shown, or is unnecessary."""
 
     @property
     def suggests(self) -> bool:
-        """True if the study makes the experiments."""
+        """True if the study suggests the experiments."""
         return isinstance(self.asked, Search)
 
     def ask(self, index: int) -> Any:
-        """Return the experiment that the study suggests for a model; raises whatever the user's function raises."""
+        """Return the study's experiment for a model. Raises any error of the user's function."""
         if not isinstance(self.asked, Search):
             raise TypeError("early stopping suggests no experiments")
         with self._lock:
@@ -65,7 +64,7 @@ class Trials:
         return self.asked.suggest(trial)
 
     def attach(self, index: int, kept: Kept) -> None:
-        """Go on with the trial of a model that began in an attempt before, or with a new one like it."""
+        """Resume the trial of a model that began in an earlier attempt, or add an equal trial."""
         from optuna import Trial
 
         with self._lock:
@@ -76,7 +75,7 @@ class Trials:
             self._last_epochs[index] = -1 if trial.last_step is None else trial.last_step
 
     def recall(self, index: int, kept: Kept) -> None:
-        """Have the study know of a model that ended in an attempt before."""
+        """Report to the study a model that ended in an earlier attempt."""
         if not self.suggests:
             self.watch(index, lambda _: None, kept.records).take_before(math.inf)
             return
@@ -89,34 +88,34 @@ class Trials:
                 self._tell(trial.number, kept.stopped, kept.result, metrics)
 
     def trial(self, index: int) -> optuna.trial.FrozenTrial:
-        """Return a model's trial as it is now."""
+        """Return a model's trial in its present state."""
         with self._lock:
             return self.study.get_trials(deepcopy=False)[self._trials[index].number]
 
     def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> _Judge:
-        """Return the observer of one model's gang; its `logged` raises `StoppedEarlyError` to stop the model.
+        """Return the observer of one model's gang, whose `logged` raises `StoppedEarlyError` to stop the model.
 
         Args:
-            index: The model's.
-            say: Shows a notice of the model.
-            before: Records of an attempt before. They count up to the step that the gang goes on from.
+            index: Index of the model.
+            say: Shows a notice about the model.
+            before: Records of an earlier attempt. Records up to the resumed step are reported again.
         """
-        if not self.suggests:  # else it was asked for
+        if not self.suggests:  # a search has asked for the trial already
             with self._lock:
                 self._trials[index] = self.study.ask()
         return _Judge(self, self._trials[index], index, say, before, self._last_epochs.get(index, -1))
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
-        """Report a model's value; return True if the pruner wants the model to end."""
+        """Report a model's value, and return True if the pruner stops the model."""
         with self._lock:
             trial.report(value, epoch)
             return trial.should_prune()
 
     def next_rung(self, epoch: int) -> int:
-        """Return the first epoch after this one whose value the study is told.
+        """Return the next epoch whose value is reported to the study.
 
-        Optuna copies all reports of a trial at each report. Early stopping reports at rungs only, since each epoch
-        of a long training would take the square of its time. A user's study is told of every epoch.
+        Optuna copies all reports of a trial at each report, so the time grows with the square of the reports. Early
+        stopping therefore reports at rungs only. A user's study receives every epoch.
         """
         if isinstance(self.asked, Search):
             return epoch + 1
@@ -126,7 +125,7 @@ class Trials:
         return rung
 
     def why(self, value: float) -> str:
-        """Return the reason for which a model with this value is stopped."""
+        """Return the reason for stopping a model with this value."""
         if isinstance(self.asked, Search):
             return f"and the study's {type(self.study.pruner).__name__} wants it to end"
         if math.isnan(value):
@@ -135,7 +134,7 @@ class Trials:
         return f"which is not {best} of what models had there"
 
     def tell(self, index: int, error: BaseException | None, result: Any, metrics: Mapping[str, Any]) -> None:
-        """Tell the user's study how a model has ended, if the model has begun."""
+        """Report a model's end to the user's study, if the model has begun."""
         with self._lock:
             if self.suggests and index in self._trials:
                 self._tell(self._trials[index].number, error, result, metrics)
@@ -145,7 +144,7 @@ class Trials:
         self._has_said = True
 
     def may_say(self) -> bool:
-        """Return True once, and only while no model has logged the metric: the notice of its absence is due."""
+        """Return True at the first call, unless a model has logged the metric. The caller then shows the notice."""
         with self._lock:
             has_said, self._has_said = self._has_said, True
         return not has_said
@@ -158,7 +157,7 @@ class Trials:
             self.study.tell(number, state=state, skip_if_finished=True)
         else:
             value = result if self.asked.metric is None else metrics.get(self.asked.metric)
-            self.study.tell(number, value, skip_if_finished=True)  # which warns of what is no number
+            self.study.tell(number, value, skip_if_finished=True)  # Optuna warns if the value is not a number
 
     def _find(self, wanted: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial | None:
         trials = self.study.get_trials(deepcopy=False)
@@ -189,9 +188,9 @@ class _Judge(Observer):
     _say: Callable[[str], None]
     _before: Sequence[LogRecord]
     _last_epoch: int
-    """Newest epoch that the study has of the model; -1 for none."""
+    """Newest reported epoch of the model. -1 without reports."""
     _names: set[str] = field(default_factory=set)
-    """Metrics that were logged before the one that is compared."""
+    """Names of metrics in records that came before the compared metric."""
     _first_epoch: int | None = None
     """First epoch of a record without the metric."""
     _has_metric: bool = False
@@ -199,13 +198,13 @@ class _Judge(Observer):
 
     def __post_init__(self) -> None:
         self._rung = self._trials.next_rung(self._last_epoch)
-        """Epoch from which on the next value is reported: after a restart some epochs come again."""
+        """First epoch whose value is reported next. Earlier epochs come again after a restart."""
 
     def resumed(self, step: int) -> None:
         self.take_before(step)
 
     def take_before(self, step: float) -> None:
-        """Report what was logged before, up to this step. A model that fell behind then was stopped then."""
+        """Report the records of an earlier attempt, up to this step. Those records stop no model again."""
         for record in self._before:
             if record.step <= step:
                 self._falls_behind(record)
@@ -229,7 +228,7 @@ class _Judge(Observer):
             self._complain()
 
     def _falls_behind(self, record: LogRecord) -> bool:
-        """Report a record's value, if it is due; return True if the model is to be stopped."""
+        """Report a record's value if due, and return True if the model must stop."""
         if self._trials.metric is None:
             return False
         epoch = record.epoch if (record.epoch or 0) >= 0 else None  # rungs count from 0
@@ -246,7 +245,7 @@ class _Judge(Observer):
         return self._trials.falls_behind(self._trial, epoch, value)
 
     def _miss(self, epoch: int | None, record: LogRecord) -> None:
-        """Note a record that cannot be compared. Say so once an epoch in which models are compared has passed."""
+        """Note a record without the compared metric. Show the notice once a rung has passed."""
         if self._has_metric:
             return
         if len(self._names) < MAX_NAMES:
@@ -271,17 +270,17 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study that is made
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # Optuna logs every new study
     try:
         return optuna.create_study(
             storage=optuna.storages.InMemoryStorage(),
-            sampler=optuna.samplers.RandomSampler(),  # which nobody asks
+            sampler=optuna.samplers.RandomSampler(),  # unused
             direction="minimize" if settings.mode == "min" else "maximize",
             pruner=optuna.pruners.SuccessiveHalvingPruner(
                 min_resource=settings.grace_period,
                 reduction_factor=settings.reduction_factor,
                 min_early_stopping_rate=0,
-                bootstrap_count=0,  # more would stop the first that come to a rung, however good
+                bootstrap_count=0,  # a higher count would stop the first models at a rung, however good
             ),
         )
     finally:
@@ -289,5 +288,5 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
 
 
 def _is_last(record: LogRecord) -> bool:
-    """Return True if the training is done but for its end: stopping it would save nothing and cost its result."""
+    """Return True for the last step's record. Stopping the model now would save no time and lose the result."""
     return record.num_steps is not None and record.step + 1 >= record.num_steps
