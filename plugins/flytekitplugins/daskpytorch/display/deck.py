@@ -1,4 +1,4 @@
-"""What a training's Deck tells of: an observer that keeps it, in bounded memory. Runs in the driver."""
+"""Recorder of a training for the Deck, in bounded memory. Runs in the driver."""
 
 import math
 import pickle
@@ -18,15 +18,15 @@ from flytekitplugins.daskpytorch.goodput import Goodput, RankUsage
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape
 
 PACE_INTERVAL = 1.0
-"""Seconds between two points of the line of steps per second."""
+"""Least seconds between two points of the curve of steps per second."""
 MAX_SPOILT = 20
-"""Metrics of which it is said that they have become no numbers."""
+"""Most metrics whose first NaN or infinity is shown as an event."""
 
 
 class Recorder(Observer):
-    """Keeps what happened, as far as the Deck shows it: of the records rank 0's, and of these what is drawn.
+    """Observer that keeps the Deck's content: events, states, and the drawn values of rank 0's records.
 
-    Its methods are called on the gang's thread, and `html` on any.
+    The gang's thread calls the observer's methods. Any thread may call `html`.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class Recorder(Observer):
         """Number of changes so far. A display that has seen this number is up to date."""
 
     def resumed(self, step: int) -> None:
-        """Keep where it starts."""
+        """Record the step of the checkpoint that the gang resumes from."""
         with self._changing():
             self._training.story.tell(f"goes on from the checkpoint of step {step:,} of the attempt before", "good")
 
     def placed(self, shape: Shape) -> None:
-        """Keep the gang's shape."""
+        """Record the gang's shape and name."""
         with self._changing():
             self._training.name = self._training.name or shape.name
             self._training.story.placed(shape)
             self._training.usages.expect(shape.world_size)
 
     def formed(self, seconds: float) -> None:
-        """Keep when."""
+        """Record that all ranks have met."""
         with self._changing():
             self._training.story.formed()
 
     def logged(self, record: LogRecord) -> None:
-        """Keep rank 0's values."""
+        """Record rank 0's values."""
         if record.rank != 0:
             return
         record = record.bare()
@@ -72,27 +72,27 @@ class Recorder(Observer):
             self._training.record = record
 
     def kept(self, step: int) -> None:
-        """Keep when."""
+        """Record the checkpoint of a step."""
         with self._changing():
             self._training.story.kept(step)
 
     def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Keep which they are."""
+        """Record the list of kept checkpoints."""
         with self._changing():
             self._training.checkpoints = checkpoints
 
     def used(self, usage: RankUsage) -> None:
-        """Keep what a rank uses."""
+        """Record a rank's sample of CPU, memory and GPU."""
         with self._changing():
             self._training.usages.take(usage)
 
     def accounted(self, goodput: Goodput) -> None:
-        """Keep where the time went."""
+        """Record the newest account of the gang's time."""
         with self._changing():
             self._training.goodput = goodput
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Keep the reason, and drop what will be logged again."""
+        """Record the reason for a restart, and drop the values that will be logged again."""
         with self._changing():
             self._training.metrics.cut(step)
             self._training.rate.clear()
@@ -101,16 +101,16 @@ class Recorder(Observer):
             self._training.story.restarting(reason, step)
 
     def noted(self, text: str) -> None:
-        """Keep what was said."""
+        """Record a notice as an event."""
         with self._changing():
             self._training.story.noted(text)
 
     def ended(self, error: Exception | None) -> None:
-        """Keep the outcome."""
+        """Record the gang's outcome."""
         self.conclude(error)
 
     def conclude(self, error: BaseException | None) -> None:
-        """Keep how it has ended: the first error counts, and an error more than none."""
+        """Record the outcome of the training. The first error wins over later errors and over success."""
         with self._changing():
             training, story = self._training, self._training.story
             if error is None:
@@ -122,12 +122,12 @@ class Recorder(Observer):
                 story.ended(f"{training.outcome.word}: {training.failure}", training.outcome.tone)
 
     def html(self, places: Mapping[str, str] | None = None) -> str:
-        """The Deck's body, as of now.
+        """Return the body of the Deck in its present state.
 
         Args:
-            places: What the run leaves, and where.
+            places: Addresses of outputs and runs, by description.
         """
-        with self._lock:  # as short as can be: the gang's thread waits for it
+        with self._lock:  # held as briefly as possible, since the gang's thread waits
             copied = pickle.dumps(self._training)
         training = cast("Training", pickle.loads(copied))  # noqa: S301 - our own, of a moment ago
         return page_of(training, self._inputs, places or {})
@@ -137,7 +137,7 @@ class Recorder(Observer):
         return self._lock
 
     def _measure(self, record: LogRecord) -> None:
-        """Note the pace, where some time has passed."""
+        """Add a point to the curve of the pace, if `PACE_INTERVAL` has passed."""
         self._training.rate.add(record.time, record.step)
         if self._paced is None or record.step < self._paced.step:
             self._paced = record

@@ -1,4 +1,4 @@
-"""A training as a page: how it is going, whether it learns, how fast, what happened, who, with what, where."""
+"""Deck page of a training: state, metrics, speed, events, ranks, inputs, and addresses of outputs."""
 
 import math
 import re
@@ -21,22 +21,22 @@ from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.report import Curve
 
 MAX_FIGURES = 6
-"""Metrics among the key figures."""
+"""Most metrics among the key figures."""
 NUM_OPEN = 8
-"""Charts that are open when the page is; the others are below a click."""
+"""Number of charts that are open at first. Further charts unfold at a click."""
 MAX_PAGE_POINTS = 24_000
-"""Of all charts of metrics together, at 17 bytes each."""
+"""Most points of all metrics' charts together. Each point takes 17 bytes."""
 MAX_SHOWN_RANKS = 1_000
 SPEEDS = re.compile(
     r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
 )
 PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
-"""Of `Goodput`, as they stand side by side."""
+"""Fields of `Goodput` in the order of the bar."""
 
 
 @dataclass(frozen=True)
 class State:
-    """How it stands, in a word or two."""
+    """State of a training, in a word or two."""
 
     word: str
     tone: report.Tone
@@ -45,7 +45,7 @@ class State:
 
 @dataclass(kw_only=True)
 class Training:
-    """What the Deck tells of a training. The recorder changes it, and hands a copy to the page."""
+    """Content of a training's Deck. The recorder changes one object, and gives a copy to the page."""
 
     name: str
     story: Story
@@ -54,19 +54,19 @@ class Training:
     goodput: Goodput | None = None
     checkpoints: Sequence[SavedCheckpoint] = ()
     record: LogRecord | None = None
-    """Rank 0's newest."""
+    """Newest record of rank 0."""
     rate: Pace = field(default_factory=Pace)
-    """Steps per second of rank 0, by its newest records."""
+    """Steps per second of rank 0, from its newest records."""
     pace: Curve = field(default_factory=Curve)
-    """Steps per second over the seconds since the beginning."""
+    """Curve of steps per second over the seconds since the start."""
     outcome: State | None = None
-    """State at the end; None until then."""
+    """State at the end. None before the end."""
     failure: str = ""
-    """Reason for the end of a training that has not finished."""
+    """Reason for the end of an unfinished training. Empty for a finished one."""
 
     @property
     def state(self) -> State:
-        """How it stands now."""
+        """Present state of the training."""
         if self.outcome is not None:
             return self.outcome
         if self.story.is_training:
@@ -75,17 +75,17 @@ class Training:
 
     @property
     def ranks(self) -> Sequence[RankSpeed]:
-        """Newest samples, by rank."""
+        """Newest sample of each rank, in the order of the ranks."""
         return sorted(self.usages.newest.values(), key=lambda speed: speed.usage.rank)
 
     @cached_property
     def charts(self) -> Sequence[Chart]:
-        """Charts of the metrics. For the page, whose copy changes no more."""
+        """Charts of the metrics. Cached for the page, whose copy never changes."""
         return list(self.metrics.charts())
 
 
 def page_of(training: Training, inputs: Mapping[str, Any], places: Mapping[str, str]) -> str:
-    """The page, whose most asked questions are answered first."""
+    """Return the page as HTML, with the most important sections first."""
     parts = [
         *_how_it_goes(training),
         *_learning(training),
@@ -137,7 +137,7 @@ def _figures(training: Training) -> dict[str, object]:
 
 
 def _newest(training: Training) -> dict[str, object]:
-    """The newest values of what is drawn first, with the best."""
+    """Return newest and best values of the first charts' metrics, after all values that are NaN or infinite."""
     found: dict[str, object] = {}
     newest = training.metrics.newest
     best = {name: _best_of(chart, name) for chart in training.charts for name in chart.best}
@@ -190,7 +190,7 @@ def _nothing_logged(state: State) -> str:
 
 
 def _is_level(chart: Chart) -> bool:
-    """Whether nothing in it has ever changed, so that it is shown last."""
+    """Return True if no line of a chart has ever changed. Level charts come last."""
     return all(len({y for _, y in points}) < 2 < len(points) for points in chart.by_step.values())
 
 
@@ -298,7 +298,7 @@ def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) ->
 
 
 def _address(place: str) -> object:
-    """A link, where a browser can open it."""
+    """Return a link to a local path, or any other address as text."""
     path = place.removeprefix("file://")
     return report.Link(place, Path(path).as_uri()) if path.startswith("/") else place
 

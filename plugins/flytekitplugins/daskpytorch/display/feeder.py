@@ -1,4 +1,4 @@
-"""A thread that feeds a tracker, so that no slow server slows the training. Runs in the driver and in rank 0."""
+"""Thread that feeds a tracker, so that a slow server never delays the training. Runs in the driver and in rank 0."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from flytekitplugins.daskpytorch.process.log import say
 
 Job = Callable[[], object]
 MAX_WAITING = 10_000
-"""Records that wait for the tracker before further ones are dropped, with a notice."""
+"""Most records in the queue. Further records are dropped, with a notice."""
 INTERVAL = 2.0
-"""Seconds after which what has come goes on at the latest."""
+"""Least seconds between two flushes of the tracker."""
 STALL = 10.0
-"""Seconds at the end for a server that does not answer, before the rest is given up."""
+"""Timeout, in seconds, for a silent server at the end. The rest of the queue is then dropped."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0
-"""Seconds before an attempt to reach a server again."""
+"""First and longest pause, in seconds, before another attempt to reach a server."""
 
 
 class Feeder:
-    """Calls jobs in a thread, in their order. Callers never wait, and no error of a job reaches them.
+    """Thread that calls queued jobs in their order. Callers never wait, and no job's error reaches a caller.
 
-    A job that raises a `ConnectionError` is called again until it does not. After another error the job is left out.
+    A job is called again after a `ConnectionError`, and skipped after any other error.
     """
 
     def __init__(self, label: str, flush: Job | None = None) -> None:
         """Prepare the thread.
 
         Args:
-            label: Name of the tracker, in notices.
-            flush: Job that is called every two seconds.
+            label: Name of the tracker for notices.
+            flush: Job that the thread calls every `INTERVAL` seconds. None: no job.
         """
         self._label = label
         self._flush = flush
         self._begin: Job = lambda: None
         self.has_begun = threading.Event()
-        """Set once the first job has returned or failed."""
+        """Set after the first job has returned or failed."""
         self._waiting: queue.Queue[Job] = queue.Queue()
         self._thread = threading.Thread(target=self._feed, name=f"daskpytorch-{label}", daemon=True)
         self._num_dropped = 0
         self._num_done = 0
         self._is_unanswered = False
-        """True if the last call did not reach the server."""
+        """True if the newest call failed to reach the server."""
         self._said: set[str] = set()
         self._is_over = False
         self._is_given_up = threading.Event()
 
     def start(self, begin: Job) -> None:
-        """Start the thread with its first job, after whose failure no other is called."""
+        """Start the thread with its first job. If this job fails, the thread ends."""
         self._begin = begin
         self._thread.start()
 
     @property
     def is_feeding(self) -> bool:
-        """True from the start to the last job, unless the first has failed."""
+        """True from the start until the last job, unless the first job has failed."""
         return self._thread.is_alive()
 
     def offer(self, job: Job) -> None:
-        """Queue a record, unless too many wait."""
+        """Queue a record, or drop the record if the queue is full or the thread has ended."""
         if self.has_begun.is_set() and not self.is_feeding:
             return
         if self._waiting.qsize() >= MAX_WAITING:
@@ -70,21 +70,21 @@ class Feeder:
             self._waiting.put(job)
 
     def put(self, job: Job) -> None:
-        """Queue a job, however many wait."""
+        """Queue a job, even if the queue is full."""
         self._waiting.put(job)
 
     def drain(self, limit: float) -> None:
-        """Wait until all that was queued by now is done, at most so many seconds."""
+        """Wait for the jobs in the queue, at most `limit` seconds."""
         is_done = threading.Event()
         self.put(is_done.set)
         if self.is_feeding:
             is_done.wait(limit)
 
     def end(self, job: Job, limit: float) -> None:
-        """Queue the last job and wait for it; of two calls the first counts.
+        """Queue the last job and wait for the end of the thread. Only the first call counts.
 
-        Returns after so many seconds at the latest, or once the server has not answered for some. A notice says how
-        many jobs were dropped, or not done in time.
+        Returns after `limit` seconds at the latest, or when the server has been silent for `STALL` seconds. A notice
+        gives the number of jobs that were dropped or late.
         """
         if not self.is_feeding:
             return
@@ -114,7 +114,7 @@ class Feeder:
     def _feed(self) -> None:
         try:
             self._until_it_answers(self._begin)
-        except Exception as error:  # whatever a tracker's library raises
+        except Exception as error:  # a tracker's library may raise anything
             self._say(f"{type(error).__name__}: {error}. Nothing is recorded. The training goes on.")
             return
         finally:
@@ -130,7 +130,7 @@ class Feeder:
     def _try(self, job: Job) -> None:
         try:
             self._until_it_answers(job)
-        except Exception as error:  # the same
+        except Exception as error:  # likewise
             self._say(f"{type(error).__name__}: {error}. Such records are left out. The training goes on.")
         self._num_done += 1
 

@@ -1,4 +1,4 @@
-"""What happens in a gang, as objects for machines in place of the displays for people. Runs in the driver."""
+"""Events of a gang as JSON objects for machines, in place of the displays for people. Runs in the driver."""
 
 import logging
 from collections.abc import Mapping
@@ -13,37 +13,42 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Shape, Train
 
 
 def progress(name: str, *, is_plain: bool = False) -> "ProgressDisplay | MachineLog":
-    """The display of a task; plain: without lines that change."""
+    """Return the display of a task.
+
+    Args:
+        name: Name of the task.
+        is_plain: True for plain lines instead of a live display.
+    """
     return MachineLog(name) if log.is_for_machines() else ProgressDisplay(terminal(is_plain=is_plain), name=name)
 
 
 def echo() -> Observer:
-    """That of `dispatch.run`."""
+    """Return the display of `dispatch.run`."""
     return MachineLog() if log.is_for_machines() else Echo()
 
 
 class MachineLog(Observer):
-    """Says each event of one gang, with the gang's id and which of its attempts it is, from 0."""
+    """Writes each event of one gang, with the gang's id and the number of the attempt, from 0."""
 
     def __init__(self, name: str = "") -> None:
         self._gang = name
         self._model: int | None = None
         self._attempt: int | None = None
         self._hosts: dict[int, str] = {}
-        """By rank."""
+        """Host names by rank."""
         self._goodput: Goodput | None = None
 
     def begins(self, training: Training) -> None:
-        """Note which it is."""
+        """Write the training's name and inputs, and keep its id for later events."""
         self._gang, self._model = training.id, training.index
         self._tell("begun", name=training.name, inputs=training.inputs)
 
     def resumed(self, step: int) -> None:
-        """Say from where it goes on."""
+        """Write the step of the checkpoint that the gang resumes from."""
         self._tell("resumed", step=step)
 
     def placed(self, shape: Shape) -> None:
-        """Say what is being started."""
+        """Write the gang's size, backend and hosts, and count the attempt."""
         self._attempt = 0 if self._attempt is None else self._attempt + 1
         placed = zip(shape.nodes, shape.places, strict=True)
         self._hosts = {place.rank: node.host for node, here in placed for place in here}
@@ -51,18 +56,18 @@ class MachineLog(Observer):
         self._tell("placed", world_size=shape.world_size, backend=shape.backend, hosts=hosts)
 
     def formed(self, seconds: float) -> None:
-        """Say how long it took."""
+        """Write the seconds until all ranks met."""
         self._tell("formed", seconds=seconds)
 
     def wrote(self, rank: int, lines: list[str]) -> None:
-        """Pass on a rank's output."""
+        """Write a rank's output, a log record in the output with its own fields."""
         for line in lines:
             said = log.object_in(line) or {"event": "output", "text": line}
             level = logging.getLevelNamesMapping().get(str(said.pop("level", "")), logging.INFO)
             log.tell(str(said.pop("event")), {**said, **self._about(rank)}, level)
 
     def logged(self, record: LogRecord) -> None:
-        """Say what a rank has logged; other ranks than 0 are for those who look closely."""
+        """Write a rank's record, at the level DEBUG for ranks other than 0."""
         level = logging.INFO if record.rank == 0 else logging.DEBUG
         self._tell(
             "metrics",
@@ -74,27 +79,27 @@ class MachineLog(Observer):
         )
 
     def kept(self, step: int) -> None:
-        """Say it."""
+        """Write the step of a committed checkpoint."""
         self._tell("checkpoint", step=step)
 
     def restarting(self, reason: str, step: int | None) -> None:
-        """Say why, and from where."""
+        """Write the reason and the step of a restart, at the level WARNING."""
         self._tell("restarting", logging.WARNING, text=reason, step=step)
 
     def noted(self, text: str) -> None:
-        """Say it."""
+        """Write a notice."""
         self._tell("note", text=text)
 
     def say(self, text: str) -> None:
-        """Say it of this training."""
+        """Write a notice of the task itself."""
         self.noted(text)
 
     def accounted(self, goodput: Goodput) -> None:
-        """Keep it for the end."""
+        """Keep the newest account of the gang's time for the end."""
         self._goodput = goodput
 
     def ended(self, error: Exception | None) -> None:
-        """Say how, and where the time went."""
+        """Write the account of the gang's time, and the end with its error."""
         if self._goodput is not None:
             log.tell("goodput", {**self._goodput.as_dict(), **self._about(None)})
         if error is None or isinstance(error, StoppedEarlyError):
@@ -103,7 +108,7 @@ class MachineLog(Observer):
             self._tell("ended", logging.ERROR, text=str(error), error=type(error).__name__)
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Say how the task has ended, what to do, and where things are."""
+        """Write how the task has ended, the advice, and the addresses of outputs and runs."""
         self._tell("concluded", text=how, places=dict(places), advice=advice)
 
     def _tell(self, event: str, level: int = logging.INFO, rank: int | None = None, **fields: Any) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of a training, as far as its Deck shows them: by step and by epoch, in a bounded number of points."""
+"""Metrics of a training for the Deck, by step and by epoch, with a bounded number of points."""
 
 import functools
 import math
@@ -13,58 +13,58 @@ from flytekitplugins.daskpytorch.report import Curve
 HELD_OUT = re.compile(
     r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
 )
-"""Names of metrics of data that nothing was learnt from."""
+"""Pattern for the names of metrics of held-out data, which the model does not learn from."""
 TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
 KIND = re.compile(r"_(step|epoch)$")
-"""What Lightning adds to the names."""
+"""Suffix that Lightning adds to names."""
 LOW = re.compile(r"(?i)loss|error|perplexity|(^|[_/])(ppl|nll|mse|mae|rmse|cer|wer|fid)($|[_/])")
 HIGH = re.compile(
     r"(?i)accuracy|precision|recall|(^|[_/])(acc|f1|auc|auroc|bleu|rouge|iou|miou|dice|map|r2|psnr)($|[_/]|\d)"
 )
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
-"""Metrics that are drawn; each takes memory, and room on the page."""
+"""Most metrics that are drawn. The bound limits memory and the size of the page."""
 MAX_VALUE = 1e200
-"""What is beyond cannot be drawn."""
+"""Largest absolute value that can be drawn."""
 MAX_NEWEST = 200
-"""Names whose newest value is kept."""
+"""Most metrics whose newest value is kept."""
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Metrics that belong together: `loss` and `val_loss`, say."""
+    """Metrics that share a chart, for example `loss` and `val_loss`."""
 
     title: str
     by_step: Mapping[str, Points]
     by_epoch: Mapping[str, Points]
     best: Mapping[str, Literal["min", "max"]]
-    """Of those that were held out, or stand alone, what is good."""
+    """Good direction of held-out metrics, by name. In a chart without held-out metrics, of all metrics."""
 
 
 @dataclass
 class Metrics:
-    """What rank 0 has logged."""
+    """Metrics of rank 0's records."""
 
     newest: dict[str, float] = field(default_factory=dict)
     is_crowded: bool = False
-    """There are more metrics than are drawn."""
+    """True if rank 0 has logged more metrics than are drawn."""
     epoch: float | None = None
     _steps: dict[str, Curve] = field(default_factory=dict)
-    """By step, of all records but those that sum up."""
+    """Curves by step, from records without held-out metrics."""
     _sums: dict[str, Curve] = field(default_factory=dict)
-    """By step, of records that sum up, since they tell of data that nothing was learnt from."""
+    """Curves by step, from summaries: records with a held-out metric."""
     _epochs: dict[str, Curve] = field(default_factory=dict)
-    """The same by epoch."""
+    """Curves by epoch, from summaries."""
     _means: dict[str, Curve] = field(default_factory=dict)
-    """By epoch, the means of what other records say in it."""
+    """Curves of each epoch's mean, from records without held-out metrics."""
     _epoch_at: Curve = field(default_factory=Curve)
-    """Which it was, by step."""
+    """Curve of the epoch by step."""
     _running: dict[str, tuple[int, float, float, int]] = field(default_factory=dict)
-    """Of the epoch that is not over: how many values, their sum, the epoch, and the newest step."""
+    """Unfinished epoch of each metric: number of values, sum of values, epoch, newest step."""
 
     def take(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Keep what can be drawn of what was logged at a step."""
+        """Add the values of a step's record, if they can be drawn."""
         if (epoch := numbers.get("epoch")) is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
             self._epoch_at.add((step, float(step), epoch))
         self.epoch = numbers.get("epoch", self.epoch)
@@ -79,7 +79,7 @@ class Metrics:
                 self._take_by_epoch(name, step, self.epoch, value, sums_up=sums_up)
 
     def cut(self, step: int | None) -> None:
-        """Forget what will be logged again, from this step on; None: all."""
+        """Remove the values after this step, which will be logged again. None removes all values."""
         self._running.clear()
         self.newest.clear()
         self.epoch = None
@@ -92,11 +92,11 @@ class Metrics:
                     del curves[name]
 
     def epoch_at(self, step: int) -> float | None:
-        """Which epoch this step belongs to, where one was logged by then."""
+        """Return the epoch at this step. None if no epoch was logged up to this step."""
         return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
 
     def charts(self) -> Iterable[Chart]:
-        """What belongs together, losses first and those of data that nothing was learnt from before others."""
+        """Yield the charts: first the loss, then metrics with a known good direction, then all others."""
         groups: dict[str, list[str]] = defaultdict(list)
         for name in dict.fromkeys((*self._steps, *self._sums)):
             groups[base_of(name)].append(name)
@@ -104,7 +104,7 @@ class Metrics:
             names.sort(key=is_held_out)
             by_epoch = {name: points for name in names if (points := self._by_epoch(name))}
             held_out = [name for name in names if is_held_out(name)]
-            is_judged = bool(held_out) or better(base) is not None  # a learning rate by epoch tells nothing new
+            is_judged = bool(held_out) or better(base) is not None  # a learning rate by epoch has no news
             yield Chart(
                 title=(base if len(names) > 1 else names[0]).replace("_", " "),
                 by_step={name: self._by_step(name) for name in names},
@@ -134,7 +134,7 @@ class Metrics:
 
     def _by_epoch(self, name: str) -> Points:
         if (curve := self._epochs.get(name)) is not None:
-            return list(dict(curve.points).items())  # of each epoch the last
+            return list(dict(curve.points).items())  # the last value of each epoch
         points = self._means[name].points if name in self._means else []
         count, total, epoch, _ = self._running.get(name, (0, 0.0, math.nan, 0))
         return [*points, (epoch, total / count)] if count else points
@@ -142,12 +142,12 @@ class Metrics:
 
 @functools.lru_cache(MAX_NEWEST)
 def is_held_out(name: str) -> bool:
-    """Whether it is a metric of data that nothing was learnt from."""
+    """Return True if a metric's name belongs to held-out data."""
     return HELD_OUT.search(name) is not None
 
 
 def base_of(name: str) -> str:
-    """What is measured, whatever the data."""
+    """Return a metric's name without the part that names the data."""
     bare = HELD_OUT.sub("", TRAINING.sub("", name))
     if bare != name:
         bare = KIND.sub("", bare)
@@ -155,7 +155,7 @@ def base_of(name: str) -> str:
 
 
 def better(name: str) -> Literal["min", "max"] | None:
-    """Whether low or high values of such a metric are good, where its name says so."""
+    """Return the good direction of a metric, judged by the name. None if the name has no hint."""
     if LOW.search(name):
         return "min"
     return "max" if HIGH.search(name) else None

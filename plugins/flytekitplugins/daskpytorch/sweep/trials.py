@@ -204,7 +204,7 @@ class _Judge(Observer):
         self.take_before(step)
 
     def take_before(self, step: float) -> None:
-        """Report the records of an earlier attempt, up to this step. Those records stop no model again."""
+        """Report the records of an earlier attempt, up to this step. Earlier values stop no model again."""
         for record in self._before:
             if record.step <= step:
                 self._falls_behind(record)
