@@ -1,4 +1,4 @@
-"""The agents of one gang: who was asked, who is there, who has gone, who has come since. Runs in the driver."""
+"""Tracks the agents of one gang: launched, connected, lost and refused ones. Runs in the driver."""
 
 import contextlib
 import functools
@@ -16,85 +16,86 @@ from flytekitplugins.daskpytorch.protocol.orders import Job
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
 
 MAX_BROKEN = 2
-"""How often a worker's agent may fail by itself."""
+"""Failures of a worker's agent after which the gang does not launch another one on the worker."""
 MAX_SILENCE = 15.0
-"""Seconds without a word from an agent, which speaks every one to three, after which its worker counts as lost."""
+"""Seconds without a message from an agent after which its worker counts as lost. Agents send one every 1 to 3 s."""
 SILENCE_INTERVAL = 0.5
-"""Seconds between looks at who has fallen silent: at every message of a large gang that would be most of the work."""
+"""Seconds between two checks for silent agents. In a large gang, a check at every message would be most of the work."""
 RECRUIT_INTERVAL = 0.5
-"""Seconds between looks at the workers of the cluster."""
+"""Seconds between two queries of the cluster's workers."""
 SCHEDULER_PATIENCE = 5.0
-"""Seconds for a scheduler that hung up to answer before it counts as lost; a dropped connection is back sooner."""
+"""Seconds without an answer after which a disconnected scheduler counts as lost. A client reconnects sooner."""
 BUSY_SCHEDULER_PATIENCE = 30.0
-"""The same for one that is still connected, which may be short of processor time; Dask's own time-out for connecting.
-"""
+"""Seconds without an answer after which a connected scheduler counts as lost. A busy scheduler answers late. The value
+equals Dask's own timeout for connections."""
 
 
 GROWTH_SETTLE_TIME = 1.0
-"""Seconds after a newcomer before a gang stops to take it in: newcomers seldom come alone."""
+"""Seconds between the arrival of a new worker and the restart that includes the worker. More workers often follow."""
 Call = Callable[[], object]
-"""A bound call of something that notes what has happened; for the gang's thread."""
+"""A callable with its arguments bound, which records an event in the gang's thread."""
 
 
 @dataclass
 class Peer:
-    """An agent that has said hello."""
+    """An agent that has connected and sent `Hello`."""
 
     node: Node
     meets_at: tuple[str, int]
-    """Where the ranks meet if rank 0 is there."""
+    """Host and port of the rendezvous if rank 0 runs on this agent's worker."""
     connection: Connection
-    """Which knows when the agent last said anything: that is noted by the thread that hears it."""
+    """Connection to the agent. The receiving thread sets its `heard_at`, the time of the agent's last message."""
     joined_at: float
-    """By the agents' clock."""
+    """Time of the `Hello`, in seconds on the clock of `Agents`."""
     _has_code: bool = False
 
     def start(self, job: Job, code: Code, places: list[Place]) -> None:
-        """Have it start ranks; the sources travel once."""
+        """Order the agent to start ranks. The archive of the source code is sent only the first time."""
         self.send(Start(job, replace(code, archive=b"") if self._has_code else code, places))
         self._has_code = True
 
     def send(self, message: ToAgent) -> None:
-        """Tell it something; should it be gone, that arrives as an event."""
+        """Send a message to the agent. A lost connection raises nothing here and arrives as an event."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
 
 @dataclass
 class Agents:
-    """Keeps the list."""
+    """Launches the agents of one gang and records which are connected, expected, lost or refused."""
 
     launcher: AgentLauncher
     num_ranks: int
-    """Ranks per worker."""
+    """Number of ranks per worker."""
     address: tuple[str, int]
-    """Where the driver listens."""
+    """Host and port on which the driver listens."""
     post: Callable[[Call], object]
-    """Has the gang's thread make a call, from any other."""
+    """Queues a call for the gang's thread. Any thread may use it."""
     token: bytes = field(repr=False)
-    """Proves to the driver who dials in."""
+    """Secret by which an agent authenticates its connection to the driver."""
     num_least: int = 1
-    """Workers without which the gang does not go on."""
+    """Least number of workers with which the gang runs."""
     num_gpus: int = 0
-    """GPUs that each worker's limits ask for; 0 where nobody knows."""
+    """Number of GPUs in each worker's resource limits. 0 if unknown."""
     folder: Path | None = None
-    """The driver's, for agents that can reach it."""
+    """The driver's folder, for agents on the same machine. None if the driver has no folder."""
     peers: dict[str, Peer] = field(default_factory=dict)
-    """By worker."""
+    """Connected agents, by worker."""
     leaving: set[str] = field(default_factory=set)
-    """Workers of these that are being taken away."""
+    """Workers with a connected agent that the cluster is removing."""
     expected: set[str] = field(default_factory=set)
-    """Workers that were asked, and have not answered yet."""
+    """Workers whose agent was launched and has yet to connect."""
     lost: dict[str, Exception] = field(default_factory=dict)
-    """Workers that went, with the reason."""
+    """Lost workers, with the reason."""
     refused: dict[str, Exception] = field(default_factory=dict)
-    """Workers whose agent failed, with the error: there is no use in asking them again."""
+    """Workers whose agent failed, with the error. The gang launches no more agents on these workers."""
     faulty_gpus: set[GpuKey] = field(default_factory=set)
     """GPUs that have failed under a rank of this gang."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _shunned: set[str] = field(default_factory=set)
-    """Workers that fell silent; the scheduler may still believe in them, so nobody waits for them until they speak."""
+    """Workers whose agent fell silent. `recruit` skips these workers, which the scheduler may still list, until their
+    agent connects again."""
     _launches: Counter[str] = field(default_factory=Counter)
     _num_broken: Counter[str] = field(default_factory=Counter)
     _looked_at: float = field(init=False)
@@ -106,7 +107,7 @@ class Agents:
         self._recruit_at = self._looked_at + RECRUIT_INTERVAL
 
     def launch(self, workers: Iterable[str]) -> None:
-        """Have agents started on these workers, and expect them."""
+        """Launch agents on these workers and add the workers to `expected`."""
         workers = list(workers)
         self.expected |= set(workers)
         self._launch(workers)
@@ -127,7 +128,7 @@ class Agents:
             on_failure = functools.partial(self._post_refusal, number)
             try:
                 self.launcher.launch(orders, on_failure)
-            except Exception as error:  # whatever a client says without its scheduler, whose loss is noticed by itself
+            except Exception as error:  # any error of a client without its scheduler, whose loss `_look` finds
                 for worker in several:
                     on_failure(worker, WorkerLostError(f"its agent could not be started: {error}", worker=worker))
 
@@ -135,7 +136,7 @@ class Agents:
         self.post(functools.partial(self.refuse, worker, error, launch))
 
     def _numbered(self, workers: Iterable[str]) -> dict[int, list[str]]:
-        """The workers by how often they have been asked, this time included."""
+        """Group the workers by their number of launches, this launch included."""
         numbered: dict[int, list[str]] = defaultdict(list)
         for worker in workers:
             self._launches[worker] += 1
@@ -143,14 +144,14 @@ class Agents:
         return numbered
 
     def nodes(self) -> list[Node]:
-        """Those that can carry ranks, in the order of their ranks."""
+        """Return the nodes that can carry ranks, in the order of their ranks."""
         fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
     def best_nodes(self) -> list[Node]:
-        """Return the nodes that carry the next attempt, without GPUs that have failed where there are others.
+        """Return the nodes that carry the next attempt, without their failed GPUs if the other GPUs suffice.
 
-        A node whose ranks would need a failed GPU carries some only where fewer than `num_least` others are there.
+        A node whose ranks would need a failed GPU is chosen only if fewer than `num_least` other nodes are connected.
         """
         nodes, sound = self.nodes(), self.sound_workers()
         by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
@@ -167,25 +168,25 @@ class Agents:
 
     @property
     def num_wanted(self) -> int:
-        """How many workers the gang is to have."""
+        """Number of workers that the gang should have."""
         return self.launcher.num_wanted
 
     @property
     def num_sound(self) -> int:
-        """How many workers can carry ranks and need none of the failed GPUs."""
+        """Number of workers that can carry ranks and need none of the failed GPUs."""
         return len(self.sound_workers()) if self.faulty_gpus else self.num_nodes
 
     @property
     def num_nodes(self) -> int:
-        """How many can carry ranks."""
+        """Number of workers that can carry ranks."""
         return len(self.peers) - len(self.leaving)
 
     def find(self, connection: Connection) -> Peer | None:
-        """Whose connection this is."""
+        """Return the agent of this connection, or None if no agent has this connection."""
         return self._by_connection.get(connection)
 
     def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
-        """An agent has come; the one of the same worker that it displaces, which is gone with all its ranks."""
+        """Record an agent that has connected. Return the same worker's earlier agent, whose ranks are lost, or None."""
         worker = hello.node.worker
         displaced = self.peers.get(worker)
         if displaced is not None:
@@ -200,17 +201,23 @@ class Agents:
         return displaced
 
     def refuse(self, worker: str, error: Exception, launch: int) -> None:
-        """An agent could not be started, or ended in an error before it had said hello."""
+        """Record that an agent could not be started, or failed before its `Hello`.
+
+        Args:
+            worker: The agent's worker.
+            error: The reason. After a `WorkerLostError`, the worker may be asked again.
+            launch: Number of the worker's launch. Errors of earlier launches are ignored.
+        """
         if worker not in self.expected or launch != self._launches[worker]:
             return
-        if isinstance(error, WorkerLostError):  # it may come back
+        if isinstance(error, WorkerLostError):  # the worker may come back
             self._give_up([worker])
             return
         self.expected.discard(worker)
         self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
-        """An agent has gone; whose it was."""
+        """Record that a connection has ended. Return its agent, or None if no agent has this connection."""
         peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
@@ -219,21 +226,21 @@ class Agents:
         return peer
 
     def note_broken(self, worker: str, traceback: str) -> None:
-        """An agent has failed by itself; where that happens twice the worker is not asked again."""
+        """Record an agent's own failure. After `MAX_BROKEN` failures the worker is refused."""
         self._num_broken[worker] += 1
         if self._num_broken[worker] >= MAX_BROKEN:
             last_line = traceback.rstrip().rpartition("\n")[2]
             self.refused[worker] = GangError(f"its agent failed {MAX_BROKEN} times: {last_line}", worker=worker)
 
     def silent(self) -> list[Peer]:
-        """Agents that have not spoken for too long; looks every now and then.
+        """Return the agents without a message for `MAX_SILENCE`. Checks once per `SILENCE_INTERVAL`.
 
-        They may come to life again, and must find themselves forgotten.
+        The caller has to forget these agents, as a silent agent may resume.
         """
         now = self.clock()
         if now - self._looked_at < SILENCE_INTERVAL:
             return []
-        if now - self._looked_at > MAX_SILENCE / 2:  # it is this process that was asleep
+        if now - self._looked_at > MAX_SILENCE / 2:  # the driver itself was suspended
             self._unanswered_since = None
             for peer in self.peers.values():
                 peer.connection.heard_at = now
@@ -241,18 +248,22 @@ class Agents:
         return [peer for peer in self.peers.values() if now - peer.connection.heard_at > MAX_SILENCE]
 
     def give_up_silent(self, peer: Peer) -> None:
-        """Hang up on an agent that does not speak, and ask its worker again, should it come to life after all."""
+        """Close a silent agent's connection and launch another agent on its worker, in case the worker resumes."""
         peer.connection.hang_up()
         self._shunned.add(peer.node.worker)
         self._launch([peer.node.worker])
 
     def note_absences(self) -> None:
-        """Give up those of the expected workers that have gone before they answered; looks every now and then."""
+        """Move expected workers that have left the cluster to `lost`. Checks once per `RECRUIT_INTERVAL`."""
         if self.expected and (present := self._look()) is not None:
             self._give_up(self.expected - present)
 
     def can_grow(self, carriers: Collection[str]) -> bool:
-        """Return True if more workers can take part than these, which carry the ranks, and no other seems to follow."""
+        """Return True if a restart would add workers to `carriers`, and no more workers are likely to follow.
+
+        Args:
+            carriers: Workers that carry the ranks now.
+        """
         spare = [self.peers[worker] for worker in self.sound_workers() - set(carriers)]
         if not spare or not self.leaving.isdisjoint(carriers):
             return False
@@ -260,7 +271,7 @@ class Agents:
         return is_whole or self.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
 
     def recruit(self) -> None:
-        """Have agents started on workers that have come since, as long as some are missing; looks every now and then.
+        """Launch agents on new workers while the gang lacks workers. Checks once per `RECRUIT_INTERVAL`.
 
         Raises:
             ConnectionError: The scheduler is lost.
@@ -294,15 +305,19 @@ class Agents:
         return present
 
     def is_hopeless(self, *, recruits: bool) -> bool:
-        """Too many of the workers have said that they cannot take part, or have gone and are not replaced."""
+        """Return True if too few workers can still take part, because the others are refused or lost.
+
+        Args:
+            recruits: True if new workers replace lost ones.
+        """
         gone = self.refused.keys() | (set() if recruits else self.lost.keys())
         return self.num_wanted - len(gone) < self.num_least
 
     def too_few_came(self, name: str, timeout: float) -> GangError:
-        """The error that says who did not come, and why."""
+        """Return the error that names the missing workers and the reason."""
         if gone := self.refused or self.lost:
             worker, error = next(iter(gone.items()))
-            # No retry will mend an image.
+            # A module that the worker's image lacks is missing after a retry, too.
             kind = GangError if isinstance(error, ModuleNotFoundError) else GangStartError
             return kind(
                 f"{len(gone)} of {self.num_wanted} workers could not take part in {name}; the first, {worker}: "
@@ -318,6 +333,6 @@ class Agents:
         )
 
     def dismiss_leaving(self) -> None:
-        """Let those workers go that are being taken away; they wait for their agents' end."""
+        """Close the agents of workers that the cluster is removing. Each worker waits for its agent's end."""
         for worker in self.leaving:
             self.peers[worker].send(Close())

@@ -1,4 +1,4 @@
-"""What observers are told of a gang, and what one of them may wish: that it stops early. Runs in the driver."""
+"""Passes a gang's events to its observers, which may stop the gang early. Runs in the driver."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,14 @@ from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
 NOTICE_INTERVAL = 10.0
-"""Seconds between two words about what is waited for."""
+"""Least seconds between two reminders of what the gang waits for."""
 
 
 class Announcer:
-    """Speaks for one gang."""
+    """Passes the events of one gang to its observers."""
 
     stopped_early: StoppedEarlyError | None = None
-    """The first such wish."""
+    """First request of an observer to stop the gang early. None: no request yet."""
 
     def __init__(
         self, name: str, observers: Observers, *, hints: bool, began_at: float, clock: Callable[[], float]
@@ -26,26 +26,26 @@ class Announcer:
         self._noticed_at = began_at
 
     def tell(self, method: str, *args: object) -> None:
-        """Call this method of all observers."""
+        """Call this method of all observers, and record the first request to stop early."""
         wish = self._observers.tell(method, *args)
         self.stopped_early = self.stopped_early or wish
 
     def for_rank(self) -> list[bytes]:
-        """Return what makes the observers' parts in rank 0, pickled."""
+        """Return the pickled factories of the observers' parts in rank 0."""
         return self._observers.for_rank()
 
     def note(self, text: str) -> None:
-        """Say what has happened to the gang."""
+        """Send observers a line about an event of the gang."""
         self.tell("noted", f"{self._name}: {text}")
 
     def remind(self, text: str) -> None:
-        """Say what is waited for, now and then."""
+        """Send observers a line about what the gang waits for, at most once per `NOTICE_INTERVAL`."""
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self.note(text)
 
     def hint(self, kind: str, text: str) -> None:
-        """Say what the user may have forgotten, unless such a hint was given or none is wanted."""
+        """Send observers a hint for the user, once for each kind, unless `Gang(hints=False)`."""
         if self._hints and kind not in self._hints_given:
             self._hints_given.add(kind)
             self.note(f"{text} (A hint, given once; Gang(hints=False) for none.)")

@@ -1,6 +1,7 @@
-"""One attempt of a gang: which ranks there are, and what has become of them. Runs in the driver.
+"""State of one attempt of a gang: its ranks, their results, failures and exits. Runs in the driver.
 
-The brain tells it what happens, and it says what that means; what all ranks are to know is told to their agents here.
+The driver's thread records events in an `Attempt`, and `Brain` reads their meaning from its properties.
+`Attempt.tell` sends messages to the agents of all ranks.
 """
 
 import functools
@@ -25,29 +26,29 @@ from flytekitplugins.daskpytorch.protocol.reports import Located, ShardsNotWritt
 from flytekitplugins.daskpytorch.protocol.sharded import WrittenShards
 
 KEPT_FOR = 1.0
-"""Seconds for a rank that steps to come back before another has its turn: it may wait for just that one."""
+"""Seconds for which a stepping rank keeps the terminal. Its step may wait for a rank that wants the terminal, too."""
 
 
 @dataclass
 class Prompts:
-    """Whose debugger has the terminal: one rank's of the attempt at a time."""
+    """Gives the terminal to the debugger of one rank of the attempt at a time."""
 
     clock: Callable[[], float]
     shown: int | None = None
-    """The rank whose prompt is to be seen."""
+    """The rank whose prompt the terminal shows. None: no rank's."""
     debugged: set[int] = field(default_factory=set)
-    """Ranks that somebody looks at, or will: they stand still, and the others wait for them."""
+    """Ranks that are in their debugger, or wait for the terminal. All other ranks wait for these."""
     _waiting: list[int] = field(default_factory=list)
     _kept_for: int | None = None
     _kept_until: float = 0.0
 
     def ask(self, rank: int) -> None:
-        """A rank wants the terminal."""
+        """Queue a rank that wants the terminal."""
         self.debugged.add(rank)
         self._waiting.append(rank)
 
     def leave(self, rank: int, *, steps: bool) -> None:
-        """A rank goes on; if it steps, it will ask again."""
+        """Record that a rank's function goes on. A rank that steps will ask for the terminal again."""
         if rank == self.shown:
             self.shown = None
         if steps:
@@ -56,17 +57,21 @@ class Prompts:
             self.debugged.discard(rank)
 
     def forget(self, rank: int) -> None:
-        """A rank has gone."""
+        """Record that a rank has ended or failed."""
         self._waiting = [other for other in self._waiting if other != rank]
         self.leave(rank, steps=False)
 
     @property
     def due(self) -> float | None:
-        """When somebody else may have the terminal, though nothing happens."""
+        """Time (driver's clock, seconds) at which the next rank may get the terminal. None: no rank can get it."""
         return self._kept_until if self._waiting and self.shown is None else None
 
     def turn(self) -> int | None:
-        """The rank that is to have it now, from which it is not taken again; None: nobody else."""
+        """Give the free terminal to the next rank and return the rank, which keeps it until `leave`.
+
+        Returns:
+            None if the terminal is taken, no rank waits, or the terminal is kept for a stepping rank.
+        """
         if self.shown is not None or not self._waiting:
             return None
         is_kept = self._kept_for in self.debugged and self.clock() < self._kept_until
@@ -79,15 +84,15 @@ class Prompts:
 
 @dataclass
 class Attempt:
-    """What has happened to the ranks of one attempt."""
+    """Records the events of one attempt's ranks. Times are seconds on `clock`."""
 
     number: int
     places: dict[int, tuple[Place, Node]]
-    """rank -> its place, and the node of its worker."""
+    """Place and worker's node of each rank."""
     carriers: Sequence[Peer] = ()
-    """The agents that have been given its ranks, those among them that have gone included."""
+    """Agents that carry the attempt's ranks, lost agents included."""
     has_observers: bool = False
-    """Rank 0 has observers, which have something to close at its end."""
+    """True if rank 0 has observers, which need time to close at its end."""
     ready: set[int] = field(default_factory=set)
     """Ranks that have joined the process group."""
     results: dict[int, Any] = field(default_factory=dict)
@@ -95,46 +100,48 @@ class Attempt:
     exits: dict[int, RankExit] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     hang: tuple[int, str] | None = None
-    """The rank that holds up the others, and the report."""
+    """The rank that the others wait for, and the report. None: no hang was found."""
     difference: str | None = None
-    """What differs in the ranks' collectives, one of which has failed."""
+    """The mismatch between the ranks' collectives that explains a failure. None: none was found."""
     is_deadlock: bool = False
-    """The hang is proven: its ranks wait for ever, and would so in each attempt."""
+    """True if the hang is a proven deadlock, which would recur in each attempt."""
     held: dict[int, int] = field(default_factory=dict)
-    """How often each rank has called `should_stop`, once it was asked to hold."""
+    """Number of each rank's calls of `should_stop`, which the rank reports after a `Hold` order."""
     wanted: list[tuple[Peer, int, Wanted]] = field(default_factory=list)
-    """Which checkpoints ranks wait for, by their agents."""
+    """Unanswered requests for a checkpoint: the rank's agent, the rank and its request."""
     chosen: dict[int, Arrived] = field(default_factory=dict)
-    """By the numbers of such requests, what rank 0 has got, and others get."""
+    """Checkpoint that rank 0 received, by the number of the request. All other ranks receive the same."""
     accounts: dict[int, Goodput] = field(default_factory=dict)
-    """By the numbers of such requests, where ranks were told that the time has gone."""
+    """Goodput that the driver answered, by the number of the request. All ranks receive the same."""
     accounts_wanted: list[tuple[Peer, int]] = field(default_factory=list)
-    """Such requests of other ranks than rank 0, answered when that one has next said what its time went into."""
+    """Requests for the goodput by ranks other than 0: the agent and the request's number. The next report of rank 0
+    about its time answers them."""
     has_saved: bool = False
-    """A checkpoint of its own is safe."""
+    """True if a checkpoint of this attempt has reached the driver's disk or has been committed."""
     shards: dict[int, dict[int, WrittenShards | ShardsNotWritten]] = field(default_factory=dict)
-    """Of each sharded checkpoint that is being written, by its number, what the ranks have said."""
+    """Ranks' reports about each sharded checkpoint that is being written, by its number and by rank."""
     stopped_early: set[int] = field(default_factory=set)
-    """Ranks whose `should_stop` has turned true."""
+    """Ranks whose `should_stop` has returned True."""
     located: dict[int, Located] = field(default_factory=dict)
-    """Where each rank is, once it was asked."""
+    """Stacks and progress of each rank, as the rank answered a `Locate` order."""
     stacks: dict[int, str] = field(default_factory=dict)
-    """Tracebacks of ranks that did not answer that question, and were signalled."""
+    """Stacks of ranks that did not answer a `Locate` order and got a signal instead."""
     remembered: dict[int, Recalled | None] = field(default_factory=dict)
-    """The last collectives of each rank, once it was asked, or has failed."""
+    """Newest collectives of each rank that failed or answered a `Locate` order. None: the rank has no record."""
     standing: set[int] = field(default_factory=set)
-    """Ranks that have entered no collective for seconds."""
+    """Ranks that have called no collective for some seconds."""
     ask_at: float = math.inf
-    """When to ask the ranks where they are, after a failure that may come of a collective; by the clock."""
+    """Time to send a `Locate` order after a failure that a collective may have caused."""
     stillness: Stillness | None = None
-    """From the moment that all have met."""
+    """Time of each rank's last progress. None until all ranks have joined the process group."""
     hangs_at: float = 0.0
-    """Not before this moment can it count as hung: ranks that have not ended only move on."""
+    """Earliest time at which the attempt may be declared hung. Progress of the running ranks only makes it later."""
     stop_at: float | None = None
-    """When to end it: a better cause may be found before, or the last rank may leave; by the clock."""
+    """Time to stop the ranks: the end of the search for a failure's cause, or of the wait for the last exit. None: no
+    such time is set."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     began_at: float = field(init=False)
-    """By the clock."""
+    """Time at which the attempt began, or at which a debugger or a commit last let go of ranks that were forming it."""
     prompts: Prompts = field(init=False)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     _has_earnest_failure: bool = False
@@ -145,7 +152,7 @@ class Attempt:
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:
-        """The workers that carry it, each with its ranks."""
+        """Ranks of each worker that carries the attempt."""
         ranks = defaultdict(list)
         for rank, (_, node) in self.places.items():
             ranks[node.worker].append(rank)
@@ -153,22 +160,22 @@ class Attempt:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.places)
 
     @property
     def is_formed(self) -> bool:
-        """All ranks have met."""
+        """True if all ranks have joined the process group."""
         return len(self.ready) == len(self.places)
 
     @property
     def has_delivered(self) -> bool:
-        """Every rank's function has returned."""
+        """True if every rank's function has returned."""
         return len(self.results) == len(self.places)
 
     @property
     def is_over(self) -> bool:
-        """Every rank has left."""
+        """True if every rank has ended."""
         return len(self.exits) == len(self.places)
 
     @property
@@ -179,12 +186,12 @@ class Attempt:
 
     @property
     def bad_exits(self) -> list[RankExit]:
-        """Exits without a result. A rank that has delivered is out of danger, whatever happens to it then."""
+        """Exits without a result. After a rank's result, its exit counts as good."""
         return list(self._bad_exits.values())
 
     @property
     def unclean_exits(self) -> list[RankExit]:
-        """All but the exits of ranks that delivered and left in good order: what the blame is found among."""
+        """Exits in which the root failure is searched: all but exits with a result, exit code 0 and no hang."""
         return [
             exit_
             for rank, exit_ in self.exits.items()
@@ -193,38 +200,38 @@ class Attempt:
 
     @property
     def is_failing(self) -> bool:
-        """Something has gone wrong."""
+        """True if a rank has failed, hung or ended without a result."""
         return bool(self.failures or self._bad_exits or self.hang)
 
     @property
     def has_earnest_failure(self) -> bool:
-        """Some rank failed, and not because it lost a peer."""
+        """True if a rank hung, or failed for another reason than the loss of a peer."""
         return self.hang is not None or self._has_earnest_failure
 
     @property
     def has_own_failure(self) -> bool:
-        """Some rank failed, not because it lost a peer, nor because anything was taken away from it."""
+        """True if the root failure is neither the loss of a peer nor a loss of infrastructure."""
         return self.has_earnest_failure and not self.root_failure().is_infrastructure
 
     @property
     def faulty_gpus(self) -> set[GpuKey]:
-        """The own GPUs of ranks that have ended because their GPU failed."""
+        """GPUs whose fault ended their rank."""
         placed = [self.places[exit_.rank] for exit_ in self.bad_exits if exit_.gpu_fault]
         return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
 
     def tell(self, message: ToAgent) -> None:
-        """Tell all agents that carry its ranks; those of newcomers wait for orders of their own."""
+        """Send a message to the agents that carry the attempt's ranks, but not to those of new workers."""
         for peer in self.carriers:
             peer.send(message)
 
     def note_ready(self, rank: int) -> None:
-        """A rank has joined the process group."""
+        """Record that a rank has joined the process group."""
         self.ready.add(rank)
         if self.is_formed:
             self.stillness = Stillness(self.places, self.clock())
 
     def note_stirring(self) -> None:
-        """A debugger or a commit is done: for all ranks, which may have waited for it, silence is counted from here."""
+        """Restart the hang timeout of all ranks after a debugger or a commit, for which they may have waited."""
         if self.stillness is not None:
             self.hangs_at = 0.0
             self.stillness.restart(self.clock())
@@ -232,19 +239,19 @@ class Attempt:
             self.began_at = self.clock()
 
     def note_moves(self, rank: int, num_moves: int) -> None:
-        """A rank has given so many signs of life; they count from the moment that all have met."""
+        """Record a rank's number of signs of life. Ignored until all ranks have joined the process group."""
         if self.stillness is not None:
             self.stillness.note(rank, num_moves, self.clock())
 
     def note_failure(self, rank: int, failure: Failure) -> None:
-        """A rank's function has raised an exception."""
+        """Record that a rank's function has raised an exception."""
         self.failures[rank] = failure
         self.remembered[rank] = failure.recalled
         self.prompts.forget(rank)
         self._has_earnest_failure |= not failure.is_consequence
 
     def explain_failure(self) -> None:
-        """Find what differs in the ranks' collectives, if that is what a rank may have failed of."""
+        """Set `difference` if a mismatch of the ranks' collectives may explain a failure."""
         stacks = {rank: located.stacks for rank, located in self.located.items()}
         failed = [rank for rank, failure in self.failures.items() if failure.is_consequence]
         self.difference = explain_failure(self.remembered, failed, stacks)
@@ -252,7 +259,11 @@ class Attempt:
     def note_shards(
         self, rank: int, said: WrittenShards | ShardsNotWritten
     ) -> dict[int, WrittenShards | ShardsNotWritten] | None:
-        """A rank has written its part of a sharded checkpoint, or has not; what all have said, once they have."""
+        """Record a rank's report about its part of a sharded checkpoint.
+
+        Returns:
+            The reports of all ranks once the last one has come, else None.
+        """
         all_said = self.shards.setdefault(said.number, {})
         all_said[rank] = said
         if len(all_said) < len(self.places):
@@ -260,35 +271,35 @@ class Attempt:
         return self.shards.pop(said.number)
 
     def note_exit(self, exited: Exited) -> None:
-        """A rank ended."""
+        """Record a rank's exit."""
         self._note(**vars(exited))
 
     def lose(self, worker: str, agent_traceback: str | None = None) -> None:
-        """A worker has gone, or its agent has failed, and its ranks with it."""
+        """Record exits for a worker's ranks after the worker was lost or its agent failed."""
         for rank in self.ranks_of.get(worker, ()):
             if rank not in self.exits:
                 self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
 
     def unaccounted(self) -> set[str]:
-        """The workers of ranks that have not left."""
+        """Return the workers of ranks that have not ended."""
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:
-        """Whether all ranks that can still answer a question have done so."""
+        """Return True if all ranks that can still answer a question have answered."""
         if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
-            return False  # as for most of a large gang's answers, without going through all
+            return False  # quick: a large gang calls this once for each answer
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
 
     def root_failure(self) -> RankExit:
-        """Whose fault it is, as far as is known."""
+        """Return the exit that most likely caused the others, from what is known so far."""
         here = {exit_.rank: exit_ for exit_ in self.unclean_exits}
-        for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # still on their way out
+        for rank in {*self.failures, *([self.hang[0]] if self.hang else [])} - here.keys():  # not ended yet
             here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
         root_failure = find_root_failure(here.values())
         return replace(root_failure, difference=self.difference) if root_failure.may_be_of_collective else root_failure
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
-        """The error that says which ranks have not met the others in time, and what those wrote."""
+        """Return the error that names the ranks missing from the process group, with the ends of their logs."""
         tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "

@@ -1,4 +1,7 @@
-"""Which rank really failed, and whether the gang may start again. Pure; runs in the driver."""
+"""Finds the rank whose failure caused the others, and decides whether the gang may restart.
+
+The module has no state and does no I/O. Runs in the driver.
+"""
 
 import signal
 from bdb import BdbQuit
@@ -10,23 +13,28 @@ from flytekitplugins.daskpytorch.errors import GangError, GangHungError, WorkerL
 from flytekitplugins.daskpytorch.protocol.failure import RankExit
 
 OURS = "flytekitplugins/daskpytorch/"
-"""In the paths of frames that say nothing about the user's code."""
+"""Part of the path of frames that are this package's and not the user's."""
 REPEATED = "the same error came at the same step twice"
-"""A refusal that the error tells of, too."""
+"""Reason for no restart after a repeated error. The error's `is_repeated` is true for this reason alone."""
 
 
 def find_root_failure(exits: Iterable[RankExit]) -> RankExit:
-    """The exit that caused the others.
+    """Return the exit that caused the others: the most severe one, and among equals the earliest.
 
-    A rank's own exception comes before signals and unexpected exits, these before a lost worker, that before a hang,
-    and that before errors that read like the loss of a peer and aborts by NCCL's watchdog, and before ranks that we
-    stopped; among equals the first in time.
+    From most to least severe:
+
+    1. the rank's own exception
+    2. a signal or an unexpected exit, then a kill for memory
+    3. a lost worker
+    4. a hang
+    5. an error that reads like the loss of a peer, or an abort by NCCL's watchdog
+    6. a rank that the driver stopped
     """
     return min(exits, key=lambda e: (_severity(e), e.failure.time if e.failure else e.time))
 
 
 def _severity(exit_: RankExit) -> int:
-    if exit_.failure is not None and not exit_.failure.is_consequence:  # even of a rank that was then told to stop
+    if exit_.failure is not None and not exit_.failure.is_consequence:  # even if the rank was then told to stop
         return 0
     if exit_.hang is not None:
         return 4
@@ -40,7 +48,7 @@ def _severity(exit_: RankExit) -> int:
 
 
 def describe(exit_: RankExit) -> str:
-    """How a rank ended, in a line."""
+    """Return how a rank ended, in one line."""
     if exit_.failure is not None or exit_.gpu_fault:
         return _describe_error(exit_)
     if exit_.hang is not None:
@@ -59,7 +67,7 @@ def describe(exit_: RankExit) -> str:
 
 
 def _describe_error(exit_: RankExit) -> str:
-    """Name the GPU that has failed, else the exception."""
+    """Return the failed GPU and its fault, or else the exception, in words."""
     if exit_.gpu_fault or exit_.failure is None:
         return f"{exit_.gpu} of host {exit_.host} failed: {exit_.gpu_fault}"
     name, text = exit_.failure.type_name, exit_.failure.message
@@ -74,9 +82,17 @@ def _signal_name(number: int) -> str:
 
 
 def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
-    """What the driver raises for a failed gang: the failed rank's own exception from a `GangError`, or that alone.
+    """Return the exception that the driver raises for a failed gang.
 
-    `refusal` says why the gang does not start again, `history` what ended its earlier attempts.
+    Args:
+        root_failure: Exit of the rank that failed.
+        world_size: Number of ranks.
+        refusal: Reason for no restart. Empty: the error gives no reason.
+        history: Failures of the earlier attempts, a line each.
+
+    Returns:
+        The failed rank's own exception, with a `GangError` as its cause. The `GangError` itself if the exception cannot
+        be rebuilt in the driver, or the rank was lost with its infrastructure.
     """
     who, how = f"rank {root_failure.rank}", describe(root_failure)
     rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
@@ -95,7 +111,7 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
     if root_failure.agent_traceback:
         message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
-    if root_failure.log_tail and root_failure.hang is None:  # it ends with the stacks of all threads
+    if root_failure.log_tail and root_failure.hang is None:  # a hung rank's log ends with the stacks of all threads
         message += (
             f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n{root_failure.log_tail}"
         )
@@ -122,7 +138,10 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
 
 
 def from_user(error: Exception) -> Exception:
-    """A failed gang's error with the user's frames alone, unless it is one of the driver's own."""
+    """Remove this package's outermost frames from a failed gang's error and return the error.
+
+    Errors of the driver itself keep all frames.
+    """
     if isinstance(error, GangError) or isinstance(error.__cause__, GangError):
         trace = error.__traceback__
         while trace is not None and OURS in trace.tb_frame.f_code.co_filename:
@@ -133,29 +152,30 @@ def from_user(error: Exception) -> Exception:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFailure:
-    """How an attempt ended."""
+    """Summary of a failed attempt."""
 
     what: str
-    """Who failed and how, in a line."""
+    """Rank, worker, step and cause, in one line."""
     cause: str
-    """How, without the rank: what makes two errors the same. Of an exception the type and the line that raised it,
-    since its text may hold a time or an address."""
+    """Cause without the rank, by which two failures are compared. For an exception: its type and the line that raised
+    it, since its text may hold a time or an address."""
     position: tuple[int | None, int | None]
-    """Where: the newest named step, and the signs of life since then."""
+    """Newest named step, and the number of signs of life since then. None for unknown values."""
     is_infrastructure: bool
-    """Something was taken away from outside; else the function failed."""
+    """True if a worker, node or other infrastructure was lost. False if the function failed."""
     is_exception: bool = False
-    """An exception of the function's own, not one that reads like the loss of a peer."""
+    """True for an exception of the function, unless it reads like the loss of a peer."""
     is_final: bool = False
-    """It is certain to come again."""
+    """True if the failure would recur in each attempt."""
     is_quit: bool = False
-    """Its debugger was told to quit."""
+    """True if the user quit the rank's debugger."""
     gets_further: bool = False
-    """The next attempt does not go the same way again: this one has saved a checkpoint."""
+    """True if the next attempt starts further on or may go another way: a checkpoint was saved or is on its way, or the
+    ranks were asked to stop."""
 
     @classmethod
     def of(cls, root_failure: RankExit, *, gets_further: bool) -> Self:
-        """Sum up the exit that caused the others."""
+        """Return the summary of an attempt whose root failure is this exit."""
         how, failure = describe(root_failure), root_failure.failure
         step = root_failure.position[0]
         where = f" after step {step}" if step is not None else ""
@@ -174,13 +194,13 @@ class AttemptFailure:
 
 @dataclass
 class FailurePolicy:
-    """Two budgets: for losses of infrastructure, and for errors of the function."""
+    """Limits restarts by two separate budgets: for losses of infrastructure, and for errors of the function."""
 
     limit: int
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:
-        """Why this further failure would end the gang; None if the gang may start again."""
+        """Return why the gang does not restart after this failure. None: the gang may restart."""
         alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
         if self.limit == 0:
             return "max_restarts is 0"
@@ -196,7 +216,7 @@ class FailurePolicy:
         return None
 
     def note(self, failure: AttemptFailure) -> None:
-        """Count a failure after which the gang starts again."""
+        """Count a failure after which the gang restarts."""
         self.failures.append(failure)
 
 
