@@ -1,14 +1,14 @@
-"""Decides what a gang does next: start, grow, stop, start again, give up. Runs in the driver.
+"""Decides what a gang does next: start, grow, stop, restart, give up. Runs in the driver.
 
-`GangState` takes down what has happened and does nothing else. `Brain.decide` alone acts on it, so that the same rules
-meet whatever happens, at whatever moment. What the gang is in the middle of is a phase, which is a method:
+`GangState` only records events. `Brain.decide` alone acts on them, so the same rules apply to each event at each
+moment. The gang's present phase is a method:
 
     _gather ──▶ _train ──▶ _end_ranks ──▶ _settle ──▶ _gather ...
        │          │                          │
        └──────────┴── results, or an error ◀─┘
 
-Nothing here starts threads, waits (but for storage, at the very end) or looks at another clock than those it is given:
-a test can play a whole gang's life through.
+This module starts no threads, reads only the clock that it is given, and waits only for storage, at the very end. So a
+test can replay a whole gang.
 """
 
 import math
@@ -29,34 +29,37 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 
 BLAME_WINDOW = 0.7
-"""Seconds to wait for a better cause while every failure so far reads like the loss of a peer."""
+"""Seconds to wait for another failure while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0
-"""Seconds for the ranks to leave once all have delivered, and for observers in rank 0 to close what they have open."""
+"""Timeout, in seconds, between the last rank's result and its exit. Covers closing rank 0's observers."""
 SETTLE_TIME = 0.2
-"""Seconds after a loss before a gang that may be smaller goes on: losses seldom come alone."""
+"""Seconds between the loss of a worker and a restart with fewer workers. More losses often follow."""
 TICK = 1.0
-"""Seconds between looks at what may have changed without an event."""
+"""Most seconds between two decisions, since some changes cause no event."""
 GROWS = "more workers have come"
-"""The one reason to start again that is none to worry about."""
+"""Reason for a restart that adds workers. All other reasons are failures."""
 
 
 class GangCancelledError(Exception):
-    """The gang was cancelled."""
+    """The user cancelled the gang."""
 
 
 Phase = Callable[[], Any]
-"""Does what is due, and returns the phase that follows at once, or None to be called again when something happens."""
+"""Phase of a gang: a method that does what is due.
+
+The method returns the phase that follows at once, or None if `decide` should call the same phase after the next event.
+"""
 
 
 class Brain:
-    """Sees one gang through. Call `decide` after each thing that has happened, and not later than `patience`."""
+    """Decides for one gang until its end. Call `decide` after each event, at the latest after `patience` seconds."""
 
     _attempt: Attempt
-    """The newest attempt; unset until the first one has started."""
+    """Newest attempt. Unset until the first attempt has started."""
     _watch: HangWatch
 
     def __init__(self, state: GangState, code: Code, debugging: Debugging | None = None) -> None:
-        """Begin with gathering the workers, whose agents are on their way."""
+        """Begin with the phase that gathers the workers. The caller has launched their agents."""
         self._state = state
         self._code = code
         self._debugging = debugging or Debugging()
@@ -72,7 +75,7 @@ class Brain:
         self._number = 0
         self._is_growing = False
         self._late: set[int] = set()
-        """Ranks that did not meet the others in time."""
+        """Ranks that did not join the process group in time."""
         self._deadline = 0.0
         self._settled_at = 0.0
         self._ended_at = 0.0
@@ -81,10 +84,13 @@ class Brain:
         self._phase: Phase = self._begin_to_gather()
 
     def decide(self) -> list[Any] | None:
-        """Do all that follows from what has happened; the ranks' results once the gang has ended well.
+        """Act on the events so far.
+
+        Returns:
+            The ranks' results once the gang has succeeded, else None.
 
         Raises:
-            Exception: What ended the gang otherwise; see `Supervisor.run`.
+            Exception: The gang has failed or was stopped. See `Supervisor.run`.
         """
         while self._results is None and (following := self._phase()) is not None:
             self._phase = following
@@ -93,17 +99,21 @@ class Brain:
         return self._results
 
     def final_account(self, error: Exception | None) -> Goodput:
-        """Where the time has gone, now that the gang has ended so: of a failed one what no checkpoint holds is lost."""
+        """Return the goodput of the ended gang. If the gang failed, steps after its newest checkpoint count as lost.
+
+        Args:
+            error: Exception that ended the gang. None: the gang succeeded.
+        """
         self._accountant.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
         return self._accountant.goodput()
 
     @property
     def patience(self) -> float:
-        """Seconds until there may be something to decide though nothing happens."""
+        """Most seconds until the next call of `decide` if no event comes."""
         return max(0.0, min(self._wake_at - self._now(), TICK))
 
     def _wait(self, *moments: float | None) -> Phase | None:
-        """Stay in this phase until something happens, or the first of these moments."""
+        """Stay in this phase until the next event, or the earliest of these times (driver's clock, seconds)."""
         self._wake_at = min((moment for moment in moments if moment is not None), default=math.inf)
         return None
 
@@ -116,12 +126,12 @@ class Brain:
         self._state.attempt = None
         self._deadline = (self._state.asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else (now if lost_at is None else lost_at) + SETTLE_TIME
-        if self._agents.faulty_gpus:  # another worker may be found
+        if self._agents.faulty_gpus:  # the cluster may have another worker
             self._settled_at = now + GROWTH_SETTLE_TIME
         return self._gather
 
     def _gather(self) -> Phase | None:
-        """Wait for the workers: all that are wanted, or after losses those that are left, if they are enough."""
+        """Wait for all wanted workers, or after a while for at least `min_workers`, and then start an attempt."""
         if self._state.is_cancelled:
             raise self._cancelled()
         if self._state.stop_request is not None:
@@ -164,7 +174,7 @@ class Brain:
         )
 
     def _start(self) -> Phase:
-        """Place the ranks on the workers that are here, and have them started."""
+        """Start an attempt on the workers that are connected."""
         self._accountant.enter("starting")
         self._attempt = self._state.attempt = start_attempt(self._state, self._number, self._code, self._debugging)
         timeout = self._settings.hang_timeout
@@ -173,10 +183,10 @@ class Brain:
         self._saving.has_news = False
         return self._train
 
-    # ---- seeing it through
+    # ---- watching an attempt
 
     def _train(self) -> Phase | None:
-        """Until every rank has left, or all must be ended because something happened."""
+        """Watch the attempt until every rank has ended, or an event requires all ranks to be stopped."""
         attempt, now = self._attempt, self._now()
         if attempt.is_over:
             return self._begin_to_settle()
@@ -197,10 +207,10 @@ class Brain:
         return self._wait(*self._moments(attempt))
 
     def _is_understood(self, attempt: Attempt) -> bool:
-        """Whether a failure ends the attempt at once.
+        """Return True if the cause of a failure is known, so that the attempt can be stopped at once.
 
-        Where all ranks' failures read like the loss of a peer a better cause may follow. Where one may come of a
-        collective the other ranks say first where they are.
+        While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective may have
+        caused a failure, the other ranks first report their stacks.
         """
         is_earnest = attempt.has_earnest_failure
         if is_earnest and not attempt.root_failure().may_be_of_collective:
@@ -215,7 +225,7 @@ class Brain:
         return is_earnest and attempt.have_answered(attempt.remembered)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
-        """Whether a training in which nothing has failed is to be stopped all the same."""
+        """Return True if an attempt without failures has to be stopped: late, preempted, hung or about to grow."""
         has_kept, self._saving.has_news = self._saving.has_news, False
         if self._is_late(attempt):
             self._late = attempt.places.keys() - attempt.ready
@@ -225,7 +235,7 @@ class Brain:
         if self._watch.is_hung():
             return True
         if len(attempt.ranks_of) < self._agents.num_wanted:
-            # Right after a checkpoint, so that no steps are lost.
+            # A restart right after a checkpoint loses no steps.
             self._is_growing = has_kept and not attempt.results and self._agents.can_grow(attempt.ranks_of)
             self._look_for_more_workers()
         return self._is_growing
@@ -235,7 +245,7 @@ class Brain:
         return is_due and not attempt.is_formed and not attempt.prompts.debugged
 
     def _moments(self, attempt: Attempt) -> list[float | None]:
-        """When something is due in the training though nothing happens."""
+        """Return the times (driver's clock, seconds) at which the attempt needs a decision without an event."""
         request = self._state.stop_request
         return [
             attempt.stop_at,
@@ -247,7 +257,7 @@ class Brain:
         ]
 
     def _let_leave(self, attempt: Attempt) -> None:
-        """All have delivered: nobody needs the others any more."""
+        """Let the ranks exit, since all functions have returned and no rank needs another one any more."""
         if attempt.stop_at is None:
             attempt.stop_at = self._now() + MAX_LEAVE_WAIT
             attempt.tell(messages.Tell(orders.Leave()))
@@ -255,11 +265,11 @@ class Brain:
     def _look_for_more_workers(self) -> None:
         try:
             self._agents.recruit()
-        except ConnectionError:  # a lost scheduler takes the workers along by itself
+        except ConnectionError:  # the workers leave by themselves after their scheduler
             return
 
     def _stop(self) -> Phase:
-        """Have every rank ended."""
+        """Order the agents to stop every rank."""
         wish = None if self._state.is_cancelled else self._announcer.stopped_early
         self._watch.stop_asking()
         self._accountant.enter("waiting")
@@ -272,7 +282,7 @@ class Brain:
         return self._end_ranks
 
     def _end_ranks(self) -> Phase | None:
-        """Wait until all ranks are gone; late failures still count for the blame."""
+        """Wait until all ranks have ended. Late failures still count in the search for the root failure."""
         attempt = self._attempt
         if not attempt.is_over and self._now() < self._deadline:
             return self._wait(self._deadline)
@@ -282,7 +292,7 @@ class Brain:
         return self._begin_to_settle()
 
     def _is_last(self) -> bool:
-        """Whether no other attempt follows, as far as is known."""
+        """Return True if, from what is known so far, no other attempt follows."""
         attempt = self._attempt
         if self._state.is_cancelled or self._announcer.stopped_early is not None or self._late:
             return True
@@ -309,7 +319,10 @@ class Brain:
         return self._settle
 
     def _conclude(self) -> Phase | None:
-        """Give the results out once the last sharded checkpoint is committed."""
+        """Set the results once the last sharded checkpoint is committed.
+
+        With checkpoints in a local folder of the user's, also wait for the fetch of the last whole checkpoint.
+        """
         attempt, limit = self._attempt, self._ended_at + self._settings.start_timeout
         if self._state.is_cancelled:
             raise self._cancelled()
@@ -320,11 +333,11 @@ class Brain:
         return None
 
     def _stays_here(self) -> bool:
-        """Whether its checkpoints are a user's own to use after it, in a folder of this machine."""
+        """Return True if the checkpoints stay in a local folder after the gang's end, for the user."""
         return self._request.storage is not None and "://" not in self._request.storage.own
 
     def _settle(self) -> Phase | None:
-        """Wait for checkpoints that are on their way, as long as whoever sends them is there."""
+        """Wait for checkpoints that are being fetched or committed, then restart or raise the gang's error."""
         if self._state.is_cancelled:
             raise self._cancelled()
         if self._announcer.stopped_early is not None:
@@ -352,9 +365,9 @@ class Brain:
         return self._begin_to_gather()
 
     def _reason_to_go_on(self, attempt: Attempt) -> str:
-        """Why the gang starts again; raises what ends it if it does not."""
+        """Return the reason for a restart, or raise the error that ends the gang."""
         request = self._state.stop_request
-        if request is not None and not attempt.has_own_failure:  # losses are what such requests are made of
+        if request is not None and not attempt.has_own_failure:  # a lost worker is the request's expected effect
             return self._go_on_without(request)
         if self._is_growing and not attempt.has_earnest_failure:
             return GROWS
@@ -372,7 +385,11 @@ class Brain:
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})"
 
     def _go_on_without(self, request: StopRequest) -> str:
-        """The worker that is being taken away is all that the gang lacks, unless the gang is to end itself."""
+        """Return the reason for a restart without the worker that the cluster is removing.
+
+        Raises:
+            PreemptedError: The request ends the gang, or no restarts are left.
+        """
         failure = AttemptFailure(
             what=request.reason, cause=request.reason, position=(None, None), is_infrastructure=True
         )
@@ -382,7 +399,7 @@ class Brain:
         return failure.what
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
-        # A rank that was about to be stopped may fail for that reason alone.
+        # The stop request itself may make a rank fail.
         gets_further = attempt.has_saved or self._saving.is_busy or self._state.stop_request is not None
         return AttemptFailure.of(attempt.root_failure(), gets_further=gets_further)
 
@@ -390,7 +407,7 @@ class Brain:
         return GangCancelledError(f"{self._request.name} was cancelled")
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
-        """The error that ends the task, once the newest checkpoint is in storage."""
+        """Return the error that ends the task, after the upload of the newest checkpoint or a timeout."""
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason
         rest = self._saving.store(self._request.storage, self._deadlines.storage)
         failed = f" while it was failing ({failure})" if failure else ""

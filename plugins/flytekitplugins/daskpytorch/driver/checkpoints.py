@@ -1,7 +1,7 @@
-"""A gang's checkpoints: brought from its nodes, and safe on the driver's disk when workers die. Runs in the driver.
+"""Keeps a gang's whole checkpoints on the driver's disk, where lost workers cannot harm them. Runs in the driver.
 
-The driver is the only writer. It takes files whole or not at all, refuses those of older attempts, keeps the last
-few and the best, and hands them on to storage (see `vault`), so that the task's next attempt starts from the newest.
+The driver is the only writer. The driver fetches files whole or not at all, refuses files of older attempts, and keeps
+the last few and the best. `Vault` uploads them to storage, so that the task's next attempt starts from the newest.
 """
 
 import threading
@@ -20,11 +20,11 @@ from flytekitplugins.daskpytorch.protocol.messages import Download, Fetch, Uploa
 from flytekitplugins.daskpytorch.settings import Keep
 
 MAX_RETRIES = 2
-"""How often a checkpoint is asked for again whose connection broke."""
+"""Most retries of a checkpoint's fetch whose connection broke."""
 
 
 class Checkpoints:
-    """Keeps the newest checkpoints of one gang, and the best."""
+    """Keeps the newest and the best checkpoints of one gang, as its `Keep` settings ask."""
 
     def __init__(self, folder: Path, vault: Vault) -> None:
         self._folder = folder
@@ -33,23 +33,28 @@ class Checkpoints:
         self._lock = threading.Lock()
         self._kept: list[CheckpointFile] = []
         self._states: dict[str, tuple[int, ...]] = {}
-        """By name, what the disk says of a file whose digest is right: unless that changes, it still is."""
+        """Inode, size and modification time of each file when its digest was right, by name. Unless these change, the
+        digest is still right."""
         self._attempt = 0
 
     def restore(self) -> CheckpointFile | None:
-        """Take over what the attempt before left in storage; return what to go on from."""
+        """Download the newest and the best checkpoints of the attempt before from storage.
+
+        Returns:
+            The newest one, from which the gang starts. None if there are none.
+        """
         found = self._vault.restore(self._folder)
         for file in found:
             self._keep_here(file)
         return found[-1] if found else None
 
     def fence(self, attempt: int) -> None:
-        """From now on only this attempt's checkpoints are taken."""
+        """Refuse the checkpoints of attempts before this one from now on."""
         with self._lock:
             self._attempt = attempt
 
     def newest(self) -> CheckpointFile | None:
-        """The newest checkpoint that is still whole; damaged ones are dropped."""
+        """Return the newest undamaged checkpoint, or None. Damaged newer ones are dropped."""
         with self._lock:
             while self._kept:
                 newest = self._kept[-1]
@@ -60,30 +65,41 @@ class Checkpoints:
             return None
 
     def entries(self) -> list[CheckpointFile]:
-        """All that are kept, in the order in which they came."""
+        """Return all kept checkpoints, in the order of their arrival."""
         with self._lock:
             return list(self._kept)
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """What a user is told of them."""
+        """Return the kept checkpoints as the user sees them."""
         return tuple(file.saved(self._vault.own) for file in self.entries())
 
     def find(self, step: int | None) -> CheckpointFile | None:
-        """The newest whole one of this step or, with None, the best; None: there is none."""
+        """Return an undamaged checkpoint, or None if there is none.
+
+        Args:
+            step: The step, of which the newest checkpoint is taken. None: the best checkpoint of all.
+        """
         with self._lock:
             whole = [file for file in self._kept if self._is_whole(file)]
         return find(whole, self._keep, step)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the newest checkpoint is in storage, too, and the best; return True if the newest is."""
+        """Wait until the newest checkpoint and the best are in storage.
+
+        Args:
+            timeout: Most seconds to wait.
+
+        Returns:
+            True if the newest checkpoint is in storage, or the gang has none.
+        """
         return self._vault.flush(timeout)
 
     def serve(self, connection: Connection, request: Upload | Download) -> None:
-        """Take or give one file, in a thread of the listener.
+        """Receive or send one file, in a thread of the listener.
 
         Raises:
             OSError: The connection broke, or the disk is full.
-            ValueError: The file is damaged, or is that of an older attempt.
+            ValueError: The file is damaged, or an older attempt wrote it.
         """
         if isinstance(request, Download):
             connection.send_file(self._folder / request.file.name)
@@ -107,10 +123,10 @@ class Checkpoints:
             )
 
     def keep(self, file: CheckpointFile) -> None:
-        """Take a file that lies whole in the folder, and hand it on to storage.
+        """Keep a file that is complete in the folder, and queue its upload to storage.
 
         Raises:
-            ValueError: It is that of an older attempt.
+            ValueError: An older attempt wrote the file.
         """
         file = self._keep_here(file)
         self._vault.offer(file, self._folder / file.name)
@@ -140,31 +156,34 @@ class Checkpoints:
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """Changes whenever somebody writes to the file."""
+    """Return the file's inode, size and modification time, which change with each write to the file."""
     found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: the agent may have it, too, and drop it
+    return found.st_ino, found.st_size, found.st_mtime_ns  # not st_ctime_ns: it changes when the agent removes its link
 
 
 @dataclass
 class Fetches:
-    """Has checkpoints brought from the agents' nodes, one at a time: the newest next, but for those among the best."""
+    """Fetches checkpoints from the agents' nodes, one at a time.
+
+    A checkpoint in the queue is skipped once a newer one comes, unless it is among the best.
+    """
 
     keep: Keep = field(default_factory=Keep)
     kept: Callable[[], Sequence[CheckpointFile]] = tuple
-    """Those that have arrived."""
+    """Returns the checkpoints that are on the driver's disk."""
     _on_its_way: tuple[Peer, CheckpointFile] | None = None
     _waiting: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
-    """In the order in which they were written."""
+    """Queue of fetches, in the order in which the checkpoints were written."""
     _num_retries: int = 0
-    """Of what is on its way."""
+    """Number of retries of the running fetch."""
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way."""
+        """True while a fetch is running."""
         return self._on_its_way is not None
 
     def fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        """Have a checkpoint brought; one that still waits for its turn is passed over, unless it is among the best."""
+        """Queue a checkpoint's fetch. Older checkpoints in the queue are skipped, unless they are among the best."""
         self._waiting.append((peer, file))
         under_way = [self._on_its_way[1]] if self._on_its_way is not None else []
         files = [*self.kept(), *under_way, *(waiting for _, waiting in self._waiting)]
@@ -174,12 +193,20 @@ class Fetches:
             self._turn()
 
     def note_end(self, file: CheckpointFile) -> None:
-        """This one has arrived."""
+        """Record that a checkpoint has arrived, and begin the next fetch."""
         if self._on_its_way is not None and self._on_its_way[1] == file:
             self._turn()
 
     def note_failure(self, file: CheckpointFile, *, is_worth_a_retry: bool) -> bool:
-        """This one has not arrived; whether it will not, which is said once."""
+        """Record that a checkpoint's fetch has failed, and begin a retry or the next fetch.
+
+        Args:
+            file: The checkpoint.
+            is_worth_a_retry: True if a retry may succeed.
+
+        Returns:
+            True if the checkpoint is given up. False if a retry has begun, or the fetch was not running any more.
+        """
         if self._on_its_way is None or self._on_its_way[1] != file:
             return False
         if is_worth_a_retry and not self._waiting and self._num_retries < MAX_RETRIES:
@@ -190,13 +217,13 @@ class Fetches:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """An agent has gone, and what it was to bring."""
+        """Drop the fetches from a lost agent."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] is not peer]
         if self._on_its_way is not None and self._on_its_way[0] is peer:
             self._turn()
 
     def clear(self) -> None:
-        """Expect nothing more."""
+        """Drop the running fetch and the queue."""
         self._on_its_way = None
         self._waiting.clear()
 

@@ -1,9 +1,9 @@
 """A gang's claim on the folder or URL of its checkpoints, so that no two gangs use one. Runs in the driver.
 
-    claim.json: created where there is none -> renewed every 10 s -> removed at the end
+    claim.json: created if missing -> renewed every 10 s -> removed at the end
 
-A claim whose owner has died is taken over: at once where this machine, Flyte or Slurm knows of the death, else once
-the claim has not been renewed for 60 s. Whoever waits watches the claim change, and compares no clocks of two machines.
+A gang takes over a claim whose owner is dead: at once if this machine, Flyte or Slurm shows the death, else after 60 s
+without a renewal. The waiting gang measures those 60 s by its own clock, so that clocks of two machines may differ.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ RENEW_EVERY = 10.0
 STALE_AFTER = 60.0
 """Seconds without a renewal after which a claim is taken over."""
 ANCIENT = 3600.0
-"""Seconds since the last renewal, by the clocks, after which nobody waits to see another."""
+"""Age of the last renewal, in seconds by the clocks of two machines, from which on a claim is taken over at once."""
 FIRST_LOOK = 1.0
-"""Seconds after which an owner first makes sure of its claim: some stores know no exclusive creation."""
+"""Seconds until an owner's first check of its claim. Without exclusive creation, some stores accept two owners."""
 POLL_INTERVAL = 1.0
 JOBS = (
     ("FLYTE_INTERNAL_EXECUTION_ID", "FLYTE_INTERNAL_TASK_NAME", "FLYTE_ATTEMPT_NUMBER"),
     ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
 )
-"""Variables that name a job, its part, and its attempt: no two attempts of one run at a time."""
+"""Environment variables that name a job, its part and its attempt. Two attempts of one job never run together."""
 _held: set[str] = set()
 """Identities of the claims that this process holds."""
 
@@ -62,15 +62,20 @@ class Claim:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="daskpytorch-claim", daemon=True)
         self.on_loss: Callable[[], object] = lambda: None
-        """Called, in a thread, when another owner has taken the claim over."""
+        """Called in the claim's thread when another owner has taken over the claim."""
         self.loss: GangStartError | None = None
-        """Error that the gang raises once the claim is lost."""
+        """Error that the gang raises once the claim is lost. None: the claim is not lost."""
 
     def take(self, is_over: Callable[[], bool]) -> None:
-        """Claim the folder, and renew the claim from now on; wait until an earlier owner is known to be dead or alive.
+        """Claim the folder and renew the claim from now on.
+
+        Waits until an earlier owner is known to be dead or alive.
+
+        Args:
+            is_over: Returns True if the wait should end.
 
         Raises:
-            GangStartError: Another gang that is alive uses the folder, or `is_over()` while this one waited.
+            GangStartError: Another live gang uses the folder, or `is_over()` returned True.
         """
         _held.add(self._about["id"])  # first: another thread of this process may read the claim once it is there
         try:
@@ -86,7 +91,7 @@ class Claim:
         while not self._files.create(self._path, self._content()):
             holder = self._read() or {}
             if holder != seen:
-                if seen and holder.get("id") == seen.get("id"):  # it was renewed meanwhile
+                if seen and holder.get("id") == seen.get("id"):  # a renewal
                     raise GangStartError(self._refusal(holder))
                 seen, unchanged_since = holder, time.monotonic()
             if (is_alive := _is_alive(holder)) or is_over():
@@ -102,13 +107,13 @@ class Claim:
             time.sleep(POLL_INTERVAL)
 
     def release(self) -> None:
-        """Let the next owner go on at once."""
+        """Stop the renewals and remove the claim, so that the next owner need not wait."""
         if self._about["id"] not in _held:
             return
         self._over.set()
         self._thread.join(RENEW_EVERY)
         _held.discard(self._about["id"])
-        with contextlib.suppress(Exception):  # whatever a store's client raises: it is taken over in the end
+        with contextlib.suppress(Exception):  # any error of a store's client: the claim becomes stale
             if (self._read() or {}).get("id") == self._about["id"]:
                 self._files.fs.rm_file(self._path)
 
@@ -116,8 +121,8 @@ class Claim:
         wait = FIRST_LOOK
         while not self._over.wait(wait):
             wait = RENEW_EVERY
-            with contextlib.suppress(Exception):  # storage that does not answer may do so next time
-                if (holder := self._read()) is None:  # somebody has cleared the folder
+            with contextlib.suppress(Exception):  # storage without an answer may answer next time
+                if (holder := self._read()) is None:  # the folder was cleared
                     self._files.create(self._path, self._content())
                 elif holder.get("id") == self._about["id"]:
                     self._number += 1
@@ -135,7 +140,7 @@ class Claim:
         return json.dumps({**self._about, "number": self._number, "renewed": time.time()}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the content of the claim; None if there is no claim."""
+        """Return the content of the claim, or None if there is no claim."""
         self._files.fs.invalidate_cache()
         try:
             content = json.loads(self._files.read(self._path))
@@ -153,15 +158,15 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
-    """Have nobody else use these paths meanwhile, where an earlier gang may have used them.
+    """Hold a claim on a gang's own checkpoint folder, if other gangs may use the folder, too.
 
     Args:
-        paths: Where the gang keeps its checkpoints.
-        name: What others are told of the gang.
-        is_over: Whether waiting for an earlier owner is to end.
+        paths: Storage of the gang's checkpoints. None: no claim is needed.
+        name: Name of the gang, for the messages of other gangs.
+        is_over: Returns True if the wait for an earlier owner should end.
 
     Raises:
-        GangStartError: Another gang that is alive uses them, or has taken them over.
+        GangStartError: Another live gang uses the folder, or has taken over the claim.
     """
     if paths is None or not paths.is_claimed:
         yield Claim(Files(None), "", name)
@@ -171,7 +176,7 @@ def claimed(paths: StoragePaths | None, name: str, is_over: Callable[[], bool] =
         claim.take(is_over)
     except GangStartError:
         raise
-    except Exception as error:  # whatever a store's client raises: without the claim all else works
+    except Exception as error:  # any error of a store's client: all else works without the claim
         say(
             f"{paths.own} could not be claimed ({type(error).__name__}: {error}); see that no other gang has the same "
             "key and checkpoint_uri: they would remove each other's checkpoints."
@@ -206,7 +211,10 @@ def _told(holder: Mapping[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """The same in all processes that see each other's numbers, until the machine starts anew; empty: unknown."""
+    """Return an identity of the machine's boot and of its process namespace. Empty if unknown.
+
+    In two processes with the same identity, a process number means the same process.
+    """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -214,7 +222,11 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process has started, by which it is told from a later one of the same number; None: it has ended."""
+    """Return a process's start time, which tells the process from a later one of the same number.
+
+    Returns:
+        None if the process has ended.
+    """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

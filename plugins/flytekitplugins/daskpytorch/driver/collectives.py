@@ -1,6 +1,7 @@
-"""What differs in the collectives that the ranks remember. Pure; runs in the driver.
+"""Finds mismatches in the collectives that the ranks' flight recorders hold. Runs in the driver.
 
-The collectives of a process group have numbers, and all its ranks must call the same one under the same number.
+Each collective of a process group has a number. All ranks of the group must call the same one under the same number.
+The module has no state and does no I/O.
 """
 
 import re
@@ -13,11 +14,11 @@ from flytekitplugins.daskpytorch.protocol.collectives import Collective, Recalle
 NOT_THE_USERS = re.compile(
     r'File "(<frozen |<string>|.*(/(site|dist)-packages/|/lib/python3\.\d+/|/flytekitplugins/daskpytorch/))'
 )
-"""Frames of Python, of what is installed, of ours, and of the text that an interpreter was started with."""
+"""Matches frames of Python, of installed packages, of this package, and of `python -c` text."""
 UNEVEN = ("scatter", "all_to_all", "alltoall")
-"""How the names of operations begin to which ranks may well bring different shapes."""
+"""Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
-"""Of each collective in the report."""
+"""Most of the user's frames that the report shows for each collective."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {
@@ -32,24 +33,24 @@ PYTHON_NAMES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-"""Of the types whose C++ names the recorder has."""
+"""Python's names of dtypes, by the C++ names in the flight recorder."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Why ranks wait for each other."""
+    """Reason for which ranks wait for each other."""
 
     rank: int
-    """The one that holds up the others."""
+    """The rank that the others wait for."""
     what: str
-    """In a sentence."""
+    """The reason in a sentence."""
     shown: str
-    """The collective, as each rank has called it, or not."""
+    """The collective, as each rank has called it or not. Empty if no recorder has the call."""
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """What the ranks have called under one number."""
+    """Collectives that the ranks of a process group have called under one number."""
 
     group: str
     number: int
@@ -65,14 +66,17 @@ class _Calls:
 
 
 def compare(recalled: Mapping[int, Recalled], failed: Collection[int] = ()) -> Difference | None:
-    """What differs in the ranks' collectives; None where they agree, or nothing is known.
+    """Return a mismatch in the ranks' collectives, or None if they agree or too little is known.
 
-    Two calls that do not fit under one number come first: whatever follows them follows from them. Then the rank that
-    others wait for, and that waits for nobody; then ranks that wait for each other, in different groups.
+    The function looks for these mismatches, in this order:
+
+    1. different calls under one number, since later mismatches follow from them
+    2. a rank that others wait for, and that waits for no other rank
+    3. ranks that wait for each other in different process groups
 
     Args:
-        recalled: What each rank remembers, as far as it has said so.
-        failed: Ranks whose newest collective has failed, which their recorder may count as done.
+        recalled: Flight record of each rank that has reported one.
+        failed: Ranks whose newest collective has failed. Their recorder may count the collective as done.
     """
     recalled = {
         rank: _with_newest_open(recalled[rank]) if rank in failed else recalled[rank] for rank in sorted(recalled)
@@ -89,7 +93,7 @@ def _with_newest_open(recalled: Recalled) -> Recalled:
 
 
 def _by_number(recalled: Mapping[int, Recalled]) -> Iterator[_Calls]:
-    """In each group by number."""
+    """Yield the calls of each process group, in the order of their numbers."""
     calls: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
     for rank, each in recalled.items():
         for collective in each.collectives:
@@ -98,11 +102,11 @@ def _by_number(recalled: Mapping[int, Recalled]) -> Iterator[_Calls]:
         yield _Calls(group, number, by_rank)
 
 
-# ---- Some that do not fit
+# ---- Different calls under one number
 
 
 def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
-    """The first of a group's numbers under which ranks have called what does not go together."""
+    """Return the first mismatch of calls under one number, or None."""
     for calls in all_calls:
         alike: dict[object, list[int]] = defaultdict(list)
         for rank, collective in calls.by_rank.items():
@@ -116,17 +120,22 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
 
 
 def essence(collective: Collective, *, with_shapes: bool) -> object:
-    """What must be the same on all ranks; shapes that have not kept a collective from its end were good enough."""
+    """Return the part of a call that must be the same on all ranks.
+
+    Args:
+        collective: The call.
+        with_shapes: True if shapes and dtypes count, too. They do not count if the collective has completed.
+    """
     if not with_shapes or collective.operation.startswith(UNEVEN):
         return collective.operation
     return collective.operation, tuple(map(tuple, collective.inputs)), tuple(collective.dtypes)
 
 
-# ---- One that is not called
+# ---- A call that is missing
 
 
 def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> Difference | None:
-    """The rank for which others wait in a collective that it has not called."""
+    """Return the rank that others wait for, in a collective that the rank has not called. None: no rank waits."""
     awaited: dict[int, _Calls] = {}
     waiting: set[int] = set()
     for calls in all_calls:
@@ -148,7 +157,7 @@ def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> D
 
 
 def _lacks(recalled: Recalled, calls: _Calls) -> bool:
-    """Whether it should call that, but has not come to it."""
+    """Return True if the rank belongs to the calls' process group and has yet to reach their number."""
     its_own = (each.number for each in recalled.collectives if each.group == calls.group)
     return calls.group in recalled.groups and max(its_own, default=0) < calls.number
 
@@ -157,7 +166,7 @@ def _lacks(recalled: Recalled, calls: _Calls) -> bool:
 
 
 def in_words(collective: Collective) -> str:
-    """Such as `all_reduce of float32 [4, 3]`."""
+    """Return a call in words, for example `all_reduce of float32 [4, 3]`."""
     shapes = collective.inputs or collective.outputs
     if not shapes:
         return collective.operation
@@ -167,7 +176,7 @@ def in_words(collective: Collective) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Such as `ranks 0, 2`."""
+    """Return ranks in words, for example `ranks 0, 2`."""
     numbers = [str(rank) for rank in sorted(ranks)]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -176,7 +185,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _shown(calls: _Calls) -> str:
-    """What each rank has called, those together that have called the same at the same place."""
+    """Return each rank's call, in lines. Ranks with the same call at the same place share a line."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, collective in calls.by_rank.items():
         state = "done" if collective.is_done else "waiting"
@@ -201,5 +210,5 @@ def _called_from(collective: Collective) -> str:
 
 
 def users_frames(frames: Iterable[str]) -> list[str]:
-    """Those of the user's own files."""
+    """Return the frames of the user's own files."""
     return [frame for frame in frames if not NOT_THE_USERS.search(frame)]

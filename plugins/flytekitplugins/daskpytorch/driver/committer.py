@@ -1,9 +1,9 @@
-"""Sharded checkpoints, which the ranks write straight to storage: committed here, and here alone. Runs in the driver.
+"""Commits sharded checkpoints, whose shards the ranks write straight to storage. Runs in the driver.
 
     ranks ──objects──▶ storage
-    ranks ──what they wrote──▶ brain ──▶ Committer ──layout.json, .metadata, and at last the manifest──▶ storage
+    ranks ──reports──▶ brain ──▶ Committer ──layout.json, .metadata, and at last the manifest──▶ storage
 
-A checkpoint counts once the manifest names it, and is removed only after a manifest does without it.
+A checkpoint counts once the manifest names it, and is removed only after a manifest without it is written.
 """
 
 import contextlib
@@ -37,23 +37,27 @@ from flytekitplugins.daskpytorch.protocol.sharded import (
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_COMMIT_ATTEMPTS = 10
-"""Tries to commit a checkpoint before it is given up, which take some five minutes."""
+"""Most tries to commit a checkpoint, over some five minutes."""
 LANE = "shards"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A sharded checkpoint has been committed, or will not be, for this reason."""
+    """Outcome of a sharded checkpoint's commit."""
 
     attempt: int
     number: int
-    """Which of the attempt's saves it is."""
+    """Number of the save in the attempt, from 0."""
     step: int
     error: Exception | None
+    """Reason for which the checkpoint was given up. None: the checkpoint is committed."""
 
 
 class Committer:
-    """Makes checkpoints of what the ranks have written, and removes what is none."""
+    """Commits sharded checkpoints: writes the layout and the manifest once all ranks have written their shards.
+
+    The committer also removes checkpoints that are not kept, and saves that were never committed.
+    """
 
     def __init__(
         self,
@@ -64,15 +68,15 @@ class Committer:
         filesystem: Callable[[str], Any],
         say: Callable[[Committed], object],
     ) -> None:
-        """Make that of a gang with these settings.
+        """Make the committer of a gang.
 
         Args:
-            settings: The gang's.
-            paths: Where checkpoints go to; None: to a folder of the driver's, which goes with it.
-            vault: Names the checkpoints.
-            scratch: The driver's own folder.
-            filesystem: Opens the file system of a path or fsspec URL.
-            say: Called with what came of a commit, in the worker's thread.
+            settings: The gang's settings.
+            paths: Storage of the gang's checkpoints. None: a folder in `scratch`.
+            vault: Writes the manifest.
+            scratch: The driver's own folder, removed at its end.
+            filesystem: Returns the file system of a path or fsspec URL.
+            say: Called with the outcome of each commit, in the thread of the vault's worker.
         """
         self.vault = vault
         self._filesystem = filesystem
@@ -80,54 +84,62 @@ class Committer:
         self._cache = settings.shard_cache
         self._nonce = secrets.token_hex(4)
         self.base = paths.shards or paths.own if paths is not None else str(scratch / "shards")
-        """Path or fsspec URL, below which each checkpoint has a folder."""
+        """Path or fsspec URL of the folder that contains a folder for each checkpoint."""
         self.previous = paths.previous_shards or paths.previous if paths is not None else None
-        """Base of the attempt or call before, which may be the same."""
+        """`base` of the attempt or call before, which may be the same folder. None: there is none."""
         self.token: Path | None = None
-        """File by which ranks see that they are on this machine. None if `base` is reached from everywhere."""
+        """File by which ranks check that they see the driver's folder `base`. None if `base` is a URL for all hosts."""
         if "://" not in self.base or self.base.startswith("file://"):
             self.base, self.previous = full_path(self.base), self.previous and full_path(self.previous)
             users = settings.checkpoint_uri is not None  # perhaps on a disk that the ranks' machines share
             self.token = Path(self.base if users else scratch, f".driver-{secrets.token_hex(4)}")
         self._outdated: set[str] = set()
-        """Names of checkpoints that are not kept any more."""
+        """Names of committed checkpoints that are no longer kept and have yet to be removed."""
 
     @functools.cached_property
     def files(self) -> Files:
-        """File system of `base`, opened when it is needed: most gangs save no shards, and opening takes time."""
+        """File system of `base`, opened at the first use: opening takes time, and most gangs save no shards."""
         return Files(self._filesystem(self.base))
 
     def begin(self) -> None:
-        """Go on from the checkpoints that the vault has by now, and remove what no manifest names of earlier drivers.
+        """Write the token, and remove the uncommitted files of earlier drivers. Call after `Vault.restore`.
 
         Raises:
-            OSError: The user has named a folder that cannot be written.
+            OSError: The folder that the user has named cannot be written.
         """
         self._leave_token()
         if self.vault.is_known and (previous := self.previous) is not None:
             self._submit_removal(previous, lambda _, nonce: nonce != self._nonce)
 
     def sharding(self) -> Sharding:
-        """Return what the ranks of an attempt that starts now are told."""
+        """Return the storage and the checkpoints for the ranks of an attempt that starts now."""
         token = str(self.token) if self.token is not None else None
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start, cache=self._cache)
 
     def newest(self) -> ShardedCheckpoint | None:
-        """Return the newest that is committed."""
+        """Return the newest committed checkpoint, or None."""
         kept = self.vault.sharded
         return kept[-1] if kept else None
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Return what a user is told of those that are kept."""
+        """Return the kept checkpoints as the user sees them, the oldest first."""
         return tuple(entry.saved for entry in self.vault.sharded)
 
     def find(self, step: int | None) -> ShardedCheckpoint | None:
-        """Return the newest of this step or, with None, the best."""
+        """Return a kept checkpoint, or None if there is none.
+
+        Args:
+            step: The step, of which the newest checkpoint is taken. None: the best checkpoint of all.
+        """
         return find(self.vault.sharded, self.vault.keep, step)
 
     def commit(self, written: Sequence[WrittenShards]) -> None:
-        """Make a checkpoint of what all the ranks of an attempt have written, in their order."""
+        """Queue the commit of a checkpoint whose shards all ranks have written.
+
+        Args:
+            written: Reports of all ranks, in rank order.
+        """
         of = written[0]
 
         def gives_up(error: Exception, num_failures: int, _: float) -> bool:
@@ -144,17 +156,29 @@ class Committer:
         self.vault.worker.submit(LANE, lambda: self._commit(written), gives_up)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
-        """Remove what is in no checkpoint, of this attempt's saves up to this one, and of all attempts before."""
+        """Queue the removal of outdated checkpoints, and of this driver's uncommitted saves up to this one.
+
+        Args:
+            attempt: Number of an attempt. The saves of all attempts before are removed, too.
+            number: Number of the attempt's last save to remove.
+        """
         self._submit_removal(self.base, lambda save, nonce: nonce == self._nonce and save <= (attempt, number))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all is committed, and what no rank writes any more removed; return True if it was in time."""
+        """Wait until all commits are done and all uncommitted saves are removed.
+
+        Args:
+            timeout: Most seconds to wait.
+
+        Returns:
+            True if all was done in time.
+        """
         if self.vault.worker.has_begun(LANE):
             self.sweep(sys.maxsize)
         return self.vault.worker.flush(LANE, timeout)
 
     def close(self) -> None:
-        """Commit nothing more."""
+        """Stop the vault's worker, which commits no more checkpoints, and remove the token."""
         self.vault.worker.close()
         if self.token is not None:
             with contextlib.suppress(OSError):
@@ -173,7 +197,7 @@ class Committer:
     def _submit_removal(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
         self.vault.worker.submit(LANE, lambda: self._remove(base, is_over))
 
-    # ---- in the worker's thread
+    # ---- in the thread of the vault's worker
 
     def _commit(self, written: Sequence[WrittenShards]) -> None:
         first, files, before = written[0], self.files, self.vault.sharded
@@ -197,8 +221,13 @@ class Committer:
         self._say(Committed(first.attempt, first.number, first.step, None))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
-        """Remove what no manifest names, where this says so of an attempt, its save and their nonce."""
-        if self.vault.is_in_doubt:  # a manifest may name what seems to be in none; another time
+        """Remove saves that the manifest does not name.
+
+        Args:
+            base: Folder or URL with the saves.
+            is_over: Returns True for saves that no rank writes any more. Called with (attempt, number) and the nonce.
+        """
+        if self.vault.is_in_doubt:  # storage may hold the new manifest or the old one: a later removal will know
             return
         named = set(map(_name_of, self.vault.sharded))
         with self.vault.removing(base):
@@ -208,7 +237,7 @@ class Committer:
             self._outdated.clear()
 
     def _saves(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """Yield the name of each save below a base, its attempt and number, and its driver's nonce."""
+        """Yield each save below `base`: its name, its attempt and number, and its driver's nonce."""
         for step in self.files.folders(base):
             for save in self.files.folders(f"{base}/{step}"):
                 if (found := save_of(name := f"{step}/{save}")) is not None:
@@ -216,14 +245,14 @@ class Committer:
 
 
 def _name_of(entry: ShardedCheckpoint) -> str:
-    """Return the last two parts of a checkpoint's folder. No other save of any driver has the same."""
+    """Return the last two parts of a checkpoint's folder, which no other save of any driver shares."""
     return "/".join(entry.uri.split("/")[-2:])
 
 
 def _metadata_of(layout: bytes) -> bytes | None:
     try:
         return torch_metadata.metadata_of(layout)
-    except Exception as error:  # whatever another torch raises: a gang reads the layout
+    except Exception as error:  # any error of another version of torch: a gang reads the layout
         say(
             f"the checkpoint can be read by gangs only, not by plain torch: {type(error).__name__}: {error}",
         )

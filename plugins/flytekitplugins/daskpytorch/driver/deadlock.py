@@ -1,8 +1,8 @@
-"""Proves that ranks wait in collectives that can never complete, and ends the gang then. Runs in the driver.
+"""Proves deadlocks: ranks that wait in collectives that can never complete. Runs in the driver.
 
-A rank whose function has returned calls no collective any more. A rank whose main thread waits in one collective calls
-no other. If every rank is one of these, the flight recorders say which collectives lack a rank for ever. Two equal
-looks, a few seconds apart, are the proof. Whatever is unknown of any rank is no proof: then `hang_timeout` decides.
+A rank whose function has returned calls no further collective. A rank whose main thread waits in one collective calls
+no other. If every rank is one of these two kinds, the flight recorders show which collectives lack a rank for ever. Two
+equal looks, a few seconds apart, are the proof. If the state of any rank is unknown, `hang_timeout` decides instead.
 """
 
 import itertools
@@ -30,11 +30,11 @@ from flytekitplugins.daskpytorch.protocol import messages, orders
 from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Collective
 
 LOOK_INTERVAL = 3.0
-"""Seconds between two looks, of which each may be the second of a proof."""
+"""Seconds between two looks at the ranks, the two of a proof included."""
 MAX_INTERVAL = 30.0
-"""Seconds between two looks once many looks have found ranks at work: a step that takes minutes is looked at seldom."""
+"""Most seconds between two looks. The pause grows while looks find ranks at work, as in steps of several minutes."""
 NEEDS_ALL = re.compile(r"barrier|_?all_?reduce|_?all_?gather|_?reduce_?scatter")
-"""How the names of operations begin that no rank ends before every rank has called them."""
+"""Matches operations that complete on no rank before every rank has called them."""
 POINT_TO_POINT = re.compile(r'torch/distributed/distributed_c10d\.py", line \d+ in (recv|send)$')
 PLACE = re.compile(r", line \d+ in ")
 
@@ -44,13 +44,13 @@ class Look:
     """The wait of each rank that has not returned, at one moment."""
 
     waits: Mapping[int, Collective | str]
-    """By rank; of `recv` and `send`, which no recorder has, the name."""
+    """The collective of each rank. For `recv` and `send`, which the flight recorder lacks, the name."""
     counts: Mapping[int, object]
-    """By rank, what changes if the rank goes on."""
+    """Counters and stacks of each rank, which change if the rank goes on."""
 
 
 def look_at(states: Mapping[int, RankState]) -> Look | None:
-    """Return the ranks' waits; None where a rank may be at work, or too little is known of one."""
+    """Return the ranks' waits. None if a rank may be at work, or too little is known about a rank."""
     if any(state.recalled is None or _has_other_threads(state.stacks) for state in states.values()):
         return None
     running = {rank: state for rank, state in states.items() if not state.is_done}
@@ -60,7 +60,7 @@ def look_at(states: Mapping[int, RankState]) -> Look | None:
     counts: dict[int, object] = {
         rank: (each.num_collectives, each.num_moves, each.stacks) for rank, each in running.items()
     }
-    if any(isinstance(wait, str) for wait in waits.values()):  # a message may be on its way, of which no recorder knows
+    if any(isinstance(wait, str) for wait in waits.values()):  # a message may be on its way, which no recorder has
         received = {rank: state.num_bytes for rank, state in states.items()}
         if None in received.values():
             return None
@@ -69,7 +69,7 @@ def look_at(states: Mapping[int, RankState]) -> Look | None:
 
 
 def _has_other_threads(stacks: str) -> bool:
-    """Return True if another thread than the main one may call collectives, or the stacks do not tell."""
+    """Return True if a thread other than the main one may call collectives, or the stacks are incomplete."""
     frames = other_frames(stacks)
     if not main_frames(stacks) or "..." in (frame.strip() for frame in stacks.splitlines()):
         return True
@@ -88,14 +88,20 @@ def _wait_of(state: RankState) -> Collective | str | None:
 
 
 def _is_within(frames: Sequence[str], recorded: Sequence[str]) -> bool:
-    """Return True if the main thread is in the recorded call. Only the innermost line may differ by now."""
+    """Return True if the main thread is still in the recorded call. Only the innermost line number may differ."""
     if not recorded or len(recorded) > len(frames):
         return False
     return PLACE.split(frames[0]) == PLACE.split(recorded[0]) and list(frames[1 : len(recorded)]) == list(recorded[1:])
 
 
 def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState]) -> Difference | None:
-    """Why no rank can go on, and the rank to blame; None where that is not certain."""
+    """Return the reason for a deadlock, and the rank to blame. None if the deadlock is not proven.
+
+    Args:
+        before: The look before. None: there is none.
+        look: The newest look. None: a rank may be at work.
+        states: State of each rank at the newest look.
+    """
     if before is None or look is None or before.counts != look.counts or before.waits != look.waits:
         return None
     if not all(_is_hopeless(rank, wait, look, states) for rank, wait in look.waits.items()):
@@ -108,7 +114,7 @@ def prove(before: Look | None, look: Look | None, states: Mapping[int, RankState
 
 
 def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]) -> Difference:
-    """The report of a `recv` or `send` that no other rank answers; a rank that has returned is to blame if one has."""
+    """Return the reason for a `recv` or `send` that no rank answers. A rank that has returned is blamed, if any has."""
     done = [other for other, state in states.items() if state.is_done]
     told = [f"{named(done)} returned"] if done else []
     waits = {other: wait if isinstance(wait, str) else in_words(wait) for other, wait in look.waits.items()}
@@ -117,9 +123,9 @@ def _unmatched(rank: int, call: str, look: Look, states: Mapping[int, RankState]
 
 
 def _is_hopeless(rank: int, wait: Collective | str, look: Look, states: Mapping[int, RankState]) -> bool:
-    """Return True if this rank's wait cannot end, since no rank is left to bring what is missing."""
+    """Return True if this rank's wait cannot end, since no rank is left that could make the missing call."""
     if isinstance(wait, str):
-        return True  # no message is on its way (`look_at`), and every other rank waits, too, or has returned
+        return True  # no message is on its way (`look_at`), and every other rank waits or has returned
     members = _members(rank, wait.group, states)
     others = [member for member in members if member != rank]
     if any(other not in states or _members(other, wait.group, states) != members for other in others):
@@ -136,7 +142,10 @@ def _members(rank: int, group: str, states: Mapping[int, RankState]) -> tuple[in
 
 
 def _has_not_called(state: RankState, wait: Collective) -> bool:
-    """Return True if the rank has certainly not called the collective. Its newest may all be of other groups."""
+    """Return True if the rank has certainly not called the collective.
+
+    A full flight record with no collective of this group is no proof: other groups' calls may have displaced them.
+    """
     collectives = state.recalled.collectives if state.recalled is not None else ()
     numbers = [each.number for each in collectives if each.group == wait.group]
     return max(numbers) < wait.number if numbers else len(collectives) < MAX_COLLECTIVES
@@ -149,34 +158,44 @@ def _cannot_meet(one: Collective, other: Collective | str | None) -> bool:
 
 
 class DeadlockWatch:
-    """Looks at the ranks of one attempt whenever all that have not returned stand still."""
+    """Looks for a deadlock in one attempt whenever all running ranks stand still."""
 
     def __init__(
         self, attempt: Attempt, clock: Callable[[], float], states: Callable[[], dict[int, RankState]]
     ) -> None:
-        """Begin to watch; `states` sums up what the ranks have answered to the newest look."""
+        """Begin to watch an attempt.
+
+        Args:
+            attempt: The attempt, whose ranks have been started.
+            clock: Returns the driver's time, in seconds.
+            states: Returns the state of each rank, from its answer to the newest look.
+        """
         self._attempt = attempt
         self._now = clock
         self._states = states
         self._numbers = itertools.count(1)
         self._asked: int | None = None
-        """The number of the look that the ranks have yet to answer."""
+        """Number of the look that the ranks have yet to answer. None: no look is under way."""
         self._before: Look | None = None
         self._num_vain = 0
         self._look_at = 0.0
 
     @property
     def due(self) -> float | None:
-        """When to look next; by the clock."""
+        """Time of the next look, in seconds on the driver's clock. None while a look is under way or a rank runs on."""
         return self._look_at if self._asked is None and self._all_stand() else None
 
     def forget(self) -> None:
-        """Begin again: the ranks are asked by another, or may go on."""
+        """Drop the looks so far, since `HangWatch` itself asks the ranks, or the ranks may go on."""
         self._asked = self._before = None
         self._look_at = self._now() + LOOK_INTERVAL
 
     def is_proven(self) -> bool:
-        """Ask the ranks where they are. Return True, with a report in the attempt, once two equal looks are a proof."""
+        """Ask the ranks for their stacks, or compare their answers with the look before.
+
+        Returns:
+            True once two equal looks prove a deadlock. The attempt then has the report.
+        """
         attempt = self._attempt
         if not self._all_stand():
             self._asked, self._before, self._num_vain = None, None, 0

@@ -1,4 +1,4 @@
-"""What the caller of a gang holds: one future per rank. Runs in the driver."""
+"""Futures that the caller of a gang holds, one per rank. Runs in the driver."""
 
 import contextlib
 import functools
@@ -19,35 +19,36 @@ from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 F = TypeVar("F", bound=Future[Any])
 TURN = 1.0
-"""Seconds from one look at what a waiting thread may have missed to the next."""
+"""Seconds between two wake-ups of a waiting thread, at which Python runs the handlers of pending signals."""
 
 
 class GangFuture(Future[Any]):
-    """Settled when its gang ends; leads to what the gang's ranks submit until then."""
+    """Future of one rank's result, settled when its gang ends. `received` has the ranks' results that came earlier."""
 
     def __init__(self, received: ReceivedResults, end: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self.received = received
         self._end = end
-        """Called at Ctrl-C while somebody waits here: has the gang end. Returns False where a rank's debugger gets the
-        Ctrl-C. None: Ctrl-C is raised at once."""
+        """Called at Ctrl-C while a thread waits for this future: ends the gang. Returns False if a rank's debugger gets
+        the Ctrl-C. None: Ctrl-C is raised at once."""
         self.is_missing = False
-        """The gang has ended well with fewer ranks, as its `min_workers` allows, and this one was not among them."""
+        """True if the gang succeeded with fewer ranks, as `min_workers` allows, and this rank was not among them."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """As of any future."""
+        """Return the rank's result, or raise its error, as any future does."""
         self._wait(timeout)
         return super().result(None if timeout is None else 0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As of any future."""
+        """Return the rank's error, or None, as any future does."""
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait in turns, since a signal may reach another thread, and its handler is called when the main one wakes.
+        """Wait in turns of `TURN` seconds, so that Python runs signal handlers in time.
 
-        So it is with one that comes while the process is suspended: the task would not hear that it is to end.
+        Another thread, or a suspended process, may receive the signal. Its handler runs only once the main thread
+        wakes: without the turns, a task would not learn of a SIGTERM.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if self.done():
@@ -59,7 +60,7 @@ class GangFuture(Future[Any]):
 
 
 class Futures(Sequence[F]):
-    """Several futures, as a sequence."""
+    """Sequence of futures."""
 
     _futures: list[F]
 
@@ -76,21 +77,27 @@ class Futures(Sequence[F]):
         return len(self._futures)
 
     def done(self) -> bool:
-        """Whether all have ended."""
+        """Return True if all futures are settled."""
         return all(future.done() for future in self._futures)
 
 
 class GangFutures(Futures[GangFuture]):
-    """One future per rank of a running gang, in the order of the ranks. They are all settled when the gang ends.
+    """Futures of a running gang, one per rank, in the order of the ranks. All are settled when the gang ends.
 
-    Of a gang that has ended with fewer workers than it was to have, as its `min_workers` allows, the futures of the
-    ranks that there were not raise a `GangStartError`; `result` has the results of the others.
+    A gang may end with fewer workers than asked for, if `min_workers` allows. The futures of the missing ranks then
+    raise a `GangStartError`, and `result` returns the results of the other ranks.
     """
 
     def __init__(
         self, supervisor: Supervisor, world_size: int, note_unfinished: Callable[[], object] = lambda: None
     ) -> None:
-        """Run a gang in a thread; `note_unfinished` is called when it has ended, and not well, before anybody hears."""
+        """Run a gang in a thread.
+
+        Args:
+            supervisor: Runs the gang.
+            world_size: Number of ranks.
+            note_unfinished: Called if the gang fails, before the futures are settled.
+        """
         self._supervisor = supervisor
         self._note_unfinished = note_unfinished
         self._num_ranks = world_size
@@ -101,24 +108,28 @@ class GangFutures(Futures[GangFuture]):
         threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True).start()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Every rank's return value, in rank order; of as many ranks as there were in the end.
+        """Return the return values of all ranks that the gang had at its end, in rank order.
+
+        Args:
+            timeout: Most seconds to wait. None: no limit.
 
         Raises:
-            TimeoutError: The gang has not ended within `timeout` seconds; it goes on.
-            GangError: It failed; where the failing rank raised an exception, that exception, caused by such an error.
-            concurrent.futures.CancelledError: It was cancelled.
+            TimeoutError: The gang has not ended within `timeout` seconds. The gang goes on.
+            GangError: The gang failed. If a rank's exception was the cause, that exception is raised instead, with the
+                `GangError` as its `__cause__`.
+            concurrent.futures.CancelledError: The gang was cancelled.
         """
         self._futures[0].result(timeout)
         return [future.result() for future in self._futures[: self._num_ranks]]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that `result` would raise, or None."""
+        """Return the error that `result` would raise, or None."""
         self._futures[0].exception(timeout)
         futures = self._futures[: self._num_ranks]
         return next((error for future in futures if (error := future.exception()) is not None), None)
 
     def cancel(self) -> bool:
-        """End all the ranks; False where the gang had ended before."""
+        """Cancel the gang, which ends all its ranks. Return False if the gang had already ended."""
         if self.done():
             return False
         self._supervisor.cancel()
@@ -141,11 +152,11 @@ class GangFutures(Futures[GangFuture]):
         self._num_ranks = min(len(results), len(self._futures))
         if self._num_ranks < len(self._futures):
             self._settle_missing()
-        # The last first: `result` waits for future 0 alone.
+        # Future 0 is settled last: `result` waits for this future alone.
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
             try:
                 returned = self._supervisor.received.load_returned(rank, result)
-            except BaseException as error:  # whatever a user's class, or an extension that makes one, raises
+            except BaseException as error:  # any error of a user's class, or of an extension that creates it
                 error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver")
                 self._futures[rank].set_exception(raisable(error, "unpickling a return value"))
             else:
@@ -168,7 +179,7 @@ def _end(supervisor: Supervisor) -> bool:
 
 
 class SettledFutures(GangFutures):
-    """That of a rank which is this process: settled once it is made."""
+    """Future of a gang whose only rank is this process. Settled from the beginning."""
 
     def __init__(self, received: ReceivedResults, call: Callable[[], Any]) -> None:
         future = GangFuture(received)
