@@ -23,7 +23,10 @@ TURN = 1.0
 
 
 class GangFuture(Future[Any]):
-    """Future of one rank's result, settled when its gang ends. `received` has the ranks' results that came earlier."""
+    """Future of one rank's return value, settled when its gang ends.
+
+    `received` has the results that the gang's ranks submit until then.
+    """
 
     def __init__(self, received: ReceivedResults, end: Callable[[], bool] | None = None) -> None:
         super().__init__()

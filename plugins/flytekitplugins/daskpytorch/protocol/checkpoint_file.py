@@ -1,4 +1,4 @@
-"""A checkpoint that is written whole, as rank, agent and driver name it to each other, and how it is received."""
+"""Describes and receives a whole checkpoint file. Shared by ranks, agents and the driver."""
 
 import contextlib
 import hashlib
@@ -13,51 +13,57 @@ from flytekitplugins.daskpytorch.context import SavedCheckpoint
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 CHUNK = 1 << 20
-"""Bytes to take at a time."""
+"""Most bytes of one read from a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """A whole checkpoint, written by `torch.save`."""
+    """Description of a whole checkpoint, a file written by `torch.save`."""
 
     attempt: int
-    """The attempt of the gang that wrote it."""
+    """Number of the gang's attempt that wrote the file."""
     step: int
+    """Training step of the checkpoint."""
     size: int
-    """In bytes."""
+    """Size of the file, in bytes."""
     digest: str
     """SHA-256 of the file, in hexadecimal digits."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
-    """What it was saved with."""
+    """Metrics that the checkpoint was saved with."""
     folder: str | None = field(default=None, compare=False)
-    """Where it is in storage, if not beside the manifest."""
+    """Folder of the file in storage. None: the folder of the manifest."""
 
     @property
     def name(self) -> str:
-        """The file's name, the same on every host and in storage."""
+        """Name of the file, the same on every host and in storage."""
         return f"step-{self.step}-{self.digest[:16]}.pt"
 
     def saved(self, folder: str | None) -> SavedCheckpoint:
-        """What a user is told of it, where all go to this folder in storage, or to none."""
+        """Return the checkpoint as the user sees it.
+
+        Args:
+            folder: Folder in storage to which the gang's checkpoints go. None: they go to no storage.
+        """
         place = f"{folder}/{self.name}" if folder is not None else None
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def link_file(file: Path, folder: Path) -> bool:
-    """Have a file in another folder, too, under its own name: the same bytes, once on the disk, whole at once.
+    """Make a hard link to a file in another folder, under the same name.
 
-    False where that cannot be: it is another machine's folder, or on another disk.
+    Returns:
+        False if no link can be made: the folder is on another machine or another disk.
     """
     unfinished = folder / f"unfinished-{file.name}-{uuid.uuid4().hex}"
     try:
         os.link(file, unfinished)
-        unfinished.rename(folder / file.name)  # does nothing where this is that file already
+        unfinished.rename(folder / file.name)  # does nothing if both names already mean the same file
     except OSError:
         return False
     finally:
@@ -67,12 +73,20 @@ def link_file(file: Path, folder: Path) -> bool:
 
 
 def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> Path:
-    """Receive a file, whole or not at all.
+    """Receive a checkpoint file into a folder, whole or not at all.
+
+    Args:
+        connection: Connection to the sender.
+        wanted: Description of the file.
+        folder: Folder for the file.
+
+    Returns:
+        Path of the file.
 
     Raises:
-        EOFError: The sender went away.
-        OSError: It cannot be written here.
-        ValueError: What came is not what was announced.
+        EOFError: The connection ended before the file was complete.
+        OSError: The file cannot be written.
+        ValueError: The received bytes do not have the announced digest.
     """
     unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
     digest, size = hashlib.sha256(), 0

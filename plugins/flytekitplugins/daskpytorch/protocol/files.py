@@ -1,4 +1,4 @@
-"""A storage as gangs use it: a file system of fsspec, in which files appear whole or not at all. Runs in the driver."""
+"""Reads and writes files in storage, a file system of fsspec. Files appear whole or not at all. Runs in the driver."""
 
 import contextlib
 import os
@@ -13,11 +13,18 @@ from fsspec.implementations.local import LocalFileSystem
 from flytekitplugins.daskpytorch.process.private_folder import WRITABLE, refuse_foreign
 
 CHUNK = 25 << 20
-"""Bytes in one request of an upload to S3 or Google Cloud. Clients hold ten requests in memory, by default of 50 MB."""
+"""Bytes in one request of an upload to S3 or Google Cloud. Clients hold ten requests in memory (default: 50 MB each).
+"""
 
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
-    """Return the error of a storage address that cannot be used: of the same kind, with setting and address named."""
+    """Return an error for a storage address that cannot be used.
+
+    Args:
+        setting: The user's setting with the address.
+        folder: The address.
+        error: The cause, whose type the new error keeps.
+    """
     kind = next(kind for kind in (FileNotFoundError, PermissionError, OSError) if isinstance(error, kind))
     return kind(
         f"{setting}: {folder} cannot be used ({type(error).__name__}: {error}). Check the address, "
@@ -31,25 +38,29 @@ def full_path(folder: str) -> str:
 
 
 class Files:
-    """Whole files of one file system."""
+    """Reads and writes whole files of one file system."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
         self.is_local = isinstance(fs, LocalFileSystem)
-        """Where a file is renamed into its place; object stores do it by themselves."""
+        """True for a disk, on which a finished file is renamed to its name. Object stores show finished files only."""
 
     def refuse_foreign(self, folder: str, *, with_folders: bool = False) -> None:
-        """Check that nobody else can have written the files of a folder, and of those in it, where it is on a disk.
+        """Check that no other user can have written a folder's files. Folders of a URL are not checked.
+
+        Args:
+            folder: The folder.
+            with_folders: True to check the folders in the folder, too.
 
         Raises:
-            PermissionError: Another user owns one of them, or can write to it.
+            PermissionError: Another user owns a folder or a file, or can write there.
         """
         for each in (Path(folder), *(Path(folder).glob("*") if with_folders else ())) if self.is_local else ():
             if each.is_dir():
                 refuse_foreign(each)
 
     def path(self, folder: str) -> str:
-        """Return a folder's full name, without a slash at its end."""
+        """Return a folder's full path or URL, without a slash at its end."""
         return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:
@@ -59,7 +70,7 @@ class Files:
         return [path.removeprefix(f"{root}/") for path in self.fs.find(root)]
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders in a folder; none if the folder does not exist."""
+        """Return the names of the folders in a folder. Empty if the folder does not exist."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return [
@@ -83,7 +94,7 @@ class Files:
     def create(self, path: str, data: bytes) -> bool:
         """Write a file with this content and return True, or return False if the file exists.
 
-        Of two callers at once, both may be told True by a store without exclusive creation.
+        In a store without exclusive creation, two callers at the same time may both get True.
         """
         if self.is_local:
             return _link_into(Path(path), data)
@@ -91,7 +102,7 @@ class Files:
             self.fs.pipe_file(path, data, mode="create")
         except FileExistsError:
             return False
-        except Exception:  # of a store, or an older fsspec, without exclusive creation
+        except Exception:  # a store, or an older fsspec, without exclusive creation
             self.fs.invalidate_cache()
             if self.fs.exists(path):
                 return False
@@ -99,17 +110,21 @@ class Files:
         return True
 
     def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
-        """Remove the files of a folder whose names are ours; and the folder, and the one above it, if they are empty.
+        """Remove files of a folder. On a disk, also remove the folder and its parent if they are empty.
+
+        Args:
+            folder: The folder.
+            is_ours: Returns True for the relative paths of files to remove.
 
         Raises:
-            OSError: Some are still there; s3fs, say, passes over objects that it may not remove.
+            OSError: Some files remain. For example, s3fs skips objects without a permission to delete.
         """
         if paths := self._ours(folder, is_ours):
             self.fs.rm(paths)
             if left := self._ours(folder, is_ours):
                 raise OSError(f"{left[0]} is still there")
         if self.is_local:
-            with contextlib.suppress(OSError):  # there is something else in it
+            with contextlib.suppress(OSError):  # the folder is not empty
                 Path(folder).rmdir()
                 Path(folder).parent.rmdir()
 
@@ -121,7 +136,7 @@ class Files:
         self.fs.get_file(path, str(to))
 
     def put(self, source: Path, path: str) -> None:
-        """Upload a file that nobody changes afterwards: on one disk, both names may stand for the same bytes."""
+        """Upload a file that does not change afterwards. On the same disk, `path` may become a hard link to it."""
         if self.is_local:
             _rename_into(path, lambda unfinished: _link_or_copy(source, unfinished))
         elif {"s3", "gs"} & {self.fs.protocol, *self.fs.protocol}:
@@ -131,7 +146,7 @@ class Files:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    if source.stat().st_uid == os.geteuid():  # another user's would be refused when it is to be read
+    if source.stat().st_uid == os.geteuid():  # a file of another user would be refused when it is read
         with contextlib.suppress(OSError):  # another file system, or one without links
             os.link(source, target)
             return
@@ -156,7 +171,10 @@ def _link_into(target: Path, data: bytes) -> bool:
 
 
 def _rename_into(path: str, write: Callable[[Path], object]) -> None:
-    """Have a file appear whole, which stays whole if the power fails afterwards."""
+    """Write a file under another name, flush the file to the disk, and rename it to `path`.
+
+    So the file appears whole, and a later power failure does not damage it.
+    """
     target = Path(path)
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}")

@@ -1,7 +1,7 @@
-"""A checkpoint of which each rank writes its own part, as ranks, driver and storage name it to each other.
+"""Describes sharded checkpoints, of which each rank writes its own part. Shared by ranks, driver and storage.
 
-Its objects lie in one folder that one attempt of the gang alone writes to: the ranks' parts, what is in them
-(`layout.json`) and, for plain `torch.distributed.checkpoint.load`, the same as torch has it (`.metadata`).
+One folder contains all objects of a checkpoint: the ranks' parts, their layout (`layout.json`), and the same layout in
+torch's format for plain `torch.distributed.checkpoint.load` (`.metadata`). Only one attempt of the gang writes there.
 """
 
 import json
@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
 
 LAYOUT = "layout.json"
-"""The object that says what is where in the others."""
+"""Object that lists the items in the checkpoint's other objects."""
 METADATA = ".metadata"
-"""File that plain `torch.distributed.checkpoint.load` reads. No code of this package reads the file."""
+"""Object that plain `torch.distributed.checkpoint.load` reads. No code of this package reads the object."""
 OBJECT = re.compile(r"(__\d+_\d+\.distcp|layout\.json|\.metadata)(\.[0-9a-f]{32})?")
-"""Objects of a checkpoint's folder. A name ends in these digits while the object is being written."""
+"""Matches the objects of a checkpoint's folder. The name of an unfinished object ends in 32 hexadecimal digits."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
-"""Of a checkpoint: the attempt's number, the save's, and whose."""
+"""Matches a checkpoint's folder: the attempt's number, the save's number and the driver's nonce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,87 +26,89 @@ class StoredPart:
     """One object that a rank has written."""
 
     name: str
-    """In the checkpoint's folder."""
+    """Name in the checkpoint's folder."""
     size: int
-    """In bytes; its items, each with a digest, are all there is in it."""
+    """Size in bytes. The object contains only items, each with a digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredItem:
-    """A chunk of a tensor, or a value of another kind, and where it is; read whole, and only with the right digest."""
+    """Position of a tensor's chunk, or of another value. Items are read whole, and only with the right digest."""
 
     key: str
-    """Its name in the flattened state."""
+    """Key of the value in the flattened state."""
     offset: tuple[int, ...] | None
-    """Where in the whole tensor the chunk begins; None: it is no tensor."""
+    """Offsets of the chunk in the whole tensor, one per dimension. None for a value that is not a tensor."""
     index: int | None
-    """Which of the tensor's chunks, as torch numbers them."""
+    """Number of the chunk in the tensor, as torch counts chunks. None for a value without one."""
     part: str
-    """The object that it is in."""
+    """Name of the object that contains the item."""
     start: int
-    """Where it begins in there, in bytes."""
+    """Offset of the item in the object, in bytes."""
     length: int
-    """In bytes."""
+    """Length of the item, in bytes."""
     digest: str
-    """XXH3 of these bytes, 128 bits in hexadecimal digits: it shows damage, at twenty times the speed of SHA-256."""
+    """XXH3 of the item's bytes, 128 bits in hexadecimal digits. XXH3 shows damage, 20 times as fast as SHA-256."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """What one rank has written of a checkpoint."""
+    """One rank's part of a checkpoint, as written to storage."""
 
     attempt: int
-    """The attempt of the gang that wrote it."""
+    """Number of the gang's attempt that wrote the checkpoint."""
     number: int
-    """Which of the attempt's calls of `save_sharded` it was, from 0: a step may be saved more than once."""
+    """Number of the attempt's call of `save_sharded`, from 0. A step may be saved more than once."""
     step: int
     parts: tuple[StoredPart, ...]
     items: tuple[StoredItem, ...]
     state: str | None
-    """Of rank 0: the state's keys, with shapes, dtypes and chunks, as JSON; None of the others."""
+    """Keys of the state with their shapes, dtypes and chunks, as JSON, from rank 0. None from other ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCheckpoint:
-    """A whole one, as the manifest has it and as the ranks of a later attempt are told of it."""
+    """A committed checkpoint, as the manifest lists it and as the ranks of a later attempt receive it."""
 
     attempt: int
+    """Number of the gang's attempt that wrote the checkpoint."""
     step: int
+    """Training step of the checkpoint."""
     world_size: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     uri: str
-    """Its folder: a path or an fsspec URL."""
+    """Path or fsspec URL of the checkpoint's folder."""
     size: int
-    """Of all its parts, in bytes."""
+    """Size of all parts together, in bytes."""
     layout_digest: str
     """SHA-256 of `layout.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def saved(self) -> SavedCheckpoint:
-        """What a user is told of it."""
+        """The checkpoint as the user sees it."""
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=self.uri)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Where the ranks of an attempt write their shards, and what they may start from."""
+    """Storage of the ranks' shards in an attempt, and the checkpoints from which the attempt may start."""
 
     base: str
-    """The folder, or fsspec URL, below which a folder is made for each checkpoint."""
+    """Path or fsspec URL of the folder that contains a folder for each checkpoint."""
     nonce: str
-    """Drawn at the start of the attempt: no other one, of any driver, writes to the same folders."""
+    """Random digits of the driver in the names of its checkpoints' folders, to which no other driver writes."""
     token: str | None = None
-    """The path of a file of the driver's, by which a rank knows that a local `base` is its own, too; None: a URL."""
+    """Path of a file on the driver's disk. A rank that sees the file shares the local `base`. None: `base` is a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
-    """What there is, the newest first."""
+    """Committed checkpoints, the newest first."""
     cache: str | None = None
-    """A folder of each node's, in which copies of the newest shards are kept; None: there are none."""
+    """Folder on each node for copies of the newest shards. None: no copies."""
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
-    """A checkpoint's folder, below where all of the gang's are: of one save of one attempt of one gang alone."""
+    """Return the folder of one save, relative to `Sharding.base`. No other save has the same folder."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
 
 
@@ -116,13 +118,24 @@ def is_object(name: str) -> bool:
 
 
 def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
-    """Of a checkpoint's folder: the attempt and which of its saves, and by whose nonce; None: it is no such folder."""
+    """Return the attempt and the number of a save, and its driver's nonce, from the save's folder.
+
+    Args:
+        folder: Folder, relative to `Sharding.base`.
+
+    Returns:
+        None if the folder is not a checkpoint's.
+    """
     found = FOLDER.fullmatch(folder)
     return None if found is None else ((int(found[1]), int(found[2])), found[3])
 
 
 def layout_of(written: Sequence[WrittenShards]) -> bytes:
-    """The content of `layout.json`, from what all ranks have written, in their order."""
+    """Return the content of `layout.json`.
+
+    Args:
+        written: Parts of all ranks, in rank order.
+    """
     first = written[0]
     content = {
         "attempt": first.attempt,

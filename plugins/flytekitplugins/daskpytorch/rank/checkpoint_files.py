@@ -1,4 +1,4 @@
-"""Checkpoints that a library writes as files: into the rank's checkpoint, and back. Runs in ranks, in all at once."""
+"""Saves and restores checkpoints that a library writes as files. Runs in all ranks together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str, Any] | None = None) -> None:
-    """Keep the files of rank 0's folder as the newest checkpoint.
+    """Save the files in rank 0's folder as the newest checkpoint.
 
     Args:
-        folder: Of that name on each rank; on how many machines, is all the same.
-        step: The training step that they belong to.
-        own: Names of files that this rank has written, and that may be missing in rank 0's folder.
-        metrics: As for `checkpoint.save`; of rank 0.
+        folder: The folder. Its path is the same on all ranks, on one machine or several.
+        step: Training step of the files.
+        own: Names of files that this rank has written, and that rank 0's folder may lack.
+        metrics: Metrics as for `checkpoint.save`. Only those of rank 0 count.
     """
     rank = current_rank()
     owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
@@ -30,15 +30,15 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
 
 
 class KeptFiles:
-    """The files of the checkpoint that this attempt of the gang starts from, once for all the ranks of a worker."""
+    """Files of the checkpoint from which this attempt starts. All ranks of a worker share one copy."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        """None: on a fresh start, and once they have been removed."""
+        """Folder of the files. None on a fresh start, and after `remove`."""
         self._own: TemporaryDirectory[str] | None = None
         rank = current_rank()
         if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
-            # In the agent's folder, if it has one, they go even with a rank that is killed.
+            # The agent removes its folder, and so these files, even if this rank is killed.
             self._own = TemporaryDirectory(prefix="kept-", dir=getattr(rank.checkpoint, "folder", None))
             _write(Path(self._own.name), state)
         folders: list[str | None] = gathered(None if self._own is None else self._own.name)
@@ -47,7 +47,7 @@ class KeptFiles:
             self.folder = Path(first)
 
     def remove(self) -> None:
-        """To be called once all ranks here have read them."""
+        """Remove the files. To be called once all ranks of the worker have read them."""
         self.folder = None
         if self._own is not None:
             self._own.cleanup()
@@ -70,7 +70,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> torch.Tensor:
-    """As a tensor: in the pickle of a checkpoint, bytes take twice their size."""
+    """Return the content of a file as a tensor. As bytes, it would take twice its size in a checkpoint's pickle."""
     import torch
 
     data = bytearray(path.read_bytes())
@@ -78,7 +78,7 @@ def _read(path: Path) -> torch.Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each rank gives, in their order."""
+    """Return the values of all ranks, in rank order. To be called on all ranks together."""
     from torch import distributed
 
     values = [value] * current_rank().world_size

@@ -1,7 +1,7 @@
-"""Copies of tensors in host memory, which the next save uses again. Runs in a rank.
+"""Copies tensors to host memory that the next save reuses. Runs in a rank.
 
-Copies from a GPU go to page-locked memory, of which exactly as much is taken as they need. Torch's own allocator for
-such memory rounds each tensor up to a power of two.
+Copies from a GPU go to one page-locked block of just the needed size. Torch's own allocator for page-locked memory
+rounds each tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 ALIGNMENT = 64
-"""Bytes: the copy of each tensor begins at a multiple of this."""
+"""Alignment of each tensor's copy, in bytes."""
 
 
 class HostCopies:
-    """Host memory for tensors of these shapes, strides and types."""
+    """Host memory for copies of tensors with given shapes, strides and dtypes."""
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         locked = _page_locked([tensor for tensor in like if tensor.is_cuda])
         self.tensors = [next(locked) if tensor.is_cuda else torch.empty_like(tensor, device="cpu") for tensor in like]
-        """The copies, in order."""
+        """The copies, in the order of the originals."""
 
     def fill(self, originals: Sequence[torch.Tensor]) -> None:
-        """Copy these tensors, and wait for every device that one of them is on."""
+        """Copy these tensors, and wait until every device of theirs has finished."""
         for copy, original in zip(self.tensors, originals, strict=True):
             copy.copy_(original, non_blocking=True)
         for device in {tensor.device for tensor in originals if tensor.device.type != "cpu"}:
@@ -41,15 +41,15 @@ class HostCopies:
 
 
 def _page_locked(like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors on the CPU in one page-locked block; in pageable memory where the block cannot be locked."""
+    """Yield CPU tensors in one page-locked block, or in pageable memory if the block cannot be locked."""
     if not like:
         return
     starts, end = [], 0
     for tensor in like:
         starts.append(end)
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    memory = torch.empty(end + PAGE, dtype=torch.uint8).numpy()  # of which each slice becomes a storage of its own
-    first = -memory.ctypes.data % PAGE  # no other allocation shares its pages, which CUDA would refuse to lock twice
+    memory = torch.empty(end + PAGE, dtype=torch.uint8).numpy()  # numpy: each slice becomes a storage of its own
+    first = -memory.ctypes.data % PAGE  # CUDA refuses to lock a page twice: the block shares no page
     _lock(memory, memory.ctypes.data + first, end, like[0].device)
     for tensor, start in zip(like, starts, strict=True):
         begin = first + start
@@ -63,7 +63,7 @@ def _lock(memory: npt.NDArray[np.uint8], address: int, size: int, device: torch.
     if int(error) == 0:
         weakref.finalize(memory.base, cudart.cudaHostUnregister, address).atexit = False
         return
-    with contextlib.suppress(RuntimeError):  # CUDA reports the failed call again, to the next kernel that starts
+    with contextlib.suppress(RuntimeError):  # CUDA reports the failed call again at the next kernel's start
         torch.ones(1, device=device)
     print(
         f"{size:,} bytes of memory for copies of GPU tensors could not be page-locked ({error}): each save_sharded "

@@ -1,6 +1,6 @@
-"""The objects of an S3 bucket by obstore, at less than half of s3fs's processor time. Runs in a rank.
+"""Reads and writes objects of S3 with obstore, in less than half of s3fs's processor time. Runs in a rank.
 
-A file system of s3fs's says which server that is, and with which credentials. It remains the way to all else.
+Server and credentials come from the `s3fs.S3FileSystem`, which still does all other operations.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from importlib.util import find_spec
 from typing import Any
 
 BLOCK, NUM_BLOCKS = 8 << 20, 4
-"""Bytes that are sent at a time, and how many times that of one object at once: both are memory."""
+"""Bytes in one request of an upload, and requests of one object at the same time. Their product is held in memory."""
 KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_kwargs.region_name"} | {
     "endpoint_url",
     "key",
     "secret",
     "token",
 }
-"""What obstore needs no telling of; with others, such as an encryption, s3fs does all."""
+"""Options of s3fs with which obstore works. With any other option, for example encryption, s3fs does all operations."""
 CLIENT: Any = {"allow_http": True, "connect_timeout": "10s", "timeout": "5min"}
 REFRESH = timedelta(minutes=6)
-"""How long temporary credentials are used without asking; botocore renews them ten minutes before their end."""
+"""Time for which obstore reuses temporary credentials. Botocore renews them ten minutes before they expire."""
 
 
 class QuickS3:
-    """Writes and reads what an `s3fs.S3FileSystem` would, except that it is s3fs that is to be asked again."""
+    """Writes and reads objects like an `s3fs.S3FileSystem`. After an error, the caller retries with s3fs."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -37,7 +37,12 @@ class QuickS3:
     @classmethod
     @functools.cache
     def of(cls, files: Any) -> QuickS3 | None:
-        """For this fsspec file system; None: it is of another kind, is told what obstore is not, or that is missing."""
+        """Return a `QuickS3` for an fsspec file system.
+
+        Returns:
+            None if the file system is not s3fs, has an option that is not in `KNOWN_OPTIONS`, or obstore is not
+            installed.
+        """
         module = sys.modules.get("s3fs")
         if module is None or type(files) is not module.S3FileSystem or find_spec("obstore") is None:
             return None
@@ -45,7 +50,7 @@ class QuickS3:
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[QuickFile]:
-        """A new object, which is there once it is closed, and is not where anything went wrong."""
+        """Open a new object for writing. The object appears once closed, and does not appear after an error."""
         import obstore
 
         bucket, key, _ = self._files.split_path(path)
@@ -53,7 +58,7 @@ class QuickS3:
             yield QuickFile(file)
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Some of an object's bytes."""
+        """Return the bytes of an object from `start` to `end`."""
         import obstore
 
         bucket, key, _ = self._files.split_path(path)
@@ -78,18 +83,18 @@ class QuickS3:
 
 
 class QuickFile:
-    """What is being written."""
+    """A new object that is open for writing."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, data: memoryview) -> None:
-        """Send a copy: obstore keeps what it is given until it is sent, and torch has its own plans with its memory."""
+        """Queue a copy of the data for upload. Obstore reads the copy later, when torch may have reused `data`."""
         self._file.write(bytes(data))
 
 
 def _credentials(loop: Any, client: Any) -> Any:
-    """What obstore signs requests with: as s3fs has found them."""
+    """Return the credentials that s3fs has found, in the form that obstore expects."""
     from fsspec.asyn import sync
 
     found = sync(loop, client._request_signer._credentials.get_frozen_credentials)  # noqa: SLF001 - botocore has no other

@@ -1,7 +1,7 @@
-"""Which sharded save is being written, and which waits: the same on all ranks, at the next save at the latest.
+"""Decides which sharded save is written now and which one waits, alike on all ranks. Runs in a rank.
 
-Each rank hears alone that a save is settled, and so some begin to write what waits before others do. When all meet
-at the next save, they tell each other how far they are, and those behind catch up.
+The driver tells each rank separately that a save is settled, so some ranks begin the waiting save before others. At the
+next save, all ranks exchange their progress, and the ranks behind catch up.
 """
 
 from __future__ import annotations
@@ -15,45 +15,46 @@ from typing import Generic, Protocol, TypeVar
 
 @dataclass(frozen=True)
 class View:
-    """How far a rank is."""
+    """A rank's progress in writing saves."""
 
     started: int
-    """The number of the save that it has begun to write last; -1: of none."""
+    """Number of the save that the rank has begun last. -1: the rank has begun none."""
     is_settled: bool
-    """That one has been committed or given up."""
+    """True if the driver has committed that save or given it up."""
 
 
 class Save(Protocol):
-    """What is put into the slots."""
+    """A save that `SaveSlots` can hold."""
 
     @property
     def number(self) -> int:
-        """Its place among the attempt's saves."""
+        """Number of the save in the attempt, from 0."""
 
     def drop(self) -> None:
-        """Called if it is never written."""
+        """Free the save's memory. Called if the save is never written."""
 
 
 S = TypeVar("S", bound=Save)
 
 
 class SaveSlots(Generic[S]):
-    """One save in flight, and one that waits, in place of an older one that did."""
+    """Holds one save in flight, and one that waits. A newer save replaces the waiting one."""
 
     def __init__(self, start: Callable[[S], None], forgotten: Callable[[S], None] = lambda _: None) -> None:
         self._start_writing = start
         self._forgotten = forgotten
-        """Hears of one in whose place a newer one is put."""
+        """Called with a waiting save that a newer one replaces."""
         self._changed = threading.Condition()
         self._view = View(-1, is_settled=True)
         self._waiting: S | None = None
         self._num_unwritten = 0
         self._deferred: list[int] | None = None
-        """What has been settled while all ranks meet: what they have told each other is to stay true until then."""
+        """Numbers of saves that were settled during `placing`. Until its end, the exchanged views have to stay true.
+        None outside `placing`."""
 
     @contextlib.contextmanager
     def placing(self) -> Iterator[View]:
-        """Meet the other ranks, for a new save; how far this rank is, to tell them."""
+        """Hold this rank's progress unchanged while the ranks agree on a new save. Yields the progress."""
         with self._changed:
             self._deferred = []
         try:
@@ -65,7 +66,7 @@ class SaveSlots(Generic[S]):
                     self._settle(number)
 
     def catch_up(self, views: Sequence[View]) -> None:
-        """Be as far as the foremost rank; what waits here and has been begun nowhere is forgotten."""
+        """Advance to the foremost rank's save. A waiting save that no rank has begun is dropped."""
         newest = max(view.started for view in views)
         with self._changed:
             waiting, self._waiting = self._waiting, None
@@ -74,11 +75,11 @@ class SaveSlots(Generic[S]):
             elif waiting is not None:
                 waiting.drop()
                 self._forgotten(waiting)
-            # A rank that waits for nothing any more has been told that the save in flight is settled.
+            # A rank with no waiting save left has learned that the save in flight is settled.
             self._view = View(newest, is_settled=any(view.is_settled for view in views if view.started == newest))
 
     def put(self, save: S) -> None:
-        """Write it now, or when the one in flight is settled; on all ranks alike."""
+        """Write a save now, or once the save in flight is settled. All ranks decide alike."""
         with self._changed:
             if self._view.is_settled:
                 self._start(save)
@@ -86,7 +87,7 @@ class SaveSlots(Generic[S]):
                 self._waiting = save
 
     def settle(self, number: int) -> None:
-        """The driver has done with a save; of any but the one in flight that is no news."""
+        """Record that the driver has committed a save or given it up. Ignored unless the save is in flight."""
         with self._changed:
             if self._deferred is None:
                 self._settle(number)
@@ -94,19 +95,19 @@ class SaveSlots(Generic[S]):
                 self._deferred.append(number)
 
     def note_written(self) -> None:
-        """A save that was begun has been written, or given up."""
+        """Record that this rank has written a save, or has failed to."""
         with self._changed:
             self._num_unwritten -= 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing will be settled any more: what waits will not be written."""
+        """Drop the waiting save, since the driver will settle no more saves."""
         with self._changed:
             self._waiting = None
             self._changed.notify_all()
 
     def flush(self, timeout: float | None) -> None:
-        """Wait until all is written, or for `timeout` seconds."""
+        """Wait until all saves are written, or for `timeout` seconds. None: no limit."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_unwritten and self._waiting is None, timeout)
 

@@ -1,6 +1,7 @@
-"""Copies of the newest shards on the disk of the node that wrote them. Runs in a rank.
+"""Keeps copies of the newest shards on the disk of the node that wrote them. Runs in a rank.
 
-A gang that starts again where it was reads them instead of storage; what is missing or damaged comes from there.
+A gang that restarts on the same nodes reads the copies instead of storage. Missing or damaged copies are read from
+storage.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from flytekitplugins.daskpytorch.process.private_folder import make_private
 from flytekitplugins.daskpytorch.protocol.sharded import Sharding, save_of
 
 OWN_FOLDER = "daskpytorch-shards"
-"""Below the folder that the user names; only what lies in there is read or removed."""
+"""Name of this package's folder in the folder that the user names. All copies are in this folder."""
 
 
 class ShardCopies:
-    """What `Gang(shard_cache=...)` asks for; without it nothing is there, and nothing is kept."""
+    """Writes, reads and removes the copies in `Gang(shard_cache=...)`. Does nothing without this setting."""
 
     def __init__(self, sharding: Sharding, rank: int) -> None:
         self._nonce = sharding.nonce
         self._before = [start for start in sharding.start if not start.uri.endswith(f"-{self._nonce}")]
-        """Of the drivers before this one; once this one has had a save of its own settled nobody reads them here."""
+        """Checkpoints of earlier drivers. Their copies are removed once the first save of this driver is settled."""
         self._rank = rank
         self._has_complained = False
         self._cache = sharding.cache
@@ -39,7 +40,12 @@ class ShardCopies:
 
     @contextlib.contextmanager
     def beside(self, path: str, file: Any) -> Iterator[Any]:
-        """A file to write to that has what is written to `file` copied; `path` is where that one is stored."""
+        """Return a writer that writes both to `file` and to its copy on this node.
+
+        Args:
+            path: Path or URL of `file` in storage.
+            file: File that is open for writing.
+        """
         copy = self._opened(path)
         try:
             yield file if copy is None else _Both(file, copy, self._complain)
@@ -49,7 +55,7 @@ class ShardCopies:
                     copy.close()
 
     def read(self, path: str, start: int, end: int) -> bytes | None:
-        """These bytes of what is stored at `path`; None: they are not here."""
+        """Return the bytes from `start` to `end` of the copy of `path`. None if this node does not have them."""
         if self._folder is None:
             return None
         with contextlib.suppress(OSError), self._of(path).open("rb", buffering=0) as file:
@@ -59,11 +65,11 @@ class ShardCopies:
         return None
 
     def prune(self, attempt: int, number: int) -> None:
-        """Remove all that is older than this save."""
+        """Remove the copies of saves before this one."""
         self._remove_own(lambda save: save < (attempt, number))
 
     def clear(self) -> None:
-        """Remove all that is this gang's: it starts no more."""
+        """Remove all of this gang's copies, since the gang does not restart."""
         self._remove_own(lambda _: True)
         if self._folder is not None:
             with contextlib.suppress(OSError):  # another gang's copies are there
@@ -81,7 +87,7 @@ class ShardCopies:
                 _remove(self._of(f"{start.uri}/_").parent)
 
     def _of(self, path: str) -> Path:
-        """Where the copy of a part is: in folders of the same names, which no other gang's have."""
+        """Return the path of a part's copy. Its folders have the same names as in storage, unlike any other gang's."""
         assert self._folder is not None  # noqa: S101 - all who ask have looked
         return self._folder.joinpath(*path.split("/")[-3:])
 
@@ -107,7 +113,7 @@ class ShardCopies:
 
 
 class _Both:
-    """Writes to a file, and to its copy for as long as that can be done."""
+    """Writes to a file and to its copy. After an error of the copy, writes to the file alone."""
 
     def __init__(self, file: Any, copy: IO[bytes], complain: Callable[[OSError], None]) -> None:
         self._file = file
@@ -120,14 +126,14 @@ class _Both:
             return
         try:
             self._copy.write(data)
-        except OSError as error:  # a full disk, say, to which it gives back what it took
+        except OSError as error:  # for example a full disk, on which the copy is removed
             self._complain(error)
             Path(self._copy.name).unlink(missing_ok=True)
             self._copy = None
 
 
 def _listed(folder: Path) -> list[Path]:
-    """What is in there, if it still is: all ranks of a node remove what is over, at the same time."""
+    """Return the paths in a folder. Empty if another rank of the node has just removed the folder."""
     with contextlib.suppress(OSError):
         return list(folder.iterdir())
     return []
@@ -135,5 +141,5 @@ def _listed(folder: Path) -> list[Path]:
 
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # of another save of the step
+    with contextlib.suppress(OSError):  # the step has another save
         folder.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Which rank writes what of a sharded state, and the copy of it that is written. Runs in a rank, in all at once."""
+"""Divides a sharded state among the ranks for a save, and copies each rank's part. Runs in all ranks together."""
 
 from __future__ import annotations
 
@@ -21,54 +21,60 @@ from flytekitplugins.daskpytorch.rank.host_copies import HostCopies
 from flytekitplugins.daskpytorch.rank.tensor_kinds import check_savable
 
 UNCHANGEABLE = (bool, int, float, str, type(None))
-"""Values that need neither be copied nor looked at: `torch.load(weights_only=True)` reads them."""
+"""Types of values that are saved without a copy or a check. `torch.load(weights_only=True)` reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One item of a plan, copied."""
+    """Copy of one item of a plan."""
 
     item: WriteItem
     size: int
-    """In bytes, about."""
+    """Approximate size, in bytes. 0 for a value that is not a tensor."""
     write: Callable[[IO[bytes]], object]
-    """As torch's own writers do."""
+    """Writes the copy to a file, in the format of torch's own writers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What this rank is to write of a state: a copy, which later steps do not touch."""
+    """Copy of this rank's part of a state, which later training steps do not change."""
 
     number: int
     step: int
     metrics: Mapping[str, float]
     pieces: Sequence[Piece]
     state: str | None
-    """Of rank 0: what is in the whole."""
+    """Keys of the whole state with shapes, dtypes and chunks, as JSON. None on ranks other than 0."""
     drop: Callable[[], None] = field(repr=False)
-    """To be called once it is not needed any more: its memory is the next one's."""
+    """Frees the copy's memory for the next save. To be called once the copy is written or given up."""
 
 
 class SavePlans:
-    """Plans a state's saves, anew when it has changed; and stages them, two at a time at most."""
+    """Plans the saves of a state, again after each change of its structure, and copies the rank's part for each save.
+
+    At most two copies exist at a time: one for the save in flight, and one for the save that waits.
+    """
 
     def __init__(self) -> None:
         self._planner = DefaultSavePlanner()
         self._values: dict[str, Callable[[IO[bytes]], object]] = {}
         self._looked_at: SavePlan | None = None
         self._agreed: SavePlan | None = None
-        """What the ranks have divided the work by; this rank's."""
+        """This rank's local plan at the last division of the work. None: the work is not divided."""
         self._own: Sequence[WriteItem] = ()
         self._state: str | None = None
         self._copies: list[HostCopies] = []
-        """Of saves that have been written; their memory is not given back, since the next one needs as much."""
+        """Host memory of saves that have been written, for reuse by the next saves."""
 
     def look_at(self, state: Mapping[str, Any]) -> bool:
-        """Take a state to be saved; whether the ranks have to `agree` on it first.
+        """Take the state of the next save.
+
+        Returns:
+            True if the state's structure is new, so that the ranks have to `agree` first.
 
         Raises:
-            TypeError: There is something in it that could not be loaded again.
-            ValueError: Two of its keys are the same once they are joined.
+            TypeError: The state has a value that could not be loaded again.
+            ValueError: Two keys of the state become equal once nested keys are joined.
         """
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(as_dicts(state))
@@ -79,21 +85,21 @@ class SavePlans:
         return local != self._agreed
 
     def agree(self) -> None:
-        """Divide the work: rank 0 decides, and what several ranks have alike, one of them writes.
+        """Divide the state among the ranks, as rank 0 decides. One rank writes a value that several ranks have.
 
         Raises:
-            ValueError: The ranks' shards do not make up the whole.
+            ValueError: The ranks' shards do not make up the whole state.
         """
-        self._agreed = None  # until it is done
+        self._agreed = None  # until the division is done
         ranks: Any = _DistWrapper(None, distributed.is_initialized(), 0)
         try:
             plan = ranks.reduce_scatter("plan", lambda: self._looked_at, self._divide)
-        except CheckpointException as error:  # no Exception of Python's
+        except CheckpointException as error:  # not derived from Exception
             raise ValueError(f"the state's shards do not fit together: {error}") from None
         self._agreed, self._own, self._copies = self._looked_at, plan.items, []
 
     def stage(self, number: int, step: int, metrics: Mapping[str, float]) -> Staged:
-        """Copy what this rank is to write; the tensors into memory of a save before where there is some."""
+        """Copy this rank's part of the state. Tensors go to the host memory of an earlier save, if any is free."""
         items = [item for item in self._own if not _is_value(item)]
         tensors = [self._tensor(item) for item in items]
         copies = self._copies.pop() if self._copies else HostCopies(tensors)
@@ -103,14 +109,14 @@ class SavePlans:
             for item, copy in zip(items, copies.tensors, strict=True)
         ]
         values = [Piece(item=item, size=0, write=self._values[item.index.fqn]) for item in self._own if _is_value(item)]
-        self._planner, self._values = DefaultSavePlanner(), {}  # the state itself may go
+        self._planner, self._values = DefaultSavePlanner(), {}  # releases the state
         return Staged(
             number=number,
             step=step,
             metrics=metrics,
             pieces=[*copied, *values],
             state=self._state,
-            drop=functools.partial(self._copies.append, copies),  # of the list that stands for this plan
+            drop=functools.partial(self._copies.append, copies),  # the present plan's list
         )
 
     def _tensor(self, item: WriteItem) -> torch.Tensor:
@@ -125,7 +131,7 @@ class SavePlans:
 
 
 def as_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with what its objects say of themselves, as `torch.distributed.checkpoint` has it."""
+    """Return the state with each `Stateful` object replaced by its `state_dict()`, as torch's own checkpoints do."""
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
@@ -141,7 +147,7 @@ def _frozen(key: str, value: Any) -> Callable[[IO[bytes]], object]:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except Exception as error:  # whatever pickling a user's object raises
+    except Exception as error:  # any error of pickling a user's object
         raise TypeError(
             f"{key} of the state to be saved is a {type(value).__name__}, which torch.load(weights_only=True) does not "
             "read. Save tensors and plain data: numbers, text, lists, dictionaries."

@@ -1,6 +1,6 @@
 """Writes a rank's shards straight to storage, in the format of `torch.distributed.checkpoint`. Runs in a rank.
 
-copied pieces --several parts at a time--> streams that take digests --> storage: of S3 by obstore, else by fsspec
+copied pieces --several parts at a time--> streams that compute digests --> storage: S3 through obstore, else fsspec
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 
 NUM_WRITERS = 2
-"""Parts that are written at the same time. With four, two ranks beside their S3 server took half as long again."""
+"""Number of parts written at the same time. With four, two ranks on the host of their S3 server took 1.5 times as long.
+"""
 SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
-"""Bytes: fewer are not worth a part of their own, of more there are more parts than writers."""
+"""Least bytes per part: the first while parts are at most `NUM_WRITERS`, the second with more parts."""
 CHUNK = 8 << 20
-"""Bytes that are handed on at a time: a file of a remote storage keeps what it is given until it has sent it."""
+"""Most bytes of one write to storage. A remote file holds the bytes in memory until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before a part that could not be written is written again."""
+"""Seconds before each retry of a part's write."""
 
 
 class ShardWriter:
@@ -52,10 +53,13 @@ class ShardWriter:
         self._has_complained = False
 
     def write(self, pieces: Sequence[Piece]) -> tuple[list[StoredPart], list[StoredItem]]:
-        """Write all; what is where.
+        """Write all pieces, in parts.
+
+        Returns:
+            The parts, and the items with their position in a part.
 
         Raises:
-            Exception: Whatever the storage says, for as long as it was tried again.
+            Exception: The storage's error after the last retry.
         """
         shares = {f"__{self._rank}_{number}.distcp": share for number, share in enumerate(_divided(pieces))}
         with ThreadPoolExecutor(NUM_WRITERS, "daskpytorch-shards") as pool:
@@ -65,12 +69,12 @@ class ShardWriter:
 
     def _write_patiently(self, name: str, share: Sequence[Piece]) -> tuple[StoredPart, list[StoredItem]]:
         if self._quick is not None:
-            with contextlib.suppress(Exception):  # s3fs may know more ways, or say what is wrong
+            with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
                 return self._write(name, share, self._quick.open)
         for wait in RETRY_AFTER:
             try:
                 return self._write(name, share, self._open)
-            except Exception as error:  # whatever a store's client raises
+            except Exception as error:  # any error of a store's client
                 self._complain(error)
                 time.sleep(wait)
         return self._write(name, share, self._open)
@@ -84,7 +88,7 @@ class ShardWriter:
                 stream = _Stream(both)
                 items = [self._written(piece, stream, name) for piece in share]
         except BaseException:
-            with contextlib.suppress(Exception):  # where the disk is full, it is in the way
+            with contextlib.suppress(Exception):  # an unfinished part would fill the disk
                 self._files.rm_file(path)
             raise
         return StoredPart(name=name, size=stream.position), items
@@ -107,7 +111,7 @@ class ShardWriter:
     def _open(self, path: str) -> Any:
         try:
             return self._files.open(path, "wb")
-        except FileNotFoundError:  # a storage that has folders
+        except FileNotFoundError:  # a storage with folders
             self._files.makedirs(self._folder, exist_ok=True)
             return self._files.open(path, "wb")
 
@@ -123,7 +127,7 @@ class ShardWriter:
 
 
 class _Stream:
-    """A file to write to, as torch asks for one, that takes digests on the way."""
+    """A file for `torch.save` that computes the digest of the written bytes and counts them."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -140,11 +144,11 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """The file is closed in the end."""
+        """Do nothing: the file is flushed when it is closed."""
 
 
 def _divided(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """In parts of about the same size, the largest piece first."""
+    """Divide pieces into parts of about the same size. The largest pieces come first."""
     size = sum(piece.size for piece in pieces)
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
     shares: list[tuple[int, int, list[Piece]]] = [(0, number, []) for number in range(num_parts)]
