@@ -1,4 +1,5 @@
-"""The driver of a gang, in the process that asked for it: one thread a gang, whose `brain` decides.
+"""The driver of a gang, in the process that asked for the gang. Each gang has one thread, where its `brain` decides.
 
-Called by `dispatch`, `flyte`, `dask` and `sweep`. May import `node`, for what its own machine has, and all below.
+`dispatch`, `flyte`, `dask` and `sweep` call the driver. The driver may import `node`, which describes its own machine,
+and all packages below `node`.
 """

@@ -1,7 +1,7 @@
-"""Keeps account of where a gang's time goes. Runs in the driver; knows nothing but what it is told, and the clock.
+"""Account of a gang's wall time, from calls of the driver and a clock alone. Runs in the driver.
 
-The driver says what it is in the middle of: starting, training, or waiting. What goes on in a training is divided as
-rank 0's ledger has it (`rank.usage`). When an attempt has ended, what came after its newest checkpoint is lost.
+The driver names the gang's phase: starting, training or waiting. Rank 0's ledger (`rank.usage`) divides the training
+phase. When an attempt ends, the time after its newest checkpoint counts as lost.
 """
 
 import math
@@ -14,32 +14,32 @@ from flytekitplugins.daskpytorch.goodput import Goodput
 from flytekitplugins.daskpytorch.protocol.reports import Spent, Used
 
 INTERVAL = 2.0
-"""Seconds from one account that observers are given to the next."""
+"""Seconds between two accounts for the observers."""
 PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")
 
 
 @dataclass
 class _Training:
-    """The attempt in which ranks train, or have trained."""
+    """Time account of the training phase in the current attempt."""
 
     span: float = 0.0
-    """Seconds that it has taken, by the driver's clock."""
+    """Seconds of the training phase, on the driver's clock."""
     late: float = 0.0
-    """Seconds for which rank 0 had been at work when the driver heard that it is, at least."""
+    """Lower bound of the seconds between the start of rank 0's ledger and the start of the driver's training phase."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """What rank 0's time has gone into, as far as it has said."""
+    """Seconds by field of `Goodput`, from rank 0's newest report."""
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """The same at each save, by its step; those before one that is safe are forgotten."""
+    """Step of a save -> `spent` at that save. Saves before the newest kept one are removed."""
     safe: set[int] = field(default_factory=set)
-    """Steps of such since the newest of which it is known what had been done by then; one may be named before that."""
+    """Steps of kept checkpoints, from the newest one in `at_saves` on. `keep` may come before rank 0's report."""
 
     def hear(self, spent: Mapping[str, float]) -> None:
-        """Rank 0 says what its time had gone into when it said so."""
+        """Note the seconds that rank 0 has reported."""
         self.spent = spent
-        self.late = max(self.late, math.fsum(spent.values()) - self.span)  # less what this was on its way for
+        self.late = max(self.late, math.fsum(spent.values()) - self.span)  # too small by the report's travel time
 
     def keep(self, step: int) -> None:
-        """What was saved at this step is safe."""
+        """Note that the checkpoint of this step is kept."""
         self.safe.add(step)
         if step in self.at_saves:
             self.safe = {step}
@@ -48,22 +48,26 @@ class _Training:
 
     @property
     def kept(self) -> Mapping[str, float] | None:
-        """What the time had gone into at the newest save that is safe."""
+        """The seconds at the newest kept save. None if rank 0 has reported none for a kept save."""
         return next((spent for step, spent in reversed(self.at_saves.items()) if step in self.safe), None)
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
-        """What its span has gone into; lost: all that no checkpoint holds."""
+        """Return the parts of `span`, in seconds.
+
+        Args:
+            is_lost: Counts all time after the newest kept save as lost.
+        """
         has_begun = self.spent.get("stepping") or self.spent.get("data")
         parts, rest = self._fitted(self.spent), "stepping" if has_begun else "preparing"
         if is_lost and has_begun:
             kept = self.kept or {"preparing": self.spent.get("preparing", 0.0)}
             parts, rest = self._fitted(kept), "lost"
-        # What has come since, and whatever was on its way.
+        # The time since rank 0's last report, and the report's travel time.
         parts[rest] = parts.get(rest, 0.0) + max(0.0, self.span - math.fsum(parts.values()))
         return parts
 
     def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """The rank's seconds since the driver heard of it; what came before it has counted as the gang's start."""
+        """Return the rank's seconds within the training phase, scaled down to `span` if their sum exceeds `span`."""
         spent = {**spent, "preparing": max(0.0, spent.get("preparing", 0.0) - self.late)}
         whole = math.fsum(spent.values())
         scale = min(1.0, self.span / whole) if whole else 0.0
@@ -71,29 +75,29 @@ class _Training:
 
 
 class Accountant:
-    """Of one gang. Whatever it is told, the parts add up to the whole, and none is negative."""
+    """Time account of one gang. The parts add up to the total and are never negative, whatever the driver reports."""
 
     def __init__(self, asked_at: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = clock
         self._since = asked_at
         self._phase: Literal["starting", "training", "waiting"] = "starting"
         self._parts = dict.fromkeys(PARTS, 0.0)
-        """Of all that is over."""
+        """Seconds by field of `Goodput`, without the current attempt's training phase."""
         self._training = _Training()
         self._shown_at = asked_at
 
     @property
     def is_training(self) -> bool:
-        """Whether rank 0 is in the middle of its work, and goes on saying what its time goes into."""
+        """True while rank 0 trains and reports its seconds."""
         return self._phase == "training"
 
     def enter(self, phase: Literal["starting", "training", "waiting"]) -> None:
-        """What the gang is in the middle of from now on; training: rank 0 has met the others."""
+        """Begin a phase of the gang. The training phase begins when rank 0 has joined the process group."""
         self._go_on()
         self._phase = phase
 
     def hear(self, work: Used | Spent) -> None:
-        """What rank 0's time has gone into while it trains."""
+        """Note the seconds in a report of rank 0. Outside the training phase, ignore the report."""
         if self._phase != "training":
             return
         self._go_on()
@@ -105,18 +109,22 @@ class Accountant:
             self.enter("waiting")
 
     def keep(self, step: int) -> None:
-        """A checkpoint of this attempt is safe."""
+        """Note that a checkpoint of this attempt is kept."""
         self._training.keep(step)
 
     def close(self, *, is_lost: bool) -> None:
-        """The attempt is over, and the next one goes on from the newest checkpoint; lost: without what came after."""
+        """End the account of the attempt.
+
+        Args:
+            is_lost: Counts the training time after the newest kept checkpoint as lost.
+        """
         self._go_on()
         for name, seconds in self._training.parts(is_lost=is_lost).items():
             self._parts[name] += seconds
         self._training = _Training()
 
     def goodput(self) -> Goodput:
-        """Where the time has gone so far; what has not been lost yet counts as kept."""
+        """Return the account so far. Work that may still be lost counts as kept."""
         self._go_on()
         parts = dict(self._parts)
         for name, seconds in self._training.parts().items():
@@ -124,7 +132,7 @@ class Accountant:
         return Goodput(total=math.fsum(parts.values()), **parts)
 
     def is_due(self) -> bool:
-        """Whether observers are to be told again; once."""
+        """Return True once every `INTERVAL`, when the observers are due an account."""
         now = self._now()
         if now < self._shown_at + INTERVAL:
             return False

@@ -1,4 +1,4 @@
-"""Which ranks stand still, and which of them holds up the others. Pure; runs in the driver."""
+"""Detection of ranks that stand still, and of the rank that blocks the others. Pure functions. Runs in the driver."""
 
 import math
 import re
@@ -12,50 +12,54 @@ from flytekitplugins.daskpytorch.driver.collectives import NOT_THE_USERS, Differ
 from flytekitplugins.daskpytorch.protocol.collectives import Recalled
 
 COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
-"""Where a rank waits for its peers; during `backward` that is in the hooks of DistributedDataParallel."""
+"""Frames in which a rank waits for its peers. During `backward` they are hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
+"""Number of innermost frames in which `collective_of` looks for a frame of a collective."""
 FRAME = re.compile(r"File \"(?P<file>.*)\", line \d+ in (?P<function>.*)")
 LEAST_TIMEOUT = 300.0
-"""Seconds of silence in which nobody counts as hung by `auto`, and ..."""
+"""Least hang timeout with `auto`, in seconds."""
 SLOWNESS = 10.0
-"""... so many times the slowest that was seen."""
+"""Hang timeout with `auto`, as a multiple of `Stillness.slowest`. `LEAST_TIMEOUT` is the lower bound."""
 AUTO_PULSE = 10.0
-"""Seconds: little beside these 300, and nothing that a step notices."""
+"""Seconds between a rank's reports with `auto`. Short beside `LEAST_TIMEOUT`, and too long to slow down a step."""
 LOOK_INTERVAL = 30.0
-"""Seconds from one look at where all ranks are to the next, by `auto`; once they have stood still for long, more."""
+"""Least seconds between two requests for all ranks' stacks with `auto`. See `next_look`."""
 MAX_FRAMES = 10
-"""Of each rank in the report; the log has all."""
+"""Number of frames of each rank in the report. The log has all frames."""
 
 
 def pulse_for(hang_timeout: float | Literal["auto"] | None) -> float | None:
-    """Seconds between two reports of a rank's signs of life; None: nobody asks."""
+    """Return the seconds between two reports of a rank's signs of life, or None without a hang timeout."""
     if hang_timeout is None:
         return None
     return AUTO_PULSE if hang_timeout == "auto" else min(1.0, hang_timeout / 5)
 
 
 class Stillness:
-    """When each rank last gave a sign of life."""
+    """Times of the ranks' last signs of life, in seconds on the caller's clock."""
 
     slowest: float = 0.0
-    """The longest that a rank has taken from one sign of life to the next."""
+    """Longest time between two signs of life of a rank, in seconds."""
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._num_moves = dict.fromkeys(ranks, -1)
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Count silence from here: what was before is explained."""
+        """Count all ranks' silence from `now`, as the silence before has a known cause."""
         self._moved_at = dict.fromkeys(self._num_moves, now)
 
     def note(self, rank: int, num_moves: int, now: float) -> None:
-        """Take down a rank's count of signs of life."""
+        """Note a rank's number of signs of life."""
         if num_moves > self._num_moves[rank]:
             self.slowest = max(self.slowest, self.still_for(rank, now))
             self._num_moves[rank], self._moved_at[rank] = num_moves, now
 
     def hangs_at(self, ranks: Iterable[int], timeout: float | Literal["auto"]) -> float:
-        """When these ranks will have stood still for too long: the stillest of them, or by `auto` all of them."""
+        """Return the time at which these ranks count as hung if they stay silent, or infinity without ranks.
+
+        With a timeout in seconds, the rank with the longest silence decides. With `auto`, all ranks must be silent.
+        """
         moved_at = [self._moved_at[rank] for rank in ranks]
         if not moved_at:
             return math.inf
@@ -64,34 +68,34 @@ class Stillness:
         return min(moved_at) + timeout
 
     def still_for(self, rank: int, now: float) -> float:
-        """Seconds since a rank moved."""
+        """Return the seconds since a rank's last sign of life."""
         return now - self._moved_at[rank]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What is known of one rank when the gang hangs."""
+    """State of one rank when the gang hangs."""
 
     is_done: bool
-    """Its function has returned."""
+    """True if the rank's function has returned."""
     num_collectives: int | None
-    """How many collectives it has entered; None where it does not even say."""
+    """Number of collectives that the rank has entered. None if the rank does not answer."""
     still_for: float
-    """Seconds without a sign of life."""
+    """Seconds since the rank's last sign of life."""
     stacks: str
-    """The tracebacks of its threads."""
+    """Tracebacks of the rank's threads, as faulthandler writes them, or a text if there are none."""
     num_moves: int | None = None
-    """How many signs of life it has given."""
+    """Number of the rank's signs of life so far. None if the rank does not answer."""
     num_bytes: int | None = None
-    """As of `Located`."""
+    """Bytes that the rank has received by TCP, as in `Located`. None if unknown."""
     recalled: Recalled | None = None
-    """Its last collectives, where torch records them."""
+    """The rank's last collectives. None if torch does not record them, or the rank has not answered."""
 
 
 def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[str, int]]] | None:
-    """The collectives, by group and number, that each rank waits in; None where a rank may be at work, or has not said.
+    """Return the collectives, as group and number, in which each running rank waits.
 
-    Ranks that are all waiting have nobody to wait for.
+    None if a rank may be at work, or has not answered. If all ranks wait, no rank is left to complete a collective.
     """
     running = {rank: state.recalled for rank, state in states.items() if not state.is_done}
     waits = {rank: _waits(recalled) for rank, recalled in running.items() if recalled is not None}
@@ -103,12 +107,15 @@ def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
 
 
 def next_look(states: Mapping[int, RankState]) -> float:
-    """Seconds until `auto` looks again: of ranks that work for an hour nobody needs twice a minute to know."""
+    """Return the seconds until `auto` asks for the ranks' stacks again.
+
+    The pause is a tenth of the shortest silence, and at least `LOOK_INTERVAL`, since a rank may work for an hour.
+    """
     return max(LOOK_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
-    """The rank that holds up the others, and the report: its first line says why, the rest what all were doing."""
+    """Return the rank that blocks the others, and the report: the reason in its first line, then the ranks' stacks."""
     difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
     rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
@@ -118,7 +125,7 @@ def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["
 
 
 def report_deadlock(states: Mapping[int, RankState], difference: Difference) -> tuple[int, str]:
-    """The rank to blame for ranks that wait for ever, and the report."""
+    """Return the rank that causes a deadlock, and the report."""
     if states[difference.rank].is_done:
         ended = "; its function has returned, or has ended by exit code 0, and calls no collective any more"
     else:
@@ -130,12 +137,12 @@ def report_deadlock(states: Mapping[int, RankState], difference: Difference) -> 
 def explain_failure(
     recalled: Mapping[int, Recalled | None], failed: Collection[int], stacks: Mapping[int, str]
 ) -> str | None:
-    """What differs in the ranks' collectives after the failure of one; the first line is a sentence. None: nothing.
+    """Return how the ranks' collectives differ after one has failed, or None. The first line is a sentence.
 
     Args:
-        recalled: What each rank has said that it remembers.
+        recalled: Each rank's last collectives. None for a rank whose torch does not record them.
         failed: Ranks whose collective has failed.
-        stacks: What the others were doing.
+        stacks: Tracebacks of the other ranks.
     """
     difference = compare({rank: each for rank, each in recalled.items() if each is not None}, failed)
     if difference is None:
@@ -150,7 +157,7 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _doings(states: Mapping[int, RankState]) -> str:
-    """What the ranks' main threads were doing, those together that were doing the same."""
+    """Return the stacks of the ranks' main threads. Ranks with equal stacks share one entry."""
     doing: dict[str, list[int]] = defaultdict(list)
     for rank, state in states.items():
         doing[_doing(state)].append(rank)
@@ -169,12 +176,16 @@ def _doing(state: RankState) -> str:
 
 
 def find_hung(states: Mapping[int, RankState], difference: Difference | None = None) -> tuple[int, str]:
-    """The rank that holds up the others, and why it is thought to.
+    """Return the rank that blocks the others, and the reason.
 
-    A rank that does not answer comes first: something keeps its process, or its interpreter, from running. Then what
-    differs in the ranks' collectives, where they remember those. Then the one that has entered the fewest: the others
-    wait for it in the next. Among equals one that is not inside a collective, then one that is in another collective
-    than most, and then the one that has stood still the longest.
+    The first rule that finds a rank decides:
+
+    1. A rank that does not answer. Its process is suspended, or C code holds its interpreter.
+    2. The rank whose recorded collectives differ from the other ranks'.
+    3. The rank that has entered the fewest collectives. The others wait for this rank in the next one.
+    4. A rank that is not inside a collective.
+    5. A rank that is in another collective than most ranks.
+    6. The rank with the longest silence.
     """
     silent = [rank for rank, state in states.items() if state.num_collectives is None]
     if silent:
@@ -210,9 +221,10 @@ def _in_words(within: Mapping[int, str | None]) -> str:
 
 
 def collective_of(stacks: str) -> str | None:
-    """What the main thread waits for other ranks in: the function that the user's code has called; None: it does not.
+    """Return the function in which the main thread waits for other ranks, or None if the thread does not wait.
 
-    For example `all_reduce`, `backward` or `DistributedDataParallel.forward`.
+    The function is the one that the user's code has called: `all_reduce`, `backward`,
+    `DistributedDataParallel.forward`.
     """
     frames = main_frames(stacks)
     if not any(COLLECTIVE_FILES.search(frame) for frame in frames[:NUM_INNER_FRAMES]):
@@ -231,12 +243,12 @@ def _names(frames: Iterable[str]) -> Iterator[str]:
 
 
 def main_frames(stacks: str) -> list[str]:
-    """The frames of the main thread, which faulthandler writes last; the innermost comes first."""
+    """Return the frames of the main thread, the innermost first. faulthandler writes the main thread last."""
     _, header, frames = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in frames.strip().splitlines()] if header else []
 
 
 def other_frames(stacks: str) -> list[str]:
-    """The frames of all threads but the main one."""
+    """Return the frames of all threads but the main thread."""
     others, _, _ = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in others.splitlines() if line.strip().startswith("File ")]

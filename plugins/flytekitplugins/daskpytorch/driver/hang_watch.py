@@ -1,4 +1,4 @@
-"""Watches one attempt for a hang: asks ranks that stand still where they are before it says so. Runs in the driver."""
+"""Watch for hangs of one attempt, which asks the ranks for their stacks before it declares a hang. In the driver."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from flytekitplugins.daskpytorch.driver.hang_detector import RankState, next_loo
 from flytekitplugins.daskpytorch.protocol import messages, orders
 
 ANSWER_TIME = 0.4
-"""Seconds for the ranks of a gang that hangs to say where they are by themselves."""
+"""Timeout, in seconds, for the ranks to send their stacks before silent ranks get a signal."""
 STACKS_WAIT = 1.5
-"""Seconds in all, also for those that did not, and were signalled."""
+"""Timeout, in seconds, for all ranks' stacks. Includes `ANSWER_TIME` and the time after the signal."""
 
 
 class HangWatch:
-    """Of one attempt."""
+    """Watch for hangs of one attempt."""
 
     def __init__(
         self,
@@ -28,11 +28,12 @@ class HangWatch:
         """Begin to watch.
 
         Args:
-            attempt: Whose ranks have been started.
-            timeout: Seconds of silence; None: nobody hangs.
-            clock: Only goes forward.
-            is_committing: Whether a sharded checkpoint is being committed. At its end a rank may wait for that, to
-                write what it has saved last.
+            attempt: The attempt, whose ranks have been started.
+            timeout: Seconds without a sign of life after which the gang counts as hung. None turns this off, but not
+                the search for deadlocks.
+            clock: Returns seconds, and never goes back.
+            is_committing: Returns True while a sharded checkpoint is being committed. No hang is declared then, as a
+                rank at its end may wait for the commit before it writes its last save.
         """
         self._attempt = attempt
         self._timeout = timeout
@@ -41,11 +42,14 @@ class HangWatch:
         self._signal_at = math.inf
         self._answers_until: float | None = None
         self._waits: Mapping[int, frozenset[tuple[str, int]]] | None = None
-        """The collectives that all ranks waited in at the last look, if they did."""
+        """Collectives in which the ranks waited at the last look. None if a rank did not wait."""
         self._deadlocks = DeadlockWatch(attempt, clock, self._states)
 
     def is_hung(self) -> bool:
-        """Whether nothing has moved for too long; asks the ranks where they are before it says so."""
+        """Return True if the attempt hangs, and set `attempt.hang` then.
+
+        Asks all ranks for their stacks first. Call again once they have answered, or at `due`.
+        """
         attempt = self._attempt
         if self._answers_until is None:
             if self._is_due():
@@ -59,7 +63,7 @@ class HangWatch:
             if self._now() < self._answers_until:
                 return False
         self.stop_asking()
-        attempt.hangs_at = 0.0  # somebody may have moved since
+        attempt.hangs_at = 0.0  # a rank may have given a sign of life since
         if not self._is_due():
             return False
         states = self._states()
@@ -71,12 +75,12 @@ class HangWatch:
         return True
 
     def stop_asking(self) -> None:
-        """Answers that are still to come do not count."""
+        """Ignore the answers to the last question that have yet to come."""
         self._answers_until = None
 
     @property
     def due(self) -> float | None:
-        """When there is something to look at though nothing happens; by the clock."""
+        """Time of the next call of `is_hung` without an event, in seconds on the clock. None if no call is due."""
         if self._answers_until is not None:
             return min(self._signal_at, self._answers_until)
         moments = (self._hangs_at(), None if self._is_committing() else self._deadlocks.due)
@@ -87,16 +91,19 @@ class HangWatch:
         return hangs_at is not None and self._now() >= hangs_at
 
     def _hangs_at(self) -> float | None:
-        """When the gang counts as hung, or by `auto` is looked at, unless something moves."""
+        """Return the time at which a silent gang counts as hung, or with `auto` has to send its stacks.
+
+        None if the gang cannot count as hung now.
+        """
         attempt = self._attempt
         if self._timeout is None or attempt.stillness is None or attempt.prompts.debugged or self._is_committing():
             return None
-        if self._now() >= attempt.hangs_at:  # else there is no need to go through all ranks
+        if self._now() >= attempt.hangs_at:  # else the cached time holds, without a loop over all ranks
             attempt.hangs_at = attempt.stillness.hangs_at(attempt.running, self._timeout)
         return attempt.hangs_at
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
-        """Whether all ranks wait in collectives, the same as at the last look: nobody is left who could go on."""
+        """Return True if all ranks wait in the same collectives as at the last look, so that no rank can go on."""
         before, self._waits = self._waits, waits_of(states)
         return self._waits is not None and self._waits == before
 
@@ -108,7 +115,7 @@ class HangWatch:
         self._signal_at, self._answers_until = self._now() + ANSWER_TIME, self._now() + STACKS_WAIT
 
     def _signal_silent(self) -> None:
-        """Have the ranks signalled that hang so that they do not even listen."""
+        """Have the agents signal the ranks that have not answered, to make them write their stacks."""
         self._signal_at = math.inf
         attempt = self._attempt
         for peer in attempt.carriers:
