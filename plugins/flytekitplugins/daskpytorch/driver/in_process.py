@@ -1,7 +1,7 @@
-"""A gang of one rank that is the calling process, for debugging: no fork, no Dask. Runs in the driver, the rank.
+"""A gang of one rank in the calling process, for debugging, without fork and Dask. Driver and rank are one process.
 
-Breakpoints of an editor, profilers and `pytest --pdb` work in it as in any program. The gang's supervisor runs in a
-thread; its only agent is an object, which does here what a node's agent does with messages and files.
+Breakpoints of an editor, profilers and `pytest --pdb` work as in any program. The gang's supervisor runs in a thread.
+The gang's only agent is an object, which does the work of a node's agent by direct calls.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from flytekitplugins.daskpytorch.rank.session import Session, failure_of
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Left as it is: this process may have used its GPUs before."""
+"""Variable that the rank's environment leaves unchanged, as this process may have used its GPUs before."""
 
 
 def run_here(
@@ -52,18 +52,18 @@ def run_here(
     results_folder: Callable[[], object] | None = None,
     **more: Any,
 ) -> Any:
-    """Call a function as the only rank of a gang, in this thread, and return what it returns.
+    """Call a function as the only rank of a gang, in this thread, and return the function's return value.
 
     Args:
-        function: What to call.
-        name: The function's, or the task's.
-        settings: As the user has them. The gang does not start again, and the rank never counts as hung.
-        received: Takes what the function submits.
-        results_folder: Returns the folder of the task's results; None outside a task.
+        function: The function to call.
+        name: Name of the function or of the task.
+        settings: The user's settings. Restarts and hang detection are turned off.
+        received: Receives the results that the function submits.
+        results_folder: Returns the folder of the task's results. None outside a task.
         more: Further fields of the `Request`.
 
     Raises:
-        BaseException: Whatever the function raises, with its own traceback; or what else ends a gang, see `Supervisor`.
+        BaseException: The function's exception with its own traceback, or another error of `Supervisor.run`.
     """
     alone = replace(settings, backend="gloo", max_restarts=0, min_workers=None, hang_timeout=None, hints=False)
     code = Code(archive=b"", digest="")
@@ -85,7 +85,7 @@ def run_here(
 
 
 class _Supervisor(Supervisor):
-    """Hears its only agent without a listener, and so on every system."""
+    """Supervisor whose only agent needs no listener. Runs on every system, not only on Linux."""
 
     needs_linux = False
 
@@ -104,19 +104,26 @@ class _Supervisor(Supervisor):
 
 
 class _Agent(OwnNode, Connection):
-    """The only agent of the gang: also its launcher, the driver's connection with it, and the rank's channel to it."""
+    """The gang's only agent. Also its launcher, the driver's connection to the agent, and the rank's channel."""
 
-    heard_at = property(lambda _: math.inf, lambda *_: None)  # it never falls silent
+    heard_at = property(lambda _: math.inf, lambda *_: None)  # this agent never falls silent
 
     def __init__(self, results_folder: Callable[[], object] | None) -> None:
         super().__init__()
         self._results_folder = results_folder
         self._started: Future[tuple[RankOrder, GangLink, Session]] = Future()
-        """What the rank is told, once it is; or why it will not be started."""
+        """Order, link and session of the rank once the driver starts the rank, or the error that prevents the start."""
         self._is_closed = False
 
     def join(self, state: GangState, post: Callable[[Call], object], checkpoints: Checkpoints, folder: Path) -> None:
-        """Take part in a gang, whose thread makes the calls that are posted."""
+        """Join a gang.
+
+        Args:
+            state: State of the gang.
+            post: Takes calls from any thread, which the gang's thread makes.
+            checkpoints: The driver's checkpoints.
+            folder: The driver's scratch folder, which the rank uses, too.
+        """
         self._state = state
         self._post = post
         self._checkpoints = checkpoints
@@ -125,23 +132,23 @@ class _Agent(OwnNode, Connection):
     # ---- the launcher
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Say hello."""
+        """Send the agent's `Hello` to the driver."""
         self._say(messages.Hello(describe_node(self.workers[0], None), ("", 0)))
 
     def note_end(self, ended: Future[list[Any]]) -> None:
-        """Tell whoever waits for the rank's start that the gang has ended before, and why."""
+        """Pass the gang's error on to `call` if the gang has ended before the rank's start."""
         if not self._started.done():
             self._started.set_exception(ended.exception())
 
     def close(self) -> None:
-        """Take no more reports, and have the rank wait for nothing."""
+        """Refuse further reports, and end all waits of the rank."""
         self._is_closed = True
         self._end_rank()
 
     # ---- the driver's connection
 
     def send(self, message: object) -> None:
-        """Do what the driver says; called in its thread."""
+        """Follow a message of the driver. Runs in the gang's thread."""
         match message:
             case messages.Start():
                 self._started.set_result(self._start(message))
@@ -162,7 +169,7 @@ class _Agent(OwnNode, Connection):
                 pass
 
     def hang_up(self) -> None:
-        """Leave the rank alone: it is the caller."""
+        """Do nothing, as the rank is the calling process."""
 
     def _say(self, message: messages.FromAgent) -> None:
         self._post(partial(self._state.hear, self, message))
@@ -197,10 +204,10 @@ class _Agent(OwnNode, Connection):
     # ---- the rank's channel
 
     def send_bytes(self, data: bytes, /) -> None:
-        """Take reports of the rank.
+        """Pass reports of the rank on to the driver.
 
         Raises:
-            OSError: The gang has ended, or this is a process that the rank has forked.
+            OSError: The gang has ended, or the rank has forked this process.
         """
         if self._is_closed:
             raise OSError("the gang has ended")
@@ -211,7 +218,7 @@ class _Agent(OwnNode, Connection):
     # ---- the rank
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Call the function as the rank, once that is started."""
+        """Call the function as the rank, once the driver has started the rank. Return the function's return value."""
         order, link, session = self._started.result()
         exitcode = 1
         try:
@@ -240,7 +247,7 @@ class _Agent(OwnNode, Connection):
 
 @contextlib.contextmanager
 def _as_rank(order: RankOrder, rank: RankContext) -> Iterator[None]:
-    """Make this process the rank: environment, process group, `current_rank()`; and undo it at the end."""
+    """Make this process the rank: environment, process group and `current_rank()`. Restore all three at the end."""
     outer = context.current_rank()
     with _changed(order.environment):
         process_group.install()

@@ -1,4 +1,4 @@
-"""The driver's ear: accepts agents, and passes on what they say as calls for the gang's thread."""
+"""The driver's server, which accepts agents and turns their messages into calls for the gang's thread."""
 
 import asyncio
 import contextlib
@@ -25,38 +25,43 @@ from flytekitplugins.daskpytorch.protocol.result_frames import Piece
 
 Transfer = Upload | Download | DownloadLarge
 FileServer = Callable[[Connection, Transfer], None]
-"""Sends or receives a checkpoint, or what is large in a call, over a connection."""
+"""Sends or receives a checkpoint over a connection, or sends the large arguments of a call."""
 MAX_WAITING = 3000
-"""Calls that the supervisor has not made yet. With so many waiting, agents are not heard, and ranks that report faster
-than it takes things in wait until it has: memory is bounded. All that comes has to wait its turn anyway."""
+"""Number of calls in the supervisor's queue at which the listener stops reading from agents.
+
+The limit bounds the driver's memory. Ranks that report faster than the supervisor works wait for the supervisor."""
 MAX_REPORTS = 16
-"""Of a rank in one call: a message may have a thousand records, which take ten times its memory once opened."""
+"""Most reports of a rank in one call. A message may hold 1000 log records. Unpickling takes ten times its memory."""
 WAIT_INTERVAL = 0.005
+"""Seconds between looks at a full queue."""
 MANY_AGENTS = 100
+"""Number of agents from which on the listener sleeps `NAP` seconds after heartbeats."""
 NAP = 0.01
-"""Seconds to sleep after heartbeats of so many agents: of thousands a second each would wake this thread, which costs
-more than to read them."""
+"""Seconds to sleep after heartbeats of `MANY_AGENTS` or more agents. Otherwise each of thousands of heartbeats a second
+wakes the listener's thread, which costs more than reading the heartbeats."""
 BEAT_INTERVAL = 0.05
-"""Seconds in which heartbeats are gathered: one by one, each would wake the supervisor."""
+"""Seconds over which heartbeats are collected into one call, as each call wakes the supervisor."""
 MAX_STRANGERS = 256
-"""Callers that have not proved themselves; others wait in the kernel's queue, as they do not use up our files."""
+"""Most unauthenticated callers. Further callers wait in the kernel's queue, where they use no descriptors here."""
 PATIENCE = 20.0
-"""Seconds for a stranger to prove that he is an agent, ..."""
+"""Timeout, in seconds, for a caller to authenticate as an agent."""
 GRACE = 1.0
-"""... and those after which the oldest makes room for others, of the address that has most of the places."""
+"""Seconds after which an unauthenticated caller may lose its place to a new one, if `MAX_STRANGERS` places are taken.
+
+The address with most places loses its oldest caller first."""
 FIRST_WORD_PATIENCE = 120.0
-"""Seconds for an agent's first word: to learn of a node's GPUs, torch is imported in a process of its own."""
+"""Timeout, in seconds, for an agent's first message. The agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
-"""Seconds until callers are accepted again, where this process has no files or no memory for them."""
+"""Seconds until callers are accepted again after an error, such as too many open files."""
 END_TIME = 5.0
-"""Seconds for the threads to end, once all callers are hung up on."""
+"""Timeout, in seconds, for the threads to end after all connections are shut down."""
 
 
 class Listener:
-    """Accepts agents and passes on what they say; files and results are kept as they come.
+    """Accepts agents, turns their messages into calls for the gang's thread, and stores files and results on arrival.
 
-    Each file travels in a thread of its own. One thread meets all callers and hears all agents: of many threads that
-    have something to say at once, each would wake every 5 ms to ask for the interpreter.
+    One thread accepts all callers and reads from all agents. With a thread for each agent, every waiting thread would
+    wake every 5 ms to request the GIL. Each file transfer has its own thread.
     """
 
     _state: GangState
@@ -70,65 +75,69 @@ class Listener:
         serve_file: FileServer,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Of agents that dial at once, those beyond the backlog would try again a second later.
+        # Agents beyond the backlog connect 1 s later, so the backlog is as long as the kernel allows.
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-        self._server.setblocking(False)  # a caller may have gone again
+        self._server.setblocking(False)  # `accept` must not block if the caller has gone
         self.address: tuple[str, int] = self._server.getsockname()[:2]
-        """Host and port to dial."""
+        """Host and port for the agents to connect to."""
         self._token = token
         self._calls = calls
         self._serve_file = serve_file
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
-        """Callers that have not proved themselves, the oldest first: host, and when the caller may have to make room"""
+        """Unauthenticated callers, the oldest first -> host, and end of `GRACE` in seconds on the monotonic clock."""
         self._guests: set[asyncio.Task[None]] = set()
-        """Callers that have proved themselves, and not said who they are."""
+        """Authenticated callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
         self._beats: dict[Connection, bytes] = {}
-        """The newest heartbeats that the supervisor has yet to be told of."""
+        """Newest heartbeat of each agent that the supervisor has yet to receive."""
         self._is_napping = False
         self._is_calm = True
-        """Nothing but heartbeats has come since the last nap."""
+        """True if only heartbeats have come since the last nap."""
         self._has_told_of_crowd = False
         self._is_closing = False
         self._is_closed = asyncio.Event()
         self._has_changed = asyncio.Event()
-        """An agent has gone."""
+        """Set when an agent has gone."""
         self._is_over = False
         self._known: list[Connection] = []
-        """Connections of agents, also of such that have gone: whoever makes the calls closes them."""
+        """Connections of all agents, past ones included. The gang's thread closes each connection that has ended."""
         self._lock = threading.Lock()
-        """No transfer's connection is closed while it is hung up on: its descriptor may be another file's by then."""
+        """Held to shut down or close a transfer's connection, whose descriptor another file may get after the close."""
         self._transfers: dict[Connection, threading.Thread] = {}
         self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
 
     def listen(self, state: GangState) -> None:
-        """Accept agents from now on; whoever makes the calls has this state hear what they say."""
+        """Accept agents from now on. Their messages become calls of this state's methods."""
         self._state = state
-        # Not a loop of uvloop, which would make the sockets non-blocking that the gang's thread sends by.
+        # A selector loop: uvloop would make the sockets non-blocking, through which the gang's thread sends.
         self._loop = asyncio.SelectorEventLoop()
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more, and hang up on callers that have not said who they are; agents and transfers stay."""
+        """Accept no more callers, and close connections that await a first message. Agents and transfers stay."""
         self._is_closing = True
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._is_closed.set)
 
     def dismiss(self, farewell: object, seconds: float) -> None:
-        """Accept no more, bid all agents farewell, and wait so many seconds at most until they have hung up.
+        """Accept no more callers, send all agents a last message, and wait until they have closed their connections.
 
-        For the thread that sends to agents, once it makes no more calls.
+        Only the thread that sends to agents may call this method, once that thread makes no more calls of the queue.
+
+        Args:
+            farewell: The last message.
+            seconds: Timeout for the agents.
         """
         self.close()
         for connection in list(self._known):
-            with contextlib.suppress(OSError):  # it has gone, or been given up
+            with contextlib.suppress(OSError):  # the agent has gone, or was given up
                 connection.send(farewell)
         self._thread.join(seconds)
 
     def end(self) -> None:
-        """Hang up on all that are left, and wait until no thread and no open file is.
+        """Shut down all connections, wait up to `END_TIME` for the threads, and close the connections.
 
-        For when nobody sends to an agent any more, or makes a call.
+        Call this method once no thread sends to an agent or makes calls of the queue any more.
         """
         self.close()
         self._is_over = True
@@ -139,7 +148,7 @@ class Listener:
         self._thread.join(END_TIME)
         for thread in list(self._transfers.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():  # else it does so itself, as soon as a slow disk lets go of it
+        if not self._thread.is_alive():  # else the thread closes them at its end, which a slow disk delays
             self._close_known()
 
     def _close_known(self) -> None:
@@ -155,7 +164,7 @@ class Listener:
             self._close_known()
 
     async def _live(self) -> None:
-        """Accept callers until this is closed, and hear agents until the last one has gone."""
+        """Accept callers until `close`, and read from agents until the last agent has gone."""
         accepting = self._loop.create_task(self._accept())
         await self._is_closed.wait()
         meeting = [accepting, *self._strangers, *self._guests]
@@ -174,7 +183,7 @@ class Listener:
             await self._make_room()
             try:
                 sock, address = await self._loop.sock_accept(self._server)
-            except OSError:  # the caller has gone again; or there may be files and memory again in a while
+            except OSError:  # the caller has gone, or descriptors or memory are short
                 await asyncio.sleep(ACCEPT_PAUSE)
                 continue
             stranger = self._loop.create_task(self._meet(sock))
@@ -182,11 +191,11 @@ class Listener:
             stranger.add_done_callback(self._strangers.pop)
 
     async def _make_room(self) -> None:
-        """Wait for a place, or have the oldest stranger make room, of the address that has most of the places."""
+        """Wait for a free place. After `GRACE`, cut off the oldest caller of the address with most places."""
         while len(self._strangers) >= MAX_STRANGERS:
             [(crowded, _)] = Counter(host for host, _ in self._strangers.values()).most_common(1)
             oldest, room_at = next((task, at) for task, (host, at) in self._strangers.items() if host == crowded)
-            # Even with a timeout of 0, what strangers have sent by now is read.
+            # Even with a timeout of 0, the callers' tasks read what has arrived.
             patience = max(0.0, room_at - time.monotonic())
             done, _ = await asyncio.wait(self._strangers, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if done:
@@ -202,12 +211,12 @@ class Listener:
             await asyncio.wait([oldest])
 
     async def _meet(self, sock: socket.socket) -> None:
-        """Let a caller prove that he is an agent of this gang. Until then, not a byte more is taken than that needs."""
+        """Authenticate a caller as an agent of this gang. Read only as many bytes as the handshake has."""
         with _closed_on_failure(sock):
             async with asyncio.timeout(PATIENCE):
                 watch_peer(sock)
                 connection, challenge = Connection(sock), handshake.challenge()
-                connection.send_frame(challenge)  # a few bytes into an empty buffer, which takes them at once
+                connection.send_frame(challenge)  # cannot block: a few bytes into an empty send buffer
                 answer = await self._frame(sock, Frames(only=handshake.ANSWER_SIZE))
                 connection.send_frame(handshake.prove(self._token, challenge, answer))
             guest = self._loop.create_task(self._greet(sock, connection))
@@ -215,7 +224,7 @@ class Listener:
             guest.add_done_callback(self._guests.discard)
 
     async def _greet(self, sock: socket.socket, connection: Connection) -> None:
-        """Hear the first word of an agent, which says what the connection is for."""
+        """Read an agent's first message, which requests a transfer or begins the agent's stream of messages."""
         with _closed_on_failure(sock):
             async with asyncio.timeout(FIRST_WORD_PATIENCE):
                 first_word = await self._frame(sock, Frames())
@@ -227,7 +236,7 @@ class Listener:
                 self._take_in(connection, message)
 
     async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
-        """Return the next frame, and leave in the socket what follows it."""
+        """Return the next frame, and leave the bytes after the frame in the socket."""
         while True:
             for frame in frames.take(await self._loop.sock_recv(sock, frames.wanted)):
                 return frame
@@ -249,7 +258,7 @@ class Listener:
                     self._note_beat(connection, frame)
                 else:
                     self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
-        except Exception as error:  # whatever it is, it is not the other agents'
+        except Exception as error:  # one agent's error must not end the others' connections
             _complain(error)
             self._loop.remove_reader(connection.fileno())
             self._agents.discard(connection)
@@ -258,7 +267,7 @@ class Listener:
             self._has_changed.set()
 
     def _note_beat(self, connection: Connection, beat: bytes) -> None:
-        """Keep a heartbeat for a moment; one that tells of no rank has told all by having come."""
+        """Keep a heartbeat until the next `_tell_beats`. A heartbeat without ranks only proves that the agent lives."""
         if len(beat) > len(heartbeat.MARK):
             if not self._beats:
                 self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
@@ -279,7 +288,7 @@ class Listener:
 
     def _note(self, connection: Connection, message: FromAgent) -> None:
         self._is_calm = False
-        if (beat := self._beats.pop(connection, None)) is not None:  # it came before, and may be an older attempt's
+        if (beat := self._beats.pop(connection, None)) is not None:  # the older heartbeat goes first
             self._calls.put(functools.partial(self._state.hear_beats, {connection: beat}))
         for call in self._calls_for(connection, message):
             while self._calls.qsize() >= MAX_WAITING and not self._is_closing:
@@ -301,7 +310,7 @@ class Listener:
         def work() -> None:
             try:
                 self._serve_file(connection, request)
-            except BaseException as error:  # whatever it is, the checkpoint is not here
+            except BaseException as error:  # any error means that the transfer has failed
                 self._end_transfer(connection, request, raisable(error, "the transfer"))
             else:
                 self._end_transfer(connection, request, None)
@@ -313,7 +322,7 @@ class Listener:
                 connection.hang_up()
         try:
             thread.start()
-        except RuntimeError as error:  # the system gives this process no more threads for now
+        except RuntimeError as error:  # the system refuses another thread for now
             self._end_transfer(connection, request, error)
 
     def _end_transfer(self, connection: Connection, request: Transfer, error: Exception | None) -> None:
@@ -326,7 +335,7 @@ class Listener:
 
 @contextlib.contextmanager
 def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
-    """Hang up on a caller with whom anything goes wrong; whatever it is, it is not the others'."""
+    """Close a caller's socket on any error, and keep an `Exception` from the other callers."""
     try:
         yield
     except BaseException as error:
@@ -337,7 +346,7 @@ def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
 
 
 def _complain(error: BaseException) -> None:
-    """Show what no connection's end explains."""
+    """Print the traceback of an error, unless the end of a connection explains the error."""
     if not isinstance(error, (EOFError, OSError, asyncio.CancelledError)):
         with contextlib.suppress(Exception):  # standard error may be closed, and this thread must go on
             traceback.print_exc()

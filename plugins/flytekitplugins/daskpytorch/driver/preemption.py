@@ -1,4 +1,4 @@
-"""Brings a gang to its end at one common step, and says how long that may take. Runs in the driver."""
+"""Stop of a gang at one common step, and the timeouts of the gang's end. Runs in the driver."""
 
 import time
 from collections.abc import Callable
@@ -10,61 +10,61 @@ from flytekitplugins.daskpytorch.protocol.orders import Hold, Release
 
 
 class Deadlines:
-    """Seconds for each part of an end; one told by SIGTERM takes at most one and a half times the grace period.
+    """Timeouts, in seconds, of the parts of a gang's end. After SIGTERM the sum is at most 1.5 grace periods.
 
     SIGTERM ── `grace_period` ──▶ ranks have stopped ── `storage` ──▶ their checkpoint is stored ── `results` ──▶ end
     """
 
     def __init__(self, grace_period: float) -> None:
         self.grace_period = grace_period
-        """For the ranks to stop by themselves, at a call of `should_stop`."""
+        """Timeout for the ranks to stop by themselves, at a call of `should_stop`."""
         self.unheeded = grace_period / 4
-        """The same where no rank has ever called it."""
+        """Timeout for the ranks to stop if no rank has ever called `should_stop`."""
         self.storage = grace_period * 0.35
-        """For the newest checkpoint to reach Flyte's storage."""
+        """Timeout for the newest checkpoint to reach storage."""
         self.cancelled = min(1.0, grace_period / 20)
-        """The same for a gang that was cancelled, by Ctrl-C, say: somebody waits."""
+        """Timeout for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
         self.results = grace_period / 10
-        """For what the ranks have submitted to reach it."""
+        """Timeout for the ranks' submitted results to reach storage."""
         self.stop = min(0.5, grace_period / 40)
-        """For a rank to end once it is told to, before it is killed."""
+        """Timeout for a rank to end after the order to stop. Then the rank is killed."""
         self.close = grace_period / 2
-        """The same for rank 0, where it has observers that have something to close."""
+        """Timeout for rank 0 to end after the order to stop if its observers have to close something."""
         self.reopen = grace_period / 20
-        """The same where the next attempt opens again what they close."""
+        """Timeout for rank 0 to end after the order to stop if the next attempt opens its observers again."""
         self.all_stopped = grace_period * 0.75
-        """For word that all ranks have ended, after which a node counts as lost; more than any of them gets."""
+        """Timeout for the exits of all ranks. Then a silent node counts as lost. Longer than any rank's own timeout."""
         self.upload = grace_period / 2
-        """For a checkpoint that is on its way to the driver when the last attempt ends."""
+        """Timeout for checkpoint transfers to the driver that are under way when the last attempt ends."""
         self.dismiss = grace_period / 4
-        """For the agents to clean up after the last rank."""
+        """Timeout for the agents to clean up after the last rank."""
 
 
 @dataclass
 class StopRequest:
-    """The gang is to save a checkpoint and end: every rank at the same call of `should_stop` (see `StopSignal`)."""
+    """Request to save a checkpoint and end. All ranks stop at the same call of `should_stop` (see `StopSignal`)."""
 
     reason: str
     ends_gang: bool
-    """Else it goes on without the worker that is being taken away."""
+    """False if the gang goes on without the worker that is being taken away."""
     deadlines: Deadlines
     is_workers: bool = False
-    """A worker asks for it, which is being taken away."""
+    """True if a worker that is being taken away has requested the stop."""
     is_awaited: bool = False
-    """Somebody waits for the end: ranks that never ask whether they should stop are ended at once."""
+    """True if a user waits for the end. Ranks that never call `should_stop` are ended at once."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     deadline: float = field(init=False)
-    """When those are ended that have not stopped; by the clock."""
+    """Time at which ranks that have not stopped are ended, in seconds on the clock."""
     _is_asked: bool = False
-    """The ranks were told to hold their next call."""
+    """True once the ranks have been told to hold their next call of `should_stop`."""
     _is_released: bool = False
-    """They were told at which call it turns true."""
+    """True once the ranks have been told from which call on `should_stop` returns True."""
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.deadlines.grace_period
 
     def pursue(self, attempt: Attempt) -> bool:
-        """Do what is next, by telling the attempt's agents; whether the time is up."""
+        """Send the next order of the stop to the attempt's ranks. Return True if the ranks have to be ended now."""
         if not self._is_asked:
             self._is_asked = True
             attempt.tell(Tell(Hold()))

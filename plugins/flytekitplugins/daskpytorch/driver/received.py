@@ -1,4 +1,4 @@
-"""What the ranks of a gang have submitted and nobody has processed yet. Runs in the driver."""
+"""Buffer of the results and return values that a gang's ranks have sent. Runs in the driver."""
 
 import io
 import os
@@ -14,48 +14,51 @@ from flytekitplugins.daskpytorch.protocol.result_frames import Piece, Reader
 from flytekitplugins.daskpytorch.protocol.segments import MappedReturn
 
 MAX_IN_MEMORY = 1 << 20
-"""Bytes; also why a thousand small gangs do not hold a thousand files open."""
+"""Most bytes that a gang's buffer keeps in memory. A small gang needs no file, so 1000 gangs need few descriptors."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Where something is."""
+    """Location of a piece's bytes: memory, the buffer's file, or the rank's own file."""
 
     size: int
+    """Size of the piece, in bytes. 0 if `mapped` is set."""
     data: bytes = b""
-    """Itself, where it is in memory."""
+    """The piece, if it is in memory."""
     file: IO[bytes] | None = None
-    """Else the file that holds it."""
+    """The buffer's file, if the piece is on disk."""
     offset: int = 0
-    """Where it begins in that file, in bytes."""
+    """Offset of the piece in `file`, in bytes."""
     mapped: MappedReturn | None = None
-    """A return value that is in neither: the rank's own file."""
+    """The rank's own file that holds a whole return value. None for other pieces."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a result or return value that has arrived, and is kept."""
+    """A piece of a result or return value that has arrived and is in the buffer."""
 
     rank: int
     piece: Piece
-    """Without its data."""
+    """The piece without its data."""
     kept: Kept
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A result that is whole."""
+    """A result whose pieces have all arrived."""
 
     rank: int
-    """Who submitted it."""
+    """Rank that has submitted the result."""
     key: str
-    """Of the handler that did."""
+    """Key of the handler that has submitted the result."""
     path: str
+    """Path of the result below the handler's prefix."""
     parts: list[Kept]
+    """Pieces of the result, in order."""
 
 
 class ReceivedResults:
-    """One gang's results, for all of its attempts, in the order in which they came."""
+    """Results and return values of one gang, over all attempts. Results stay in order of arrival."""
 
     def __init__(self) -> None:
         self._buffer = ResultBuffer()
@@ -64,24 +67,30 @@ class ReceivedResults:
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
         self.folder_is_wanted = False
-        """A rank has asked for the folder that its task's results go to."""
+        """True if a rank has asked for the folder of the task's results."""
 
     def keep(self, rank: int, piece: Piece) -> Part:
-        """Take a piece in, on the thread that listens to the agents: when the disk is slow, their ranks wait."""
+        """Put a piece into the buffer, and return the part to `add`.
+
+        Runs in the thread that reads from the agents, so that ranks wait while the disk is slow.
+        """
         if piece.file is not None:
             return Part(rank, replace(piece, file=None), Kept(0, mapped=MappedReturn(*piece.file)))
         return Part(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: Part) -> None:
-        """Let a piece count; on the supervisor's thread, which knows whether its rank still has a say."""
-        if part.piece.is_first:  # what came before it was cut short by its rank's end
+        """Append a part to its rank's result or return value.
+
+        Runs in the gang's thread, which drops parts of ranks that have left the attempt.
+        """
+        if part.piece.is_first:  # an earlier result of the rank is incomplete: the rank ended
             self._buffer.drop(self._unfinished.pop(part.rank, ()))
         parts = self._unfinished.setdefault(part.rank, [])
         parts.append(part.kept)
         if part.piece.is_last:
             del self._unfinished[part.rank]
             if part.piece.path is None:
-                self._buffer.drop(self._returned.pop(part.rank, ()))  # of an older attempt
+                self._buffer.drop(self._returned.pop(part.rank, ()))  # the return value of an older attempt
                 self._returned[part.rank] = parts
                 return
             with self._lock:
@@ -89,11 +98,11 @@ class ReceivedResults:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing whole waits."""
+        """True if no complete result waits."""
         return not self._waiting
 
     def claim(self, is_wanted: Callable[[str], bool]) -> deque[Submission]:
-        """Take out the results whose keys are wanted; each must be dropped, or restored."""
+        """Remove and return the results whose keys are wanted. The caller has to `drop` or `restore` each result."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
             claimed: deque[Submission] = deque()
@@ -102,20 +111,25 @@ class ReceivedResults:
         return claimed
 
     def restore(self, claimed: deque[Submission]) -> None:
-        """Put results back, before those that came since."""
+        """Put claimed results back, in front of those that have arrived since."""
         with self._lock:
             self._waiting.extendleft(reversed(claimed))
 
     def read(self, submission: Submission) -> Iterator[bytes]:
-        """A result's bytes, piece by piece."""
+        """Return the bytes of a result, piece by piece."""
         return map(self._buffer.get, submission.parts)
 
     def drop(self, submission: Submission) -> None:
-        """It has been processed."""
+        """Free the space of a result that has been processed."""
         self._buffer.drop(submission.parts)
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
-        """What a rank has returned, once: what was small, or else what has come of it before."""
+        """Return a rank's return value. Each value can be loaded once.
+
+        Args:
+            rank: The rank.
+            small: The pickled value, if it came with the rank's report. None if it came in pieces or as a file.
+        """
         if small is None and (mapped := self._returned[rank][0].mapped) is not None:
             del self._returned[rank]
             return mapped.load()
@@ -123,29 +137,33 @@ class ReceivedResults:
             return pickle.load(file)  # noqa: S301 - from our own rank, by its agent's connection
 
     def open_returned(self, rank: int, small: bytes | None) -> IO[bytes]:
-        """What a rank has returned, pickled, to be read once: what was small, or else the pieces that are here."""
+        """Return a file with a rank's pickled return value. Each value can be opened once.
+
+        Args:
+            rank: The rank.
+            small: The pickled value, if it came with the rank's report. None if it came in pieces.
+        """
         if small is not None:
             return io.BytesIO(small)
         return io.BufferedReader(Reader(self._take(self._returned.pop(rank))))
 
     def drop_returned(self) -> None:
-        """Nobody will read the rest."""
+        """Free the space of all return values that have not been loaded."""
         while self._returned:
             self._buffer.drop(self._returned.popitem()[1])
 
     def _take(self, parts: list[Kept]) -> Iterator[bytes]:
         for kept in parts:
             data = self._buffer.get(kept)
-            self._buffer.drop([kept])  # at once: nobody asks for more after the last
+            self._buffer.drop([kept])  # before `yield`: the reader may not ask again after the last piece
             yield data
 
 
 class ResultBuffer:
-    """Keeps bytes for a while: a few in memory, the rest in a temporary file without a name.
+    """Keeps up to `MAX_IN_MEMORY` bytes in memory, and the rest in a temporary file without a name.
 
-    Any thread may put, get and drop; a slow disk holds up only the one that puts. The file goes with the last reference
-    to it, however the driver ends. Not `tempfile.SpooledTemporaryFile`, which is for one thread and loses all where it
-    finds the disk full.
+    Any thread may put, get and drop. A slow disk blocks only the thread that puts. The kernel removes the file when the
+    driver ends. `tempfile.SpooledTemporaryFile` serves only one thread, and loses its content on a full disk.
     """
 
     def __init__(self) -> None:
@@ -156,7 +174,7 @@ class ResultBuffer:
         self._in_memory = 0
 
     def put(self, data: bytes) -> Kept:
-        """Keep some bytes; in memory after all where the disk takes no more."""
+        """Keep bytes in memory or in the file. On a disk error, keep them in memory beyond the limit."""
         with self._lock:
             if self._in_memory + len(data) <= MAX_IN_MEMORY:
                 return self._put_in_memory(data)
@@ -172,11 +190,11 @@ class ResultBuffer:
         return kept
 
     def get(self, kept: Kept) -> bytes:
-        """The bytes again."""
+        """Return the bytes of a piece."""
         return kept.data if kept.file is None else os.pread(kept.file.fileno(), kept.size, kept.offset)
 
     def drop(self, several: Iterable[Kept]) -> None:
-        """Forget some; the file ends with the last that is in it."""
+        """Free the space of pieces. With the last piece in the file, the file is removed."""
         with self._lock:
             for kept in several:
                 if kept.mapped is not None:

@@ -1,4 +1,4 @@
-"""What one gang is asked to do, and what it is called in all attempts of its task. Made by whoever starts it."""
+"""Request for one gang, and the gang's key, which is the same in all attempts of a task. Made in the driver."""
 
 import contextlib
 import hashlib
@@ -25,40 +25,43 @@ from flytekitplugins.daskpytorch.protocol.segments import SharedMemory
 from flytekitplugins.daskpytorch.settings import Gang
 
 MAX_NAME = 100
-"""Characters of a function's name, of which the last count."""
+"""Most characters of a function's name in a key. The end of a longer name is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One training run, ready to go."""
+    """Description of one training run for the `Supervisor`."""
 
     name: str
+    """Name of the function or of the task."""
     call: bytes
+    """The pickled call, without the values in `large`."""
     large: SharedMemory | None = field(default=None, repr=False)
-    """What is large in the call; None: nothing is."""
+    """Large arguments of the call. None if the call has none."""
     ranks_per_worker: int
     num_gpus: int = 0
-    """GPUs that the limits of each worker, or of the task, ask for; 0 where nobody knows."""
+    """Number of GPUs in the limits of each worker or of the task. 0 if unknown."""
     settings: Gang
     pass_local_rank: bool = False
+    """True to pass the rank's index on its worker to the function, as the argument `local_rank`."""
     host: bytes | None = field(default=None, repr=False)
-    """A pickled `RankHost`; None where the function is not that of a task."""
+    """A pickled `RankHost`. None if the function does not belong to a Flyte task."""
     execution: bytes | None = field(default=None, repr=False)
-    """What its ranks have in place of one: a pickled `Execution`, see there."""
+    """The pickled `Execution` of ranks without a `RankHost`, from `Execution.in_ranks`. None if ranks need none."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The host's variables for the ranks; they may hold secrets."""
+    """The host's environment variables for the ranks, which may hold secrets."""
     observers: Sequence[Observer] = ()
-    """Of this gang alone."""
+    """Observers of this gang alone."""
     training: Training | None = None
-    """What these are told that it is."""
+    """Argument of `Observer.begins`. None if `begins` is not called."""
     storage: StoragePaths | None = None
-    """Where the checkpoints of other attempts are; None where there are no other attempts."""
+    """Folders of this and the previous attempt's checkpoints. None if no other attempt will look for checkpoints."""
     code: Code | None = None
-    """The project's sources, where they are packed already."""
+    """The project's packed sources. None if the supervisor has to pack them."""
     key: str = ""
-    """Names it among the gangs of its task, alike in every attempt; empty where there is only one."""
+    """Name of the gang among the gangs of its task, the same in every attempt. Empty if the task has only one gang."""
     keep: object = field(default=None, repr=False, compare=False)
-    """What the call was made of: what Dask holds for it, it holds for as long as the driver has this."""
+    """The function and its arguments. Dask keeps the data of futures among the arguments while the driver has them."""
 
 
 def request_for(
@@ -71,15 +74,22 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    """One gang's call of a function, ready to go, but for a name where its task has several.
+    """Return the request for one gang that calls a function. `named` adds the key for a task with several gangs.
 
-    `execution`: that of the thread that asked for it, where this is another's.
+    Args:
+        function: The function that each rank calls.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        settings: Settings of the gang.
+        pass_local_rank: Passes the rank's index on its worker, too, as the argument `local_rank`.
+        code: The project's packed sources. None to have the supervisor pack them.
+        execution: Execution of the thread that asked for the gang. None for this thread's execution.
     """
     in_ranks = (execution or current_execution()).in_ranks()
     memory = _memory()
     call = pack_call(function, args, kwargs, memory.add if memory is not None else None)
     if memory is not None and not memory.address.segments:
-        memory.close()  # now: picklers live on until garbage is collected, and hold what they were given
+        memory.close()  # now: picklers live until garbage collection, and keep their memory open
         memory = None
     return Request(
         name=name_of(function),
@@ -96,17 +106,21 @@ def request_for(
 
 
 def _memory() -> SharedMemory | None:
-    with contextlib.suppress(OSError):  # of a thousand gangs each may have some, which is an open file
+    with contextlib.suppress(OSError):  # each of a thousand gangs may have one, which is an open file
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return SharedMemory() if len(list(Path("/proc/self/fd").iterdir())) < limit // 2 else None
     return None
 
 
 def check_function(function: Callable[..., Any], *, may_be_async: bool = False) -> None:
-    """See to it that calling this trains: a rank would make an object, and return it, and nobody would notice.
+    """Check that a call of the function can train. Without the check, a rank would silently return a new object.
+
+    Args:
+        function: The function.
+        may_be_async: Accepts coroutine functions.
 
     Raises:
-        TypeError: It does not; the message says what to give instead.
+        TypeError: The call only makes an object. The message says what to pass instead.
     """
     name = name_of(function)
     if hasattr(function, "__dask_graph__"):
@@ -121,13 +135,13 @@ def check_function(function: Callable[..., Any], *, may_be_async: bool = False) 
 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """See to it that the function takes these arguments, before anybody is asked to run it.
+    """Check that the function accepts these arguments, before any rank calls the function.
 
     Raises:
-        TypeError: It does not; the message has its signature.
+        TypeError: The function does not accept them. The message has the function's signature.
     """
-    called = getattr(function, "_task_function", function)  # of a Flyte task
-    with contextlib.suppress(ValueError):  # of something that has no signature, such as a few builtins
+    called = getattr(function, "_task_function", function)  # the function of a Flyte task
+    with contextlib.suppress(ValueError):  # a few builtins have no signature
         signature = _signature(called)
         try:
             signature.bind(*args, **kwargs)
@@ -139,30 +153,39 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def _signature(called: Callable[..., Any]) -> inspect.Signature:
-    """Return how a call is taken, which need not be as the wrapped function takes it: Hydra's takes no argument.
+    """Return the signature of the outermost wrapper, which may differ from the wrapped function's.
+
+    Hydra's wrapper, for example, takes no argument.
 
     Raises:
-        ValueError: Neither has a signature.
+        ValueError: The wrapper and the wrapped function have no signature.
     """
     try:
         return inspect.signature(called, follow_wrapped=False)
-    except ValueError:  # what is written in C, such as `functools.lru_cache`
+    except ValueError:  # the wrapper is written in C, as that of `functools.lru_cache`
         return inspect.signature(called)
 
 
 def named(request: Request, key: str) -> Request:
-    """The same under a key, by which its checkpoints are found in storage."""
+    """Return the request with a key, by which the next attempt finds the gang's checkpoints in storage."""
     return replace(request, key=key, storage=storage_of(current_execution(), key, request.settings))
 
 
 def storage_of(
     execution: Execution, key: str, settings: Gang, paths: StoragePaths | None = None
 ) -> StoragePaths | None:
-    """Where the gang of this key keeps its checkpoints; `paths` in place of what the host says of it."""
+    """Return the folders of a gang's checkpoints, or None if no other attempt will look for checkpoints.
+
+    Args:
+        execution: Execution of the task.
+        key: Key of the gang.
+        settings: Settings of the gang, whose `checkpoint_uri` may name a place.
+        paths: Folders that replace those of the execution.
+    """
     paths, uri = paths or execution.checkpoint_paths(key), settings.checkpoint_uri
     if uri is None:
         return paths
-    if paths is None:  # nobody else keeps anything: all that the next call needs is there
+    if paths is None:  # no host keeps checkpoints, so the next call finds them all here
         files = Files(execution.filesystem(uri))
         own = f"{files.path(uri)}/{key}"
         files.refuse_foreign(own)  # a checkpoint is a pickle
@@ -177,14 +200,14 @@ def storage_of(
 
 
 class Keys:
-    """Those that the gangs of the current task have."""
+    """Keys of the current task's gangs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._task: object = None
         self._taken: set[str] = set()
         self._unfinished: dict[object, list[str]] = {}
-        """Calls that have not ended well -> their keys."""
+        """Calls that have failed -> their keys."""
         self._num_calls: Counter[str] = Counter()
 
     def take(
@@ -196,13 +219,18 @@ class Keys:
         *,
         call: object = None,
     ) -> list[str]:
-        """The keys of one call's gangs: as asked, else the function's name and which of its calls in the task this is.
+        """Return the keys of one call's gangs: a base, with each of the suffixes.
 
-        Not a word of the arguments: what pickles differs from process to process, by the order of a set, say. The
-        suffixes tell the gangs of one call. `task` stands for the task's execution; None: there is none, or nobody
-        knows, as in a thread of the user's.
+        The default base is the function's name with the number of the call in the task. Arguments are no part of a
+        key, as pickles differ between processes, for example by the order of a set.
 
-        A `call` that is equal to one that has not ended well has the same keys as that.
+        Args:
+            function: The function that the gangs call.
+            asked: Base that the user has set. None for the default.
+            suffixes: One suffix for each gang of the call.
+            task: Object that stands for the task's execution. None without a task, or if the task is unknown, as in
+                a user's thread.
+            call: Result of `call_of`. A call that is equal to a failed call gets the keys of the failed call.
 
         Raises:
             ValueError: Another gang of the task has the key that is asked for.
@@ -223,7 +251,7 @@ class Keys:
         )
 
     def note_unfinished(self, call: object, keys: list[str]) -> None:
-        """Have the next call that is equal to this one go on from its checkpoints."""
+        """Note a failed call. The next equal call gets the same keys, and so the failed call's checkpoints."""
         with self._lock:
             self._unfinished[call] = keys
 
@@ -236,21 +264,22 @@ class Keys:
 def take_keys(
     function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), *, call: object = None
 ) -> list[str]:
-    """Keys for a call in the current task, see `Keys.take`."""
+    """Return the keys of a call in the current task. See `Keys.take`."""
     return _keys.take(function, asked, suffixes, current_execution().task, call=call)
 
 
 def note_unfinished(call: object, key: str) -> None:
-    """Note that a call with this key has not ended well, see `Keys.take`; None: of one that is not to go on so."""
+    """Note that a call with this key has failed. See `Keys.take`. With None for the call, do nothing."""
     if call is not None:
         _keys.note_unfinished(call, [key])
 
 
 def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
-    """Return what is equal in this process for calls of one function with equal arguments and place of checkpoints.
+    """Return a value that is equal for calls of one function with equal arguments and `checkpoint_uri`.
 
-    None for a call that has a key of its own, in a task, where attempts are to agree on keys, or without a place. The
-    function's code does not count: it may have been mended.
+    The value holds within this process. The function's code is no part of the value, as a user may fix the code
+    between two calls. None for calls with their own key, without `checkpoint_uri`, or in a task, whose attempts have to
+    agree on keys.
     """
     if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
         return None
@@ -260,7 +289,15 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def start_of(storage: StoragePaths | None, settings: Gang, steps: Sequence[int]) -> str | None:
-    """Say from where a gang goes on, or that it does not; `steps` are those of the newest checkpoints it has found."""
+    """Return a message about the checkpoint from which a gang begins, for the user.
+
+    Without a checkpoint, only a gang whose folder is the same in the next call gets a message.
+
+    Args:
+        storage: Folders of the gang's checkpoints.
+        settings: Settings of the gang.
+        steps: Steps of the newest checkpoint of each kind that the gang has found.
+    """
     if storage is None or storage.previous != storage.own:
         return f"going on from the previous attempt's checkpoint of step {max(steps)}" if steps else None
     if steps:
@@ -271,7 +308,7 @@ def start_of(storage: StoragePaths | None, settings: Gang, steps: Sequence[int])
 
 
 def key_of(function: Callable[..., Any]) -> str:
-    """A function's name as part of a path."""
+    """Return a function's name as a part of a path."""
     name = name_of(function).replace("<locals>.", "")
     return re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[-MAX_NAME:].strip("-")
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last ones, and the best. Runs in the driver, for its disk and for storage alike."""
+"""Retention policy of checkpoints, for the driver's disk and for storage: the last and the best. Runs in the driver."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,13 +24,13 @@ E = TypeVar("E", bound=Entry)
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
-    """Return the entries whose metric is a number, the best first; of one step only the newest.
+    """Return the entries whose metric is a number, the best first, with only the newest entry of each step.
 
-    Of equal ones the earlier comes first.
+    Among equal entries the earlier comes first.
 
     Args:
-        entries: In the order in which they were kept.
-        keep: What they are the best by. Without a metric none is.
+        entries: Checkpoints in the order in which they were kept.
+        keep: Retention policy, whose `metric` and `mode` define the best. Without a metric the result is empty.
     """
     metric, sign = keep.metric, {"min": 1, "max": -1}[keep.mode]
     if metric is None:
@@ -40,27 +40,31 @@ def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
 
 
 def find(entries: Sequence[E], keep: Keep, step: int | None) -> E | None:
-    """Return the newest entry of a step or, with None, the best; None if there is none."""
+    """Return the newest entry of a step, or with None the best entry. None if no entry matches."""
     found = best_first(entries, keep) if step is None else [entry for entry in entries[::-1] if entry.step == step]
     return found[0] if found else None
 
 
 def retained(entries: Sequence[E], keep: Keep) -> list[E]:
-    """Return the entries that stay, in the order in which they were kept, as they are given.
+    """Return the entries that stay, in their given order.
 
-    The newest is always among them.
+    The newest entry always stays.
+
+    Args:
+        entries: Checkpoints in the order in which they were kept.
+        keep: Retention policy.
     """
     stay = {id(entry) for entry in (*entries[-keep.last :], *best_first(entries, keep)[: keep.best])}
     return [entry for entry in entries if id(entry) in stay]
 
 
 def listed(*kinds: Iterable[SavedCheckpoint]) -> tuple[SavedCheckpoint, ...]:
-    """Return checkpoints of all kinds by step, as a user is told of them."""
+    """Return the checkpoints of all kinds, sorted by step, as users receive them."""
     return tuple(sorted((saved for kind in kinds for saved in kind), key=lambda saved: saved.step))
 
 
 def hint_of_metric(kept: Iterable[Entry], keep: Keep) -> str | None:
-    """Return a hint if no checkpoint can be the best: none that has metrics has the one that counts."""
+    """Return a hint if checkpoints have metrics, but none has the metric of the policy. Otherwise return None."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None

@@ -1,7 +1,7 @@
-"""What becomes of what the ranks of a gang save: fetched or committed, counted, told, and given back. In the driver.
+"""A gang's checkpoints on their way from the ranks and back to the ranks. Runs in the driver.
 
-Of both kinds of checkpoints: one that rank 0 writes whole, which its agent brings (`checkpoints`), and sharded ones, of
-which all ranks write their parts straight to storage (`committer`).
+Rank 0 writes a whole checkpoint, which its agent sends to the driver (`checkpoints`). All ranks write the shards of a
+sharded checkpoint directly to storage, and the driver commits the checkpoint (`committer`).
 """
 
 from flytekitplugins.daskpytorch.context import SavedCheckpoint
@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 
 class Saving:
-    """Of one gang, through all of its attempts."""
+    """Handles the checkpoints of one gang, over all of its attempts."""
 
     def __init__(
         self,
@@ -38,21 +38,21 @@ class Saving:
         self._keep = keep
         self._fetches = Fetches(keep, checkpoints.entries)
         self.newest: CheckpointFile | None = None
-        """What an attempt starts from."""
+        """Whole checkpoint from which the attempt starts. None if there was none."""
         self.has_news = False
-        """A checkpoint has become safe since this was last looked at."""
+        """True if a checkpoint has been kept since `Brain` last reset this."""
         self.commits: dict[tuple[int, int], int] = {}
-        """Steps of sharded checkpoints that are about to be committed, by the attempt's number and the save's."""
+        """Numbers of the attempt and the save -> step of a sharded checkpoint whose commit is under way."""
 
     # ---- what happens
 
     def note_saved(self, peer: Peer, attempt: Attempt, rank: int, file: CheckpointFile) -> None:
-        """A rank has written a checkpoint, which its agent is to bring."""
+        """Note that a rank has written a whole checkpoint, and have its agent send the file."""
         attempt.steps[rank] = file.step
         self._fetches.fetch(peer, file)
 
     def note_kept(self, attempt: Attempt | None, file: CheckpointFile, error: Exception | None) -> None:
-        """A checkpoint has arrived, or has not."""
+        """Note that a whole checkpoint has arrived in the driver, or that its transfer has failed."""
         if error is None:
             self._fetches.note_end(file)
             self._count_as_kept(attempt, file.attempt, file.step)
@@ -60,7 +60,7 @@ class Saving:
             self._announcer.note(f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error})")
 
     def note_shards(self, attempt: Attempt, rank: int, said: WrittenShards | reports.ShardsNotWritten) -> None:
-        """Once all ranks have said what came of a sharded checkpoint, have it committed; or give it up."""
+        """Note a rank's success or failure in writing its shards. After the last rank, commit or discard them."""
         if isinstance(said, WrittenShards) and said.attempt != attempt.number:
             return
         attempt.steps[rank] = said.step
@@ -80,7 +80,7 @@ class Saving:
         attempt.tell(messages.Tell(orders.Settled(said.number, said.step, committed=False)))
 
     def note_committed(self, attempt: Attempt | None, commit: Committed) -> None:
-        """A sharded checkpoint counts, or could not be made to."""
+        """Note that a sharded checkpoint has been committed, or that its commit has failed."""
         self.commits.pop((commit.attempt, commit.number), None)
         if commit.error is None:
             self._count_as_kept(attempt, commit.attempt, commit.step)
@@ -92,7 +92,7 @@ class Saving:
             attempt.tell(messages.Tell(orders.Settled(commit.number, commit.step, committed=commit.error is None)))
 
     def forget(self, peer: Peer) -> None:
-        """An agent has gone, and what it was to bring."""
+        """Drop the fetches from an agent that has gone."""
         self._fetches.forget(peer)
 
     def _count_as_kept(self, attempt: Attempt | None, number: int, step: int) -> None:
@@ -112,37 +112,40 @@ class Saving:
 
     @property
     def is_fetching(self) -> bool:
-        """A checkpoint is on its way from an agent."""
+        """True while an agent has to send a checkpoint."""
         return self._fetches.is_busy
 
     @property
     def is_committing(self) -> bool:
-        """A sharded checkpoint is about to count."""
+        """True while the commit of a sharded checkpoint is under way."""
         return bool(self.commits)
 
     @property
     def is_busy(self) -> bool:
-        """Either of both."""
+        """True while a fetch or a commit is under way."""
         return self.is_fetching or self.is_committing
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """What a user is told of all that are kept, of both kinds."""
+        """Return all kept checkpoints of both kinds, as users receive them."""
         return listed(self._checkpoints.saved(), self._committer.saved())
 
     def sharding(self) -> Sharding:
-        """Where the ranks of an attempt write their parts, and what they start from."""
+        """Return the folder for the ranks' shards, and the sharded checkpoints from which the ranks may start."""
         return self._committer.sharding()
 
     @property
     def newest_step(self) -> int | None:
-        """Of the checkpoints of both kinds that there are."""
+        """Step of the newest checkpoint of both kinds. None without checkpoints."""
         newest = (self.newest, self._committer.newest())
         return max((one.step for one in newest if one is not None), default=None)
 
     # ---- what is done
 
     def give_wanted(self, attempt: Attempt) -> None:
-        """Let ranks have the checkpoints that they wait for: what rank 0 gets, once all it has saved is here."""
+        """Answer the ranks' requests for checkpoints, once no fetch, commit or sharded write is under way.
+
+        The choice for rank 0 counts for the requests with the same number of all ranks.
+        """
         if not attempt.wanted or self.is_busy or attempt.shards:
             return
         waiting, attempt.wanted = attempt.wanted, []
@@ -160,21 +163,26 @@ class Saving:
         return orders.Arrived(attempt.number, wanted.number, found)
 
     def give_up_fetches(self) -> None:
-        """Whoever would send them is not waited for any longer."""
+        """Give up the fetch that is under way, and those that wait."""
         self._fetches.clear()
 
     def begin(self, number: int) -> None:
-        """From now on this attempt's checkpoints alone are taken; it starts from the newest that there is."""
+        """Begin an attempt. Accept only its checkpoints from now on, and set `newest`."""
         self._checkpoints.fence(number)
         self._committer.sweep(number)
         self.newest = self._checkpoints.newest()
 
     def hurry(self) -> None:
-        """No other attempt follows."""
+        """Keep the pauses before storage retries short, as no other attempt follows."""
         self._committer.vault.worker.hurry()
 
     def store(self, storage: StoragePaths | None, timeout: float) -> str:
-        """Wait so many seconds for the newest checkpoint, of either kind, to be in storage; say what there is then."""
+        """Wait until the newest checkpoint is in storage. Return a message about the start of the next attempt.
+
+        Args:
+            storage: Folders of the checkpoints. None if the gang stores none.
+            timeout: Longest wait, in seconds.
+        """
         self.newest = self._checkpoints.newest()
         step, sharded = self.newest_step, self._committer.newest()
         is_stored = self._checkpoints.flush(timeout) or (sharded is not None and sharded.step == step)

@@ -1,4 +1,4 @@
-"""Starts one attempt: places its ranks on the workers that are here, and sends each agent its orders. In the driver."""
+"""Start of one attempt: places the ranks on the workers, and sends each agent its orders. Runs in the driver."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,13 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
 def start_attempt(state: GangState, number: int, code: Code, debugging: Debugging) -> Attempt:
-    """Return an attempt with this number whose ranks are being started.
+    """Have the agents start the ranks of an attempt, and return the attempt.
+
+    Args:
+        state: State of the gang.
+        number: Number of the attempt, from 0.
+        code: The project's sources.
+        debugging: The driver's settings for debuggers in ranks.
 
     Raises:
         ValueError: Driver and workers have different versions of a package, or the workers do not suit the settings.

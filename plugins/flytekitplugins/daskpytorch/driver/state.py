@@ -1,8 +1,7 @@
-"""What has happened to one gang so far. Runs in the driver, on the gang's thread.
+"""State of one gang, with a handler for each message and report. Runs in the driver, in the gang's thread.
 
-The handlers here take down what agents and ranks say, and decide nothing: `Brain` alone acts on it, so that the same
-rules meet whatever happens, at whatever moment. The queue between `Listener` and `Supervisor` holds bound calls of the
-handlers.
+The handlers only note what agents and ranks say. `Brain` alone decides and acts, so that the same rules hold for each
+event at any time. The queue between `Listener` and `Supervisor` holds bound calls of the handlers.
 """
 
 import time
@@ -30,16 +29,16 @@ SCHEDULER_LOST = "the Dask scheduler was lost"
 
 
 class GangState:
-    """The state of one gang, through all of its attempts."""
+    """State of one gang, over all of its attempts."""
 
     attempt: Attempt | None = None
-    """The current attempt; None while the gang gathers its workers."""
+    """The current attempt. None while the gang gathers its workers."""
     stop_request: StopRequest | None = None
-    """The gang is to save a checkpoint and end."""
+    """Request that the gang save a checkpoint and end. None without a request."""
     is_cancelled = False
-    """Nobody wants the results any more."""
+    """True once the caller has cancelled the gang."""
     lost_at: float | None = None
-    """When the newest loss among the attempt's workers was."""
+    """Time of the newest loss of one of the attempt's workers, in seconds as `now` returns. None without a loss."""
 
     def __init__(
         self,
@@ -54,10 +53,18 @@ class GangState:
         clock: Callable[[], float] = time.monotonic,
         running_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with a gang whose agents are on their way.
+        """Begin with a gang whose agents have yet to connect.
 
-        `asked_at`, like all moments, is by the `clock`, which only goes forward. Deadlines are by the `running_clock`,
-        by default the same.
+        Args:
+            request: The request for the gang.
+            agents: The gang's agents.
+            checkpoints: Whole checkpoints on the driver's disk.
+            committer: Commits sharded checkpoints.
+            observers: The gang's observers.
+            received: Results and return values of the ranks.
+            asked_at: Time at which the user asked for the gang, in seconds on `clock`.
+            clock: Returns seconds, and never goes back.
+            running_clock: Clock of all deadlines. None for `clock`.
         """
         self.request = request
         self.agents = agents
@@ -71,22 +78,22 @@ class GangState:
         )
         self.saving = Saving(checkpoints, committer, self.accountant, self.announcer, keep=request.settings.keep)
         self._broken: dict[str, str] = {}
-        """Worker -> traceback of its agent, which has failed and not ended yet."""
+        """Worker -> traceback of its agent, which has failed but whose connection has yet to end."""
 
     @property
     def at_prompt(self) -> int | None:
-        """The rank whose debugger has the terminal."""
+        """The rank whose debugger has the terminal, or None."""
         return self.attempt.prompts.shown if self.attempt is not None else None
 
     @property
     def has_lost_scheduler(self) -> bool:
-        """True if the scheduler is gone. All workers end then, and may say so before this process learns why."""
+        """True if the Dask scheduler is gone. All workers end then, and may report their end before this turns True."""
         return not self.agents.launcher.is_connected()
 
     # ---- from the user's side
 
     def cancel(self) -> None:
-        """Note that nobody wants the results any more."""
+        """Note that the caller has cancelled the gang."""
         self.is_cancelled = True
 
     def interrupt(self) -> None:
@@ -97,7 +104,16 @@ class GangState:
     def request_stop(
         self, reason: str, *, ends_gang: bool = True, is_workers: bool = False, is_awaited: bool = False
     ) -> None:
-        """Note that the gang is to save a checkpoint and end, or to go on without a worker; see `StopRequest`."""
+        """Request that the gang save a checkpoint, and then end or go on without a worker.
+
+        A second request changes the first only if the second alone ends the gang.
+
+        Args:
+            reason: Reason for the user.
+            ends_gang: False if the gang goes on without the worker.
+            is_workers: True if a worker that is being taken away requests the stop.
+            is_awaited: True if a user waits for the end.
+        """
         if self.stop_request is None:
             self.announcer.note(f"{reason}: saving a checkpoint and ending")
             whose = {"is_workers": is_workers, "is_awaited": is_awaited}
@@ -109,11 +125,11 @@ class GangState:
     # ---- from agents
 
     def hear(self, connection: Connection, message: messages.FromAgent) -> None:  # noqa: C901 - a case for each message
-        """Take down what an agent has said."""
+        """Note the content of an agent's message."""
         if isinstance(message, messages.Hello):
             self._welcome(message, connection)
             return
-        if (peer := self.agents.find(connection)) is None:  # it was given up, and may not have a say any more
+        if (peer := self.agents.find(connection)) is None:  # an agent that was given up is ignored
             return
         match message:
             case messages.Exited(rank):
@@ -131,7 +147,7 @@ class GangState:
             case messages.NotSent(file, reason):
                 self.note_upload(file, OSError(f"{peer.node.worker} could not send it: {reason}"))
             case messages.Reported():
-                pass  # reports come opened
+                pass  # the listener unpacks reports for `hear_of_rank`
             case _:
                 assert_never(message)
 
@@ -140,20 +156,21 @@ class GangState:
             self._note_loss(displaced)
 
     def note_end(self, connection: Connection) -> None:
-        """Note that an agent's connection has ended, and close it.
+        """Note that an agent's connection has ended, and close the connection.
 
-        By the only thread that sends: another's send might reach whoever gets the descriptor next.
+        Runs in the only thread that sends to agents. A close in another thread could direct a message to the next
+        owner of the descriptor.
         """
         connection.close()
         self._lose(connection)
 
     def look_for_silence(self) -> None:
-        """Give up agents that have said nothing for too long."""
+        """Give up agents that have been silent for too long (`agents.MAX_SILENCE`)."""
         for peer in self.agents.silent():
             self.give_up(peer)
 
     def give_up(self, peer: Peer) -> None:
-        """Count an agent as lost that does not answer; it may be suspended."""
+        """Count a silent agent as lost, though its process may only be suspended."""
         self._lose(peer.connection)
         self.agents.give_up_silent(peer)
 
@@ -187,7 +204,7 @@ class GangState:
     # ---- from ranks
 
     def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
-        """Take down the ranks' signs of life, from the newest heartbeats of their agents."""
+        """Note the ranks' signs of life in the newest heartbeats of their agents."""
         for connection, beat in newest.items():
             if (peer := self.agents.find(connection)) is not None:
                 for rank, num_moves in heartbeat.unpacked(beat):
@@ -195,14 +212,14 @@ class GangState:
                         attempt.note_moves(rank, num_moves)
 
     def hear_of_rank(self, connection: Connection, rank: int, said: Iterable[reports.ShortReport | Part]) -> None:
-        """Take down what a rank has reported, in order."""
+        """Note the reports of a rank, in order. Ignore a rank that is not in the attempt or has exited."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
         for report in said:
             self._take_report(peer, attempt, rank, report)
 
     def _attempt_of(self, peer: Peer, rank: int) -> Attempt | None:
-        """The attempt, where this rank is one of its own, is this agent's, and has not left."""
+        """Return the current attempt if this agent has the rank in it and the rank has not exited. Else return None."""
         attempt = self.attempt
         if attempt is None or rank in attempt.exits or rank not in attempt.ranks_of.get(peer.node.worker, ()):
             return None
@@ -248,7 +265,7 @@ class GangState:
                 attempt.standing.add(rank) if is_still else attempt.standing.discard(rank)
             case reports.Located(num_moves=num_moves):
                 attempt.located[rank] = report
-                attempt.remembered.pop(rank, None)  # of an earlier question
+                attempt.remembered.pop(rank, None)  # the answer to an earlier request
                 attempt.note_moves(rank, num_moves)
             case reports.Remembered(recalled):
                 attempt.remembered[rank] = recalled
@@ -269,7 +286,11 @@ class GangState:
     def _account_for(
         self, peer: Peer, attempt: Attempt, rank: int, said: reports.Used | reports.Spent | reports.GoodputWanted
     ) -> None:
-        """Note what a rank has used and done, and tell one where the time has gone that wants to know."""
+        """Note a rank's usage or seconds, or answer its request for the goodput.
+
+        While rank 0 trains, another rank's new request waits for rank 0's next report. A request with a known number
+        gets the known answer.
+        """
         if isinstance(said, reports.GoodputWanted):
             if rank and self.accountant.is_training and said.number not in attempt.accounts:
                 attempt.accounts_wanted.append((peer, said.number))
@@ -299,9 +320,9 @@ class GangState:
     # ---- from threads that store checkpoints
 
     def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Note that a checkpoint has arrived in the driver, or why not."""
+        """Note that a checkpoint has arrived in the driver, or the error of its transfer."""
         self.saving.note_kept(self.attempt, file, error)
 
     def note_commit(self, commit: Committed) -> None:
-        """Note that a sharded checkpoint is committed, or why not."""
+        """Note that a sharded checkpoint has been committed, or the error of its commit."""
         self.saving.note_committed(self.attempt, commit)

@@ -1,6 +1,6 @@
-"""The driver's ears and hands for one gang: listens to its agents, and has its `brain` decide what follows.
+"""Supervisor of one gang, which listens to the gang's agents and has the `brain` decide. Runs in the driver.
 
-One `Supervisor` per gang. Agents dial in and live as long as the gang; what they do is said in messages.
+Each gang has one `Supervisor`. The agents connect to the driver, live as long as the gang, and follow its messages.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 
 class RunningClock:
-    """Seconds, without those in which this process stood still: suspended, migrated, or in a long call in C.
+    """Clock that leaves out the time in which this process stood still: suspended, migrated, or in a long call in C.
 
-    Call the clock at least once a second, as `Supervisor` does. Of a longer gap only `MAX_GAP` counts, so that what has
-    arrived meanwhile is read before a deadline is over.
+    Call the clock at least once a second, as `Supervisor` does. A longer gap counts as `MAX_GAP` seconds, so that the
+    driver reads the messages that have arrived meanwhile before a deadline is over.
     """
 
     MAX_GAP = 2.0
-    """Seconds between two calls that a busy machine explains."""
+    """Longest gap between two calls that counts in full, in seconds. A busy machine may cause gaps of this length."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class RunningClock:
         self._stood_still = 0.0
 
     def __call__(self) -> float:
-        """Return the time, from the clock's own start."""
+        """Return the time in seconds, from the start of the underlying clock."""
         now = self._clock()
         self._stood_still += max(0.0, now - self._called_at - self.MAX_GAP)
         self._called_at = now
@@ -62,12 +62,12 @@ class Supervisor:
     """Runs one gang from its first worker to its last exit.
 
     Raises:
-        GangStartError: This is not Linux.
+        GangStartError: The operating system is not Linux.
     """
 
     needs_linux = True
     _state: GangState
-    """Unset until the driver listens."""
+    """State of the gang. Unset until the driver listens."""
 
     def __init__(
         self,
@@ -83,41 +83,46 @@ class Supervisor:
         self._launcher = launcher
         self._observers = Observers([*observers, *request.observers])
         self.received = received or ReceivedResults()
-        """What the ranks have submitted."""
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # one that a signal handler may put into
+        """Results and return values that the ranks have sent."""
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # a signal handler may put calls into this queue
         self._asked_at = time.monotonic()
         self._debugging = Debugging.here()
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
-        """End the gang from any thread; `run` raises `GangCancelledError`."""
+        """End the gang, from any thread. `run` raises `GangCancelledError`."""
         self._calls.put(lambda: self._state.cancel())  # noqa: PLW0108 - there may be no state yet
 
     def interrupt(self) -> bool:
-        """Pass a Ctrl-C on to the rank whose debugger has the terminal, from a signal handler; whether one has it."""
+        """Pass Ctrl-C on to the rank whose debugger has the terminal. Return False if no rank has the terminal.
+
+        A signal handler may call this method.
+        """
         is_at_prompt = self._brain is not None and self._state.at_prompt is not None
         if is_at_prompt:
             self._calls.put(self._state.interrupt)
         return is_at_prompt
 
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
-        """Have the gang save a checkpoint and end, from any thread or signal handler; `run` raises `PreemptedError`.
+        """Have the gang save a checkpoint and end, from any thread or signal handler. `run` raises `PreemptedError`.
 
-        `is_awaited`: somebody waits for the end, so that ranks which never ask `should_stop` end at once.
+        Args:
+            reason: Reason for the user.
+            is_awaited: True if a user waits for the end. Ranks that never call `should_stop` are ended at once then.
         """
         self._calls.put(lambda: self._state.request_stop(reason, is_awaited=is_awaited))
 
     def run(self) -> list[Any]:
-        """Form the gang and see it through; the ranks' reported results, in rank order.
+        """Run the gang until its end, and return the ranks' reported results in rank order.
 
         Raises:
-            GangStartError: Workers or ranks did not come within `start_timeout`.
-            ValueError: The workers do not suit what was asked for.
-            GangError: A rank failed; or the rank's own exception, from such an error.
+            GangStartError: Workers or ranks did not start within `start_timeout`.
+            ValueError: The workers do not suit the settings.
+            GangError: A rank failed. A rank's own exception is raised instead, with a `GangError` as its cause.
             WorkerLostError: A worker or a rank's process was taken away.
             PreemptedError: `preempt` was called, or a worker was told to end.
             GangCancelledError: `cancel` was called.
-            StoppedEarlyError: An observer raised it, and the ranks had not returned by then.
+            StoppedEarlyError: An observer raised this error before all ranks had returned.
         """
         error: Exception | None = None
         running.add(self)
@@ -146,15 +151,15 @@ class Supervisor:
                 try:
                     results = self._see_through(state, checkpoints, committer)
                     committer.flush(state.deadlines.storage)
-                    if vault.own is not None and "://" not in vault.own:  # a folder of the user's own
+                    if vault.own is not None and "://" not in vault.own:  # the user's own folder
                         checkpoints.flush(state.deadlines.storage)
                     return results  # noqa: TRY300 - what is not removed by now stays there
                 except GangCancelledError:
-                    checkpoints.flush(state.deadlines.cancelled)  # for a run that goes on from here
+                    checkpoints.flush(state.deadlines.cancelled)  # for a later call that begins from this checkpoint
                     committer.flush(state.deadlines.cancelled)
                     raise
                 except Exception:
-                    checkpoints.flush(state.deadlines.storage)  # for the next attempt, if Flyte makes one
+                    checkpoints.flush(state.deadlines.storage)  # for the next attempt, if Flyte starts one
                     committer.flush(state.deadlines.storage)
                     raise
         except Exception as caught:
@@ -169,7 +174,7 @@ class Supervisor:
             self._observers.tell("ended", error)
 
     def _give_up(self, committer: Committer) -> None:
-        """Write nothing more where another gang's checkpoints lie, and end."""
+        """Write nothing more to the folder that another gang has claimed, and end this gang."""
         committer.close()
         self.cancel()
 
@@ -179,7 +184,7 @@ class Supervisor:
     def _listen(
         self, checkpoints: Checkpoints, committer: Committer, folder: Path, stack: contextlib.ExitStack
     ) -> GangState:
-        """Open the driver's port until the end of the stack, which lets the agents go."""
+        """Open the driver's port, and return the gang's state. The stack dismisses the agents and closes the port."""
         request, launcher = self._request, self._launcher
         allow_connections(launcher.num_wanted)
         token = os.urandom(32)
@@ -222,7 +227,7 @@ class Supervisor:
 
     def _see_through(self, state: GangState, checkpoints: Checkpoints, committer: Committer) -> list[Any]:
         state.agents.launch(self._launcher.workers)
-        code = self._request.code or pack_code()  # while the agents are on their way
+        code = self._request.code or pack_code()  # while the agents start
         state.saving.newest = checkpoint = checkpoints.restore()
         committer.begin()
         if steps := [found.step for found in (checkpoint, committer.newest()) if found is not None]:
@@ -237,7 +242,7 @@ class Supervisor:
         return results
 
     def _take(self, timeout: float) -> None:
-        """Make the next call that is due within so many seconds."""
+        """Make the next call of the queue, if one comes within `timeout` seconds."""
         try:
             call = self._calls.get(timeout=timeout)
         except queue.Empty:

@@ -1,14 +1,14 @@
-"""What of a gang's checkpoints lies in storage, for the task's next attempt or the next call. Runs in the driver.
+"""A gang's checkpoints in storage, for the task's next attempt or for the next call. Runs in the driver.
 
     manifest.json: {"checkpoints": [...], "sharded": [...]}    the newest first; "sharded" is missing if there are none
 
-A checkpoint counts once the manifest names it. The manifest is one small object, which is written after the files that
-it names, and before those that it names no longer are removed. Whole checkpoints lie beside it, or in the `folder` of
-their entry; sharded ones are named by their folders.
+A checkpoint counts once the manifest names the checkpoint. The manifest is one small object. The driver writes the
+manifest after the files that it names, and before it removes files that the manifest no longer names. A whole
+checkpoint is a file beside the manifest, or in the `folder` of its entry. A sharded checkpoint is a folder.
 
-An attempt finds the one before it by path. So its own manifest names at once what it was given, where that lies: an
-attempt that dies before its first checkpoint passes it on. Then the newest whole checkpoint and the best are copied to
-its own folder. Sharded ones stay where they are.
+An attempt finds the previous attempt by path. The new attempt first writes a manifest that names the previous attempt's
+checkpoints in their old folders. So an attempt that dies before its first checkpoint passes them on. Then the driver
+copies the newest whole checkpoint and the best to the new attempt's folder. Sharded checkpoints stay in their folders.
 """
 
 import contextlib
@@ -32,25 +32,27 @@ from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
 MAX_READ_ATTEMPTS = 5
-"""Tries to read each object of the attempt before; after that the training starts without the object."""
+"""Most tries to read each object of the previous attempt. Then the training starts without the object."""
 LANE = "files"
+"""Lane of the vault's jobs in the `Worker`."""
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
+"""Whole and sharded checkpoints of a manifest, each with the newest first."""
 T = TypeVar("T")
 
 
 @dataclass
 class _Known:
-    """A whole checkpoint that is in storage, or is to be copied there."""
+    """A whole checkpoint that is in storage or waits for its copy."""
 
     file: CheckpointFile
     source: Path | None
-    """The file on the driver's disk; None if it is in this attempt's folder, or is gone."""
+    """File on the driver's disk to copy. None if the checkpoint is in this attempt's folder, or the file is gone."""
     folder: str | None = None
-    """Its folder in storage, of this attempt or an earlier one; None if it is not in storage."""
+    """Folder in storage, of this or an earlier attempt. None if the checkpoint is not in storage."""
 
 
 class Vault:
-    """Names checkpoints of both kinds in the manifest, and copies whole ones to storage; the training never waits."""
+    """Copies whole checkpoints to storage, and names both kinds in the manifest. Training never waits for storage."""
 
     def __init__(
         self, paths: StoragePaths | None, keep: Keep, worker: Worker | None = None, retry_after: float = RETRY_AFTER
@@ -58,45 +60,52 @@ class Vault:
         """Make a gang's vault.
 
         Args:
-            paths: Where checkpoints come from and go to; None: nothing is stored, since nobody will look for it.
-            keep: Which of them stay.
-            worker: Does all that writes to storage.
-            retry_after: Seconds before storage that failed is tried again, doubled each time.
+            paths: Folders of the previous attempt's and this attempt's checkpoints. None to store no checkpoints.
+            keep: Retention policy.
+            worker: Makes all writes to storage. None for a new one.
+            retry_after: Seconds before the first retry after an error of storage. Each further retry doubles it.
         """
         self._paths = paths
         self.own = paths.own if paths is not None else None
-        """This attempt's folder in storage."""
+        """This attempt's folder in storage. None if the gang stores no checkpoints."""
         self.keep = keep
-        """Which checkpoints stay."""
+        """Retention policy."""
         self.worker = worker or Worker(retry_after)
-        """Does all that writes to storage."""
+        """Makes all writes to storage."""
         self._retry_after = retry_after
         self._lock = threading.RLock()
         self._known: dict[str, _Known] = {}
-        """Whole checkpoints by name, in the order in which they were kept."""
+        """Name -> whole checkpoint, in the order in which they were kept."""
         self._copying: str | None = None
-        """Name of the checkpoint that is being copied."""
+        """Name of the checkpoint that is being copied, or None."""
         self._is_turn_of_best = False
         self._is_at_work = False
-        """True if the worker has a job of this vault."""
+        """True if the worker has a job in the lane of the vault."""
         self.sharded: list[ShardedCheckpoint] = []
-        """Sharded checkpoints that count, in the order in which they were committed."""
+        """Committed sharded checkpoints that are kept, in the order of their commits."""
         self._written = _manifest_of([], [])
-        """Content of the manifest that storage has for certain."""
+        """Content of the last manifest whose write has succeeded. An empty manifest before the first write."""
         self._stored: frozenset[str] = frozenset()
-        """Names of the whole checkpoints in that manifest."""
+        """Names of the whole checkpoints in `_written`."""
         self._leftovers: set[str] = set()
-        """Damaged files in this attempt's own folder, which the attempt before has named."""
+        """Names of files to remove from this attempt's folder: damaged files, and files that left the manifest."""
         self.is_known = False
-        """True if the manifest of the attempt before could be read, so that what no manifest names can be told."""
+        """True if the previous attempt's manifest was read, so that files which no manifest names can be found."""
         self.is_in_doubt = False
-        """True while a manifest write has neither succeeded nor failed, so that storage may hold the old or the new."""
+        """True from the start of a manifest write to its success. Storage may hold the old or the new manifest then."""
         self._has_complained = False
 
     def restore(self, folder: Path) -> list[CheckpointFile]:
-        """Fetch the newest undamaged whole checkpoint of the attempt before, and its best, in the order they were kept.
+        """Fetch the previous attempt's newest undamaged whole checkpoint and its best.
 
-        The last one is where to go on from. All that the manifest of the attempt before names is taken over.
+        The next manifest names the previous manifest's sharded checkpoints, too. If a whole checkpoint was fetched, the
+        next manifest also names the previous manifest's whole checkpoints, without the damaged ones.
+
+        Args:
+            folder: Folder on the driver's disk for the fetched files.
+
+        Returns:
+            The fetched checkpoints in the order in which they were kept. The training begins from the last one.
         """
         if self._paths is None or self._paths.previous is None:
             return []
@@ -118,7 +127,7 @@ class Vault:
                 else:
                     damaged.add(file.name)
                     say(f"the previous attempt's checkpoint of step {file.step} is not whole")
-        except Exception as error:  # whatever a store's client raises: the training can start without it
+        except Exception as error:  # storage clients raise errors of any class, and the training can start
             goes_on = f"goes on from step {found[-1].step}" if found else "starts afresh"
             say(
                 f"the previous attempt's checkpoints at {previous} cannot be read ({type(error).__name__}: {error}); "
@@ -135,7 +144,14 @@ class Vault:
         return found
 
     def offer(self, file: CheckpointFile, path: Path) -> None:
-        """Copy this one next; one that still waits for its turn is passed over, unless it is among the best."""
+        """Queue a whole checkpoint for the copy to storage.
+
+        A checkpoint that still waits in the queue is dropped, unless it is among the best.
+
+        Args:
+            file: The checkpoint.
+            path: Path of its file on the driver's disk.
+        """
         if self._paths is None:
             return
         with self._lock:
@@ -147,17 +163,20 @@ class Vault:
             self._go_on()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all is copied, or for `timeout` seconds; return True if the newest whole checkpoint is stored."""
+        """Wait up to `timeout` seconds for all copies. Return True if the newest whole checkpoint is in storage."""
         self.worker.flush(LANE, timeout)
         with self._lock:
             newest = next(reversed(self._known), None)
             return newest is None or newest in self._stored
 
     def name(self, sharded: list[ShardedCheckpoint]) -> None:
-        """Have the manifest name these sharded checkpoints, in the order in which they were committed.
+        """Write a manifest that names these sharded checkpoints.
+
+        Args:
+            sharded: All sharded checkpoints to keep, in the order of their commits.
 
         Raises:
-            Exception: Whatever a store's client raises.
+            Exception: Any error of the storage's client.
         """
         if self._paths is not None:
             self._write_manifest(self._paths, sharded)
@@ -171,20 +190,20 @@ class Vault:
             self.worker.submit(LANE, functools.partial(self._work, self._paths), self._tell_failure)
 
     def _wanted(self) -> list[_Known]:
-        """Return what is to be in this attempt's folder, the most urgent first."""
+        """Return the checkpoints that belong in this attempt's folder: the newest, then the best."""
         known = list(self._known.values())
         best = best_first([each.file for each in known], self.keep)[: self.keep.best]
         return [*known[-1:], *(self._known[file.name] for file in best if file is not known[-1].file)]
 
     def _next(self) -> _Known | None:
-        """Return what is to be copied next: by turns the newest and one of the best, which newer ones would hold up."""
+        """Return the checkpoint to copy next, or None. The newest takes turns with the best, which it would hold up."""
         waiting = [known for known in self._wanted() if known.source is not None]
         if len(waiting) > 1 and self._is_turn_of_best and not self.worker.is_urgent:
             return waiting[1]
         return waiting[0] if waiting else None
 
     def _listed(self) -> list[CheckpointFile]:
-        """Return the whole checkpoints that the manifest is to name, the newest first."""
+        """Return the whole checkpoints for the next manifest, the newest first."""
         stored = [known.file for known in self._known.values() if known.folder is not None]
         listed = [(file, self._known[file.name].folder) for file in reversed(retained(stored, self.keep))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
@@ -195,7 +214,7 @@ class Vault:
     # ---- in the worker's thread
 
     def _work(self, paths: StoragePaths) -> None:
-        """Write the manifest, or copy a file."""
+        """Write the manifest if it has changed, else copy a file."""
         with self._lock:
             has_news, known = self._has_news(), self._next()
             self._copying = None if has_news or known is None else known.file.name
@@ -217,7 +236,7 @@ class Vault:
         except Exception:
             if source.exists():
                 raise
-            folder = None  # a newer one has taken its place on the driver's disk
+            folder = None  # the driver has removed the file for a newer checkpoint
         with self._lock:
             known = self._known[name]
             known.source, known.folder = None, folder or known.folder
@@ -237,8 +256,8 @@ class Vault:
         with self._lock:
             self._written, self._stored = content, names
             for known in dropped:
-                if self._known.get(known.file.name) is known:  # it has not been saved again meanwhile
-                    if known.folder == paths.own:  # what an earlier attempt has in its folder, its manifest names
+                if self._known.get(known.file.name) is known:  # the checkpoint was not saved again meanwhile
+                    if known.folder == paths.own:  # an earlier attempt's manifest still names its own files
                         self._leftovers.add(known.file.name)
                     known.folder = None
                     if known.source is None:
@@ -249,10 +268,13 @@ class Vault:
 
     @contextlib.contextmanager
     def removing(self, folder: str) -> Iterator[None]:
-        """Remove something below; where that is not allowed or fails, say so once: nothing needs it to be gone."""
+        """Log the first error of removals from a folder, and suppress all errors in the block.
+
+        No later step needs the removal.
+        """
         try:
             yield
-        except Exception as error:  # whatever a store's client raises
+        except Exception as error:  # storage clients raise errors of any class
             if not self._has_complained:
                 say(
                     f"older checkpoints cannot be removed from {folder} and stay there ({type(error).__name__}: "
@@ -283,7 +305,7 @@ class Vault:
 
 
 def _fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
-    """Download a checkpoint; return True if it is whole."""
+    """Download a checkpoint, and return True if its digest is right. Return False without a file."""
     with contextlib.suppress(FileNotFoundError):
         files.get(f"{file.folder}/{file.name}", target)
     return target.is_file() and digest_of(target) == file.digest
@@ -297,10 +319,12 @@ def _manifest_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheck
 
 
 def read_manifest(files: Files, folder: str) -> Named | None:
-    """Return what a folder's manifest names: nothing without a manifest, None if it is torn or of a later version.
+    """Return the checkpoints in a folder's manifest. Return empty lists without a manifest.
+
+    None if the manifest is incomplete or of a later version.
 
     Raises:
-        Exception: Whatever a store's client raises.
+        Exception: Any error of the storage's client but `FileNotFoundError`.
     """
     try:
         content = files.read(f"{folder}/{MANIFEST}")
@@ -310,7 +334,7 @@ def read_manifest(files: Files, folder: str) -> Named | None:
 
 
 def named_in(manifest: bytes) -> Named | None:
-    """Return what a manifest names, the newest first; None if it is torn or of a later version."""
+    """Return the checkpoints in a manifest, the newest first. None if it is incomplete or of a later version."""
     try:
         named = json.loads(manifest)
         return (

@@ -1,7 +1,7 @@
-"""A gang's work with storage, in one thread: copies, commits and removals. Runs in the driver.
+"""Thread for a gang's work with storage: copies, commits and removals. Runs in the driver.
 
-Each job belongs to a lane. The jobs of a lane are done in order; a job that fails is tried again after a pause, in
-which its lane waits and the other lanes go on.
+Each job belongs to a lane. The thread does the jobs of a lane in order. A failed job is retried after a pause. During
+the pause, its lane waits and the other lanes go on.
 """
 
 import threading
@@ -10,41 +10,51 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 RETRY_AFTER = 2.0
-"""Seconds before a job that failed is tried again; doubled each time, up to ..."""
+"""Seconds before the first retry of a failed job. Each further retry doubles the pause, up to `MAX_PAUSE`."""
 MAX_PAUSE = 60.0
+"""Longest pause before a retry, in seconds."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """Something to do."""
+    """A call to make, and its retries."""
 
     lane: str
+    """Name of the lane."""
     work: Callable[[], object]
+    """The call. An exception means that the job has failed."""
     gives_up: Callable[[Exception, int, float], bool]
-    """Called with each error, the number of errors so far, and the seconds until the next try. True ends the job."""
+    """Called with each error, the number of errors so far, and the seconds until the retry. True ends the job."""
     due: float
     """Earliest time of the next try, on the monotonic clock."""
     num_failures: int = 0
+    """Number of failed tries."""
 
 
 class Worker:
-    """Does jobs, in a thread that starts with the first of them."""
+    """Does jobs in a thread, which starts with the first job."""
 
     def __init__(self, retry_after: float = RETRY_AFTER) -> None:
         self._retry_after = retry_after
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
-        """In the order in which they were submitted."""
+        """Unfinished jobs, in the order in which they were submitted."""
         self._thread: threading.Thread | None = None
         self._lanes: set[str] = set()
         self._is_closed = False
         self.is_urgent = False
-        """True if a caller waits for the jobs: pauses stay short."""
+        """True if pauses stay short, as a caller waits for the jobs."""
 
     def submit(
         self, lane: str, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = lambda *_: True
     ) -> None:
-        """Have this done once all earlier jobs of the lane are done."""
+        """Add a job, which begins once all earlier jobs of the lane are done.
+
+        Args:
+            lane: Name of the lane.
+            work: The call.
+            gives_up: Called after each error, see `Job`. By default, a job ends with its first error.
+        """
         with self._changed:
             self._lanes.add(lane)
             self._jobs.append(Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic()))
@@ -73,21 +83,21 @@ class Worker:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Start no other job."""
+        """Start no further job."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def first(self) -> Job | None:
-        """Return the job that is due first, of those that no earlier job of their lane holds up."""
+        """Return the job with the earliest `due` among the first jobs of all lanes, or None without jobs."""
         heads = {job.lane: job for job in reversed(self._jobs)}.values()
         return min(heads, key=lambda job: job.due, default=None)
 
     def do(self, job: Job) -> None:
-        """Try a job."""
+        """Try a job once. A failed job stays for a retry, unless its `gives_up` returns True."""
         try:
             job.work()
-        except Exception as error:  # whatever a store's client raises: the training goes on without it
+        except Exception as error:  # storage clients raise errors of any class, and none may end the training
             job.num_failures += 1
             doublings = 0 if self.is_urgent else job.num_failures - 1
             pause = min(MAX_PAUSE, self._retry_after * 2**doublings)
