@@ -1,4 +1,4 @@
-"""Who am I: the rank's view of its gang. Runs in a rank, and in any ordinary process as rank 0 of 1."""
+"""The rank's view of its gang, for the user's code. Runs in a rank, and in any other process as rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_BITS = sys.float_info.max_exp
-"""Of a whole number that a float may hold."""
+"""Most bits of a whole number that a float can hold."""
 PLAIN = frozenset((int, float, bool, str))
-"""What every process can read."""
+"""Types of a metric's value that every process can unpickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """One call of `RankContext.log`: what observers hear of.
+    """One call of `RankContext.log`, as `Observer.logged` receives it.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import LogRecord, Observer
@@ -57,51 +57,51 @@ class LogRecord:
     """
 
     rank: int
-    """The rank that logged."""
+    """Rank that logged the record, from 0 to world_size - 1."""
     step: int
-    """The step given, or the number of calls before this one."""
+    """The call's `step`, by default the number of earlier calls."""
     num_steps: int | None
-    """How many steps there will be, where the rank knows."""
+    """Total number of steps of the training. None if the call did not give it."""
     time: float
     """Seconds since the epoch, on the rank's clock."""
     metrics: Mapping[str, Any]
-    """Names and values; plain numbers and strings where they can be made so."""
+    """Values by name. One-element tensors and arrays have become plain numbers."""
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The metrics that are numbers, as floats."""
+        """Numeric metrics by name, as floats."""
         return {name: _as_float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that it says it belongs to, where that can be counted."""
+        """The metric `epoch` as a whole number. None if the record has no finite number under this name."""
         value = self.metrics.get("epoch")
         return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
 
     @property
     def drawings(self) -> dict[str, Histogram | Picture]:
-        """The metrics that are drawn."""
+        """Metrics that trackers draw: each `Histogram` and `Picture`, by name."""
         return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
 
     def sent(self) -> LogRecord:
-        """What a driver that knows none of the user's classes can read: of rank 0 what is drawn, too."""
+        """Return the record without values of the user's classes. Only rank 0's record keeps its drawings."""
         if PLAIN.issuperset(map(type, self.metrics.values())):
             return self
         bare = self.bare()
         return replace(bare, metrics={**bare.metrics, **self.drawings}) if self.rank == 0 else bare
 
     def bare(self) -> LogRecord:
-        """The same with only the numbers and texts."""
+        """Return the record with its numbers and strings alone."""
         values = {name: _bare(value) for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
         return replace(self, metrics=values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is kept.
+    """Description of a checkpoint that the gang keeps.
 
     Examples:
-        The best, once the training is over:
+        Load the best checkpoint at the end of the training:
 
         >>> from flytekitplugins.daskpytorch import Gang, Keep, current_rank, dispatch
         >>> def train() -> tuple[int, float]:
@@ -116,21 +116,21 @@ class SavedCheckpoint:
     """
 
     step: int
-    """The training step that the state belongs to."""
+    """Training step of the saved state."""
     metrics: Mapping[str, float]
-    """What it was saved with."""
+    """Metrics that were given to the save, by name."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
     place: str | None
-    """Its file in storage, or its folder if it is sharded; a file may still be on its way there. None: there is no
-    storage, and it lies on the driver's disk alone."""
+    """Address in storage: the checkpoint's file, or the folder of a sharded checkpoint. The file's upload may still be
+    in progress. None if the gang has no storage and the checkpoint is on the driver's disk alone."""
 
 
 class Checkpoint:
-    """What a rank leaves for the next attempt of its gang: `current_rank().checkpoint`. Outside a gang nothing is kept.
+    """Saves and loads the training's checkpoints: `current_rank().checkpoint`. Outside a gang, a save keeps no state.
 
     Examples:
-        A gang that starts again, and the next attempt of a Flyte task, go on where the newest checkpoint was saved:
+        A restarted gang, and the next attempt of a Flyte task, continue from the newest checkpoint:
 
         >>> from flytekitplugins.daskpytorch import current_rank, dispatch
         >>> def train(num_steps: int) -> int:
@@ -146,135 +146,142 @@ class Checkpoint:
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """What is known of the state that `load` has returned last, or `load_sharded` as the best or by its step."""
+        """Description of the checkpoint that was loaded last.
+
+        None before the first load, and if the last load found no checkpoint. `load_sharded` without `best` and `step`
+        leaves the description as it is.
+        """
         return None
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Keep `state` as the newest checkpoint; training goes on while it is written.
+        """Save `state` as the newest checkpoint. Training continues while the checkpoint is written.
 
-        Every rank may call this; rank 0's state is the one that is kept, so what differs between ranks (random
-        generators, say) must be gathered into it. It is copied before the call returns, and may be changed then.
+        Every rank may call `save`, and only rank 0's state is saved. Values that differ between ranks, for example
+        random generators, must first be gathered into rank 0's state. The call copies the state before it returns, so
+        the training may change the state afterwards.
 
         Args:
-            state: Anything that pickles: tensors on any device, in dictionaries, lists, dataclasses.
-            step: The training step that the state belongs to.
-            metrics: How good it is: names with numbers or one-element tensors. Rank 0's count, and by them
-                `Gang(keep=Keep(best=..., metric=...))` keeps the best beside the last.
+            state: Any object that pickles: tensors on any device, in dictionaries, lists, dataclasses.
+            step: Training step of the state.
+            metrics: Numbers or one-element tensors by name, which rate the state. Rank 0's metrics count.
+                `Gang(keep=Keep(best=..., metric=...))` keeps the best checkpoints by one of these metrics.
 
         Raises:
-            TypeError: A metric is something else; or what `state` holds cannot be kept.
+            TypeError: A metric is not a number, or `state` has an object that cannot be saved.
         """
         numbers(metrics)
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        """The state that this attempt of the gang starts from, the same on every rank; None on a fresh start.
+        """Return the state from which this attempt of the gang starts, or None on a fresh start.
 
-        That is the newest state that was kept whole before the gang was started again, or by the attempt before; the
-        best one only if it is the newest. Tensors arrive on the CPU.
+        All ranks get the same state: the newest complete checkpoint of the attempt before, or of the Flyte task's
+        attempt before. A better but older checkpoint does not count. Tensors arrive on the CPU.
 
-        Another one is had by `best` or `step`, as at a training's end. Rank 0 must make such a call: it waits until
-        what it has saved before is kept or lost, and decides. Others may make it, too; as many calls get the same.
+        `best` or `step` select another checkpoint, for example at the end of a training. Rank 0 must make this call:
+        rank 0 waits until its earlier saves have succeeded or failed, and then chooses. Other ranks may make the call,
+        too. The n-th call of each rank gets the same checkpoint.
 
         Args:
-            best: The best that is kept, by the metric that `Gang(keep=Keep(best=..., metric=...))` names; None if none
-                was saved with it.
-            step: The one of this step.
+            best: True for the best checkpoint, by the metric of `Gang(keep=Keep(best=..., metric=...))`. The result is
+                None if no checkpoint has the metric.
+            step: Training step of the wanted checkpoint.
 
         Raises:
-            ValueError: The gang's `keep` does not say what is best.
-            LookupError: No checkpoint of this step is kept.
-            OSError: It did not arrive.
+            ValueError: The gang's `keep` has no metric for the best checkpoint, or `best` and `step` are both given.
+            LookupError: The gang keeps no checkpoint of this step.
+            OSError: The transfer to this rank failed, or took longer than the gang's `start_timeout`.
         """
         return None
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Keep a state that is spread over the ranks as the newest checkpoint; each rank writes its own part.
+        """Save a state that is sharded over the ranks as the newest checkpoint. Each rank writes its own shard.
 
-        All ranks call this together. It returns when the state is copied to host memory; the parts go from there
-        straight to storage (`Gang(checkpoint_uri=...)`) while the training goes on, and the checkpoint counts once all
-        are there. One is written at a time: a newer one takes the place of one that still waits for its turn. In host
-        memory there is room for two copies of this rank's part.
+        All ranks call `save_sharded` together. The call returns when the state is copied to host memory. Each rank
+        then uploads its shard to storage (`Gang(checkpoint_uri=...)`) while the training continues. The checkpoint
+        counts once all shards are stored. One checkpoint is written at a time, and a newer checkpoint replaces one that
+        waits for its turn. Host memory must have room for two copies of this rank's shard.
 
-        What is no `DTensor` counts as the same on all ranks: one of them writes it.
+        All ranks must have the same values outside of `DTensor`s: one rank writes each of these values.
 
         Args:
-            state: What `torch.distributed.checkpoint.save` takes: a dictionary, nested as you like, of `DTensor`s,
-                tensors, plain values and `Stateful` objects; such as
+            state: A dictionary that `torch.distributed.checkpoint.save` accepts: `DTensor`s, tensors, plain values and
+                `Stateful` objects, nested to any depth. For example
                 `dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))` of
                 `torch.distributed.checkpoint.state_dict`.
-            step: The training step that the state belongs to, the same on all ranks.
-            metrics: As for `save`.
+            step: Training step of the state, the same on all ranks.
+            metrics: Numbers or one-element tensors by name, as for `save`.
 
         Raises:
-            TypeError: Something in it is neither a dense tensor nor plain data (sparse, nested and quantized tensors,
-                and tensors on the meta device, are refused by their keys), or a metric is no number.
-            ValueError: The ranks save different steps, or their parts do not make up a whole.
+            TypeError: A value is neither a dense tensor nor plain data, or a metric is not a number. The message names
+                the key of a sparse, nested or quantized tensor, or of a tensor on the meta device.
+            ValueError: The ranks save different steps, or their shards do not make up complete tensors.
         """
         numbers(metrics)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state with the newest one that `save_sharded` kept, at any number of ranks, each reading its own part.
+        """Fill a state from the newest checkpoint of `save_sharded`. Each rank reads its own part.
 
-        All ranks call this together. Tensors are filled in place; plain values are replaced in `state`, and `Stateful`
-        objects take theirs. A model and an optimizer then take it with `set_state_dict` of
-        `torch.distributed.checkpoint.state_dict`.
+        The number of ranks may differ from the number at the save. All ranks call `load_sharded` together. The call
+        fills tensors in place, replaces plain values in `state`, and loads `Stateful` objects. A model and an optimizer
+        then take the state by `set_state_dict` of `torch.distributed.checkpoint.state_dict`.
 
         Args:
-            state: One with the same keys and shapes as that which was saved.
-            best: Not the newest but the best that is kept, as for `load`; all saves before are waited for.
-            step: Not the newest but the one of this step.
+            state: A state with the same keys and shapes as the saved state.
+            best: True for the best checkpoint, as for `load`. The call first waits for all earlier saves.
+            step: Training step of the wanted checkpoint.
 
         Returns:
-            The step it was saved at; None on a fresh start, which leaves `state` as it is.
+            The checkpoint's step, or None on a fresh start, which leaves `state` as it is.
 
         Raises:
-            OSError: The storage does not answer, or what it holds is damaged and `state` has been changed.
-            ValueError: `state` has other keys or shapes; or the gang's `keep` does not say what is best.
-            LookupError: No checkpoint of this step is kept.
+            OSError: Storage does not answer, or the checkpoint is damaged and `state` has been changed.
+            ValueError: `state` has other keys or shapes. Or the gang's `keep` has no metric for the best checkpoint, or
+                `best` and `step` are both given.
+            LookupError: The gang keeps no checkpoint of this step.
         """
         return None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """The checkpoints that are kept, of both kinds and by step, as far as this rank knows.
+        """Return the kept checkpoints of both kinds, ordered by step, as far as this rank knows.
 
-        Those that were there when this attempt of the gang started, and as it goes on all that are safe with the
-        driver, of which every rank is told: what was saved a moment ago may be missing, and what the driver has removed
-        since may still be named.
+        The driver tells every rank each time that its checkpoints change. A checkpoint that was just saved may be
+        missing. A checkpoint that the driver has just removed may still be listed.
         """
         return ()
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the newest state is written, or for `timeout` seconds."""
+        """Wait until the newest checkpoint is written, for at most `timeout` seconds. None: without a limit."""
 
 
 @dataclass
 class Progress:
-    """How far this rank has come; what tells a rank that is slow from one that hangs."""
+    """This rank's progress, by which the driver tells a slow rank from a rank that hangs."""
 
     step: int | None = None
-    """The newest step that was named, to `log` or to a checkpoint."""
+    """Newest step that the function gave to `log` or to a checkpoint. None before the first."""
     num_moves: int = 0
-    """Signs of life altogether: optimizer steps, log records, checkpoints, results, looks at `should_stop`."""
+    """Number of signs of life: optimizer steps, log records, checkpoints, results, calls of `should_stop`."""
     num_moves_since: int = 0
-    """Those since that step was named."""
+    """Number of signs of life after `step` was given."""
 
     def move(self) -> None:
-        """Note a sign of life."""
+        """Count a sign of life."""
         self.num_moves += 1
         self.num_moves_since += 1
 
     def reach(self, step: int, *, anew: bool = False) -> None:
-        """Note that a named step has been reached; `anew`: count from here even if it was reached before."""
+        """Set the newest step and count a sign of life. `anew`: reset `num_moves_since` even for the same step."""
         self.num_moves += 1
         if anew or step != self.step:
             self.step, self.num_moves_since = step, 0
 
 
 class StopSignal:
-    """Turns true on every rank at the same call of `should_stop`.
+    """Answers `should_stop`, so that the same call is the first to return True on every rank.
 
-    Ranks count their calls. When the gang is to stop, each says how many it has made and then holds the next one back
-    until the greatest of these numbers has come round: the first call beyond it is true, everywhere.
+    Each rank counts its calls. To stop the gang, the driver asks every rank for its count, and the rank holds back its
+    next call. The driver then sends the greatest count to all ranks. Each rank's first call beyond the greatest count
+    returns True.
     """
 
     def __init__(self) -> None:
@@ -283,13 +290,13 @@ class StopSignal:
         self._is_held = False
         self._last_call: int | None = None
         self.has_fired = False
-        """A call has returned True."""
+        """True once a call has returned True."""
 
     def __call__(self) -> bool:
-        """Whether to stop now."""
-        # Counted before it is looked whether calls are held, and without the lock, which costs a step as much as all
-        # the rest: a call that finds them free has been counted by the time that `hold` reads the number. One that
-        # finds them held may be in it or not, and is answered by its own number.
+        """Count this call, and return True if the rank has to stop."""
+        # The call counts itself before it reads `_is_held`, so `hold` cannot miss a call that was let through. `hold`
+        # may miss or count a call that is held back: that call is answered by its own number. Taking the lock here
+        # would double the cost of a call.
         self._num_calls += 1
         if not self._is_held:
             return False
@@ -299,24 +306,24 @@ class StopSignal:
             return self.has_fired
 
     def hold(self) -> int:
-        """Hold back the calls to come; the number of those made, perhaps with one that is held already."""
+        """Hold back later calls. Return the number of calls so far, which may include one that is held back."""
         self._is_held = True
         return self._num_calls
 
     def release(self, last_call: int) -> None:
-        """Let calls through: false up to this one, true from the next."""
+        """Answer held calls: False up to call number `last_call`, True for later calls."""
         with self._lock:
-            self._last_call, self._is_held = last_call, True  # so that the next looks
+            self._last_call, self._is_held = last_call, True  # held, so that the next call reads `_last_call`
             self._lock.notify_all()
 
 
 class Link:
-    """A rank's link to its driver. This class is the link of a process that no gang started: it has no driver."""
+    """A rank's link to its driver. This class serves processes outside a gang, which have no driver."""
 
     takes_results = False
-    """True if a driver takes what `submit` sends."""
+    """True if a driver receives the results that `submit` sends."""
     worker_data: Any = None
-    """The rank's way to the data of its Dask worker (`WorkerData`); None without a Dask worker."""
+    """The rank's access to the data of its Dask worker (`WorkerData`). None without a Dask worker."""
 
     def log(self, record: LogRecord) -> None:
         """Report a log record."""
@@ -326,24 +333,24 @@ class Link:
         """Have the trackers in rank 0 record the gradients of a model."""
 
     def submit(self, key: str, path: str, data: bytes) -> None:
-        """Send a result, where a driver takes it.
+        """Send a result to the driver, if there is one.
 
         Args:
-            key: That of the handler.
-            path: Below the driver's prefix.
-            data: The file's content.
+            key: Key of the handler that receives the result.
+            path: Path of the result's file below the driver's prefix.
+            data: Content of the file.
         """
 
     def results_folder(self) -> Any:
-        """Return the folder of the task's results; None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
+        """Return the folder of the task's results, or None outside the ranks of a `DaskDDP` or `SpawnDDP` task."""
         return None
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time in a `with` block as this part of the rank's work."""
+        """Count the time of a `with` block under this field of `Goodput`."""
         return contextlib.nullcontext()
 
     def goodput(self) -> Goodput:
-        """Return where the gang's time has gone so far."""
+        """Return the account of the gang's time so far."""
         return Goodput()
 
 
@@ -363,22 +370,22 @@ class RankContext:
     """
 
     rank: int = 0
-    """0 … world_size - 1; rank 0's return value is the task's output."""
+    """Rank in the gang, from 0 to world_size - 1. Rank 0's return value is the task's output."""
     local_rank: int = 0
-    """0 … local_world_size - 1, among the ranks of one worker."""
+    """Rank among the ranks of the same worker, from 0 to local_world_size - 1."""
     world_size: int = 1
-    """The number of ranks in the gang."""
+    """Number of ranks in the gang."""
     local_world_size: int = 1
-    """The number of ranks on this worker."""
-    # Behind `device`: the rank's own GPU, where there is one.
+    """Number of ranks on this worker."""
+    # CUDA index of the rank's own GPU, for `device`.
     device_index: int = field(default=0, repr=False)
     checkpoint: Checkpoint = field(default_factory=Checkpoint, repr=False)
     """Saves and loads the training's state."""
-    # What the hang detector looks at.
+    # Progress that the hang detector reads.
     progress: Progress = field(default_factory=Progress, repr=False)
-    # Behind all that is reported or asked of the driver.
+    # Link for all reports to the driver and all questions to the driver.
     link: Link = field(default_factory=Link, repr=False)
-    # Behind `should_stop`.
+    # Signal that answers `should_stop`.
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     _num_logged: int = field(default=0, repr=False)
 
@@ -389,25 +396,25 @@ class RankContext:
 
     @property
     def device(self) -> torch.device:
-        """The rank's own GPU, which is `cuda:0` unless `Gang(devices="all")` shows it others too; or `cpu`."""
-        import torch  # late, so that a driver that only asks for its rank stays light
+        """The rank's own GPU, or `cpu`. The GPU is `cuda:0` unless `Gang(devices="all")` shows other GPUs, too."""
+        import torch  # late, so that `current_rank()` in a driver does not import torch
 
         return torch.device("cuda", self.device_index) if torch.cuda.is_available() else torch.device("cpu")
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None, *, num_steps: int | None = None) -> None:
-        """Report metrics, without waiting for anyone.
+        """Report metrics to the driver, without waiting for other ranks or the driver.
 
-        Rank 0's values feed Weights & Biases, the live progress and the Deck; every rank's tell the driver how far it
-        has come. Rank 0's go there within 0.2 s, those of others within a second (of more than 500 ranks, n, within
-        n / 500 seconds): a rank that is killed or crashes may take the last ones with it, one that ends in any other
-        way does not. The names `epoch`, `loss` and `samples_per_second` have their own places in the progress display.
+        Rank 0's metrics go to Weights & Biases, the progress display and the Deck. Every rank's metrics show the driver
+        the rank's progress. Rank 0 sends its log records within 0.2 s, other ranks within 1 s. In a gang of n > 500
+        ranks, other ranks send within n / 500 seconds. A rank that is killed or crashes may lose its last records. The
+        progress display has places of their own for `epoch`, `loss` and `samples_per_second`.
 
         Args:
-            metrics: Names and values. Numbers and one-element tensors (read with `.item()`, which waits for the
-                device) go everywhere; rank 0's `Histogram` and `Picture` go to all trackers; other objects, such as
-                `wandb.Image`, to Weights & Biases alone.
-            step: The step the values belong to; by default the number of earlier calls.
-            num_steps: How many steps there will be, for the length of the progress bar.
+            metrics: Values by name. Numbers and one-element tensors go to all trackers and displays. Tensors are read
+                by `.item()`, which waits for the device. Rank 0's `Histogram` and `Picture` go to all trackers. Other
+                objects, for example `wandb.Image`, go to Weights & Biases alone.
+            step: Training step of the values. None: the number of earlier calls.
+            num_steps: Total number of steps of the training, for the length of the progress bar. None: unknown.
 
         Raises:
             ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
@@ -429,42 +436,43 @@ class RankContext:
     def watch(self, model: torch.nn.Module, *, log_freq: int = 100) -> None:
         """Record histograms of a model's gradients in the Weights & Biases run, if there is one.
 
-        What `wandb.watch` does, but of the gradients that the optimizer gets: those of all ranks, averaged by
-        DistributedDataParallel. They go with the next call of `log`, as `gradients/<parameter>`.
+        Unlike `wandb.watch`, `watch` records the gradients that the optimizer gets: DistributedDataParallel's average
+        over all ranks. The next call of `log` sends the histograms, as `gradients/<parameter>`.
 
         Args:
-            model: Any module, also one wrapped in DistributedDataParallel. Every rank may call this; rank 0's counts.
-            log_freq: Optimizer steps from one look at the gradients to the next.
+            model: Any module, also in DistributedDataParallel. Every rank may call `watch`, and rank 0's call counts.
+            log_freq: Number of optimizer steps from one record of the gradients to the next.
         """
         self.link.watch(model, log_freq)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Have what is done in a `with` block count as evaluation where the gang's time has gone."""
+        """Count the time of a `with` block as `Goodput.evaluation`."""
         return self.link.spending("evaluation")
 
     def goodput(self) -> Goodput:
-        """Where the gang's time has gone so far, as its driver has it; good as a task's output.
+        """Return the driver's account of the gang's time so far, which a task may return as its output.
 
-        Every rank may ask, and as many requests get the same. Outside a gang nobody counts, and all is 0.
+        Every rank may call `goodput`. The n-th call of each rank gets the same account. Outside a gang, all fields are
+        0.
 
         Raises:
-            TimeoutError: The driver has not answered within the gang's `start_timeout`.
+            TimeoutError: The driver did not answer within the gang's `start_timeout`.
         """
         return self.link.goodput()
 
     def should_stop(self) -> bool:
-        """Whether the gang is to save a checkpoint and return, because the task or a worker is being taken away.
+        """Return True if the function has to save a checkpoint and return, as the task or a worker is being stopped.
 
-        Call it once per step on every rank: it turns true on all of them at the same step. Costs a microsecond.
+        Call `should_stop` once per step on every rank. All ranks get True at the same step. A call takes a microsecond.
         """
         self.progress.move()
         return self.stop_signal()
 
 
 def current_rank() -> RankContext:
-    """The context of this rank; in a process that no gang started, rank 0 of 1.
+    """Return the context of this rank. In a process outside a gang, the context is rank 0 of 1.
 
-    A process that a rank forked (a DataLoader worker, say) is not a rank: it gets a copy that reports nowhere.
+    A process that a rank forked, for example a DataLoader worker, gets a copy that sends no reports.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import current_rank, dispatch
@@ -488,16 +496,16 @@ def current_rank() -> RankContext:
 
 
 def enter(context: RankContext) -> None:
-    """Make `context` this process's own."""
+    """Set the context that `current_rank` returns in this process."""
     global _current
     _current = (os.getpid(), context)
 
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics of a checkpoint, as plain numbers.
+    """Return the metrics of a checkpoint as floats, by name.
 
     Raises:
-        TypeError: They are none.
+        TypeError: `metrics` is not a dictionary, or a metric is not a number.
     """
     if not isinstance(metrics, Mapping | None):
         raise TypeError(f"save(metrics={reprlib.repr(metrics)}): must be a dictionary of names and numbers")
@@ -512,9 +520,9 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _plain(value: Any) -> Any:
-    """A one-element tensor, array or NumPy scalar as the Python number it holds; anything else as it is.
+    """Return the Python number of a one-element tensor, array or NumPy scalar. Return other values unchanged.
 
-    Whole numbers that no float can hold become infinite: nobody could draw or even print them.
+    Whole numbers too large for a float become infinite, as trackers can neither draw nor print these numbers.
     """
     if type(value) in PLAIN and (type(value) is not int or value.bit_length() <= MAX_BITS):
         return value
@@ -525,7 +533,7 @@ def _plain(value: Any) -> Any:
 
 
 def _bare(value: float | str) -> float | str:
-    """The number or text itself, also of an instance of a class of its own."""
+    """Return a plain number or string, also for an instance of a subclass."""
     if type(value) in (int, float, bool, str):
         return value
     if isinstance(value, str):
