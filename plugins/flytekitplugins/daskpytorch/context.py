@@ -244,8 +244,8 @@ class Checkpoint:
     def list(self) -> Sequence[SavedCheckpoint]:
         """Return the kept checkpoints of both kinds, ordered by step, as far as this rank knows.
 
-        The driver tells every rank each time that its checkpoints change. A checkpoint that was just saved may be
-        missing. A checkpoint that the driver has just removed may still be listed.
+        The driver sends the list to every rank each time that it has stored a checkpoint. A checkpoint that was just
+        saved may be missing. A checkpoint that the driver has just removed may still be listed.
         """
         return ()
 

@@ -1,7 +1,7 @@
 """Debuggers in a rank: `breakpoint()` at the user's terminal, or an editor that attaches. Runs in a rank.
 
-The rank has no terminal of its own: it opens the driver's when that says that no other rank has it, and is in its
-place while the prompt is shown.
+A rank has no terminal of its own. The driver grants its terminal to one rank at a time. The rank then opens the
+terminal and uses it as standard input, output and error while the prompt is shown.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 MAX_DRAIN = 1.0
-"""Seconds for what the rank has printed to be shown before its prompt is."""
+"""Most seconds that a prompt waits for the rank's earlier output to be shown."""
 HOST = "127.0.0.1"
-"""Where an editor attaches: whoever reaches the port may run anything."""
+"""Address at which an editor attaches. Only the loopback address: a client of the port can run any code."""
 
 
 @dataclass
 class Prompt:
-    """This rank's place at the terminal."""
+    """This rank's use of the driver's terminal."""
 
     rank: int
     debugging: Debugging
@@ -48,7 +48,7 @@ class Prompt:
     _pid: int = field(default_factory=os.getpid)
 
     def obey(self, order: orders.Prompt | orders.Interrupt) -> None:
-        """Take this rank's turn, or do what Ctrl-C does at its prompt."""
+        """Let the waiting prompt open the terminal, or interrupt the main thread as Ctrl-C does."""
         if order.rank != self.rank:
             return
         if isinstance(order, orders.Prompt):
@@ -57,10 +57,10 @@ class Prompt:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def check(self) -> None:
-        """See to it that somebody can answer.
+        """Check that the rank can open the driver's terminal.
 
         Raises:
-            NoDebuggerError: Nobody can.
+            NoDebuggerError: The rank has no terminal, or this process was forked by the rank.
         """
         if os.getpid() != self._pid:
             raise NoDebuggerError(
@@ -79,7 +79,7 @@ class Prompt:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Be at the terminal: standard input, output and errors are the terminal's."""
+        """Wait for the terminal, and use it as standard input, output and error in the block."""
         self.check()
         _drain()
         self._granted.clear()
@@ -89,7 +89,7 @@ class Prompt:
             yield
 
     def leave(self, *, steps: bool) -> None:
-        """Let others have it."""
+        """Report that the prompt is over. `steps`: this rank shows its next prompt soon."""
         self.send(reports.LeftPrompt(steps))
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Prompt:
         terminal = self.debugging.terminal.open() if self.debugging.terminal is not None else None
         if terminal is None:
             raise NoDebuggerError("the terminal has gone")
-        fcntl.flock(terminal, fcntl.LOCK_EX)  # of several gangs' ranks
+        fcntl.flock(terminal, fcntl.LOCK_EX)  # ranks of other gangs may use the same terminal
         kept = [os.dup(number) for number in range(3)]
         for number in range(3):
             os.dup2(terminal, number)
@@ -113,7 +113,7 @@ class Prompt:
 
 
 def watch_pdb(prompt: Prompt) -> None:
-    """Have pdb, in whatever way it is called, talk to the terminal; `breakpoint()` calls it, too."""
+    """Connect each pdb prompt, also that of `breakpoint()`, to the driver's terminal."""
     libraries.call_after("pdb", functools.partial(_at_terminal, prompt))
 
 
@@ -131,8 +131,8 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
             prompt.leave(steps=_is_stepping(self))
 
     def set_trace(*, header: str | None = None) -> None:
-        prompt.check()  # here, where the traceback shows the call
-        debugger = pdb.Pdb(nosigint=True)  # Ctrl-C is the driver's while no prompt is shown
+        prompt.check()  # here, so that the traceback ends at the user's call
+        debugger = pdb.Pdb(nosigint=True)  # the driver handles Ctrl-C while no prompt is shown
         if header is not None:
             debugger.message(header)
         debugger.set_trace(_caller())
@@ -142,17 +142,17 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
 
 def _caller() -> FrameType | None:
-    """The frame that has called the function that asks."""
+    """Return the frame that called this function's caller."""
     return sys._getframe(1).f_back  # noqa: SLF001
 
 
 def _is_stepping(debugger: Any) -> bool:
-    """Whether it will show its prompt again soon; -1 is what `continue` leaves."""
+    """Return True if the debugger shows its next prompt soon. After `continue`, `stoplineno` is -1."""
     return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
 
 
 def _drain() -> None:
-    """Wait until what has been printed is read, and so shown before what follows."""
+    """Wait until the agent has read the rank's earlier output, so that the output is shown before the prompt."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     deadline = time.monotonic() + MAX_DRAIN
@@ -162,7 +162,7 @@ def _drain() -> None:
 
 
 def explain(error: BaseException, rank: int) -> None:
-    """Say what pdb's error means, and where the debugger stood; its own frames are nobody's business."""
+    """Name the rank in the error of a quit debugger, and cut the debugger's frames from the traceback."""
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
         here = error.__traceback__
@@ -173,15 +173,15 @@ def explain(error: BaseException, rank: int) -> None:
 
 
 def wait_for_editor(order: RankOrder, send: Callable[[reports.ShortReport], None]) -> None:
-    """Wait until an editor has attached, if this rank is to be debugged so; `breakpoint()` then stops in it.
+    """Wait until an editor has attached, if this rank has a port for it. `breakpoint()` then stops in the editor.
 
     Raises:
-        ImportError: debugpy is not installed here.
+        ImportError: debugpy is not installed on this rank's host.
     """
     rank = order.place.rank
     if (port := order.job.debugging.ports.get(rank)) is None:
         return
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning of Python's own modules, which are frozen
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning of Python's frozen modules
     require_extra("debug", f"{PORTS_VARIABLE} (rank {rank})")
     import debugpy  # noqa: T100
 

@@ -1,6 +1,6 @@
-"""Has py-spy watch this rank for a while, and draw where its time went. Runs in the rank, in a thread of its own.
+"""Records flame graphs of this rank with py-spy. Runs in the rank, in a thread of its own.
 
-A request is a file in the folder of the rank's agent, which the rank looks into every two seconds.
+A request is a file in the scratch folder of the rank's agent. The rank checks the folder every two seconds.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PTRACER = 0x59616D61
-"""Of `prctl`: where only ancestors may look into a process (Yama's ptrace_scope 1), so may this child."""
+"""Option of `prctl` that lets py-spy, a child, trace the rank. Yama's ptrace_scope 1 allows only ancestors."""
 MAX_COMPLAINT = 500
+"""Most characters of py-spy's error output that the user gets."""
 NEEDS = 'needs py-spy where the ranks run: pip install "flytekitplugins-daskpytorch[profile]"'
 
 
 def request_name(rank: int, seconds: int | str, token: str) -> str:
-    """Return the name of the file that asks for a flame graph of a rank; the token is the asker's own."""
+    """Return the name of the file that requests a flame graph of a rank. Each requester has a token of its own."""
     return f"flame-graph-of-{rank}-for-{seconds}-{token}"
 
 
 def take_requests(rank: int, scratch: Path) -> list[int]:
-    """Remove the requests for this rank; return how many seconds each asks for."""
+    """Remove the requests for this rank. Return the requested seconds of each."""
     requests = list(scratch.glob(request_name(rank, "*", "*")))
     for request in requests:
         request.unlink(missing_ok=True)
@@ -37,14 +38,14 @@ def take_requests(rank: int, scratch: Path) -> list[int]:
 def record(
     rank: int, seconds: int, scratch: Path, submit: Callable[[str, bytes], None], note: Callable[[str], None]
 ) -> None:
-    """Start watching; what comes of it is submitted and noted once the seconds are over.
+    """Start a thread that records a flame graph, submits the picture, and tells the user its path or the error.
 
     Args:
-        rank: This one.
-        seconds: For how long.
-        scratch: A folder for the picture on its way.
-        submit: Sends a result, by its path.
-        note: Tells the user.
+        rank: This process's rank.
+        seconds: Duration of the record.
+        scratch: Folder for the picture until it is submitted.
+        submit: Sends a result to the driver, by its path.
+        note: Sends a line to the user.
     """
 
     def watch() -> None:

@@ -1,7 +1,7 @@
-"""What torch's flight recorder knows of this rank's collectives. Torch fills it in by itself, for gloo and for NCCL.
+"""Reads this rank's newest collectives from torch's flight recorder, which torch fills for gloo and NCCL.
 
-Its records are torch's own and not documented: what has another form than here says nothing, and a torch that is too
-old has none.
+Torch does not document the form of its records. Records of another form, and a torch without a flight recorder, give
+no collectives.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flytekitplugins.daskpytorch.protocol.collectives import MAX_COLLECTIVES, Co
 from flytekitplugins.daskpytorch.rank import process_group
 
 LONG_TIMEOUT = timedelta(seconds=120)
-"""A collective with a shorter timeout ends by itself, as its program may expect."""
+"""Least timeout of a gloo group whose members are reported. A program may expect shorter timeouts to expire."""
 HOOK = 0x6461736B
-"""Number of this module's abort hook among a backend's hooks, of which torch's own have small numbers."""
+"""Number of this module's abort hook among a backend's hooks. Torch's own hooks have small numbers."""
 
 
 def recall() -> Recalled | None:
-    """The last collectives; None where nothing is recorded. May be called in any thread, whatever the others do."""
+    """Return the newest collectives, or None if torch has no readable records. Safe in any thread."""
     try:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
@@ -33,25 +33,25 @@ def recall() -> Recalled | None:
         newest = sorted(entries, key=lambda entry: entry["time_created_ns"])[-MAX_COLLECTIVES:]
         collectives = [_collective(entry) for entry in newest]
         members = dict(_members()) if process_group.are_numbers_comparable() else {}
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of another torch
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
         return None
     return Recalled(groups=groups, collectives=collectives, members=members)
 
 
 def call_before_abort(report: Callable[[], None]) -> None:
-    """Have this called before an uncaught C++ exception aborts the process.
+    """Call `report` before an uncaught C++ exception aborts the process.
 
-    That is how gloo ends a rank that has received another shape than it expects, and NCCL's watchdog one whose
-    collective has timed out: both in threads of theirs, so that no line of Python comes to say why.
+    gloo aborts a rank that receives a tensor of an unexpected shape. NCCL's watchdog aborts a rank whose collective has
+    timed out. Both throw the exception in a thread of their own, so no Python code could report the cause.
     """
     global _handler
     rank = os.getpid()
 
     def report_of_rank() -> None:
-        if os.getpid() == rank:  # not a worker of its DataLoader, which has this from it
+        if os.getpid() == rank:  # not a DataLoader's worker, which inherits the handler
             report()
 
-    with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # of another torch
+    with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another torch
         _hook_abort(report_of_rank)
     if _set_terminate is None:
         return
@@ -60,14 +60,14 @@ def call_before_abort(report: Callable[[], None]) -> None:
         try:
             report_of_rank()
         finally:
-            previous()  # says what was thrown, and aborts
+            previous()  # prints the exception, and aborts
 
     _handler = _HANDLER(handler)  # ctypes keeps no reference
     previous = _set_terminate(_handler)
 
 
 def _hook_abort(report: Callable[[], None]) -> None:
-    """Have this called before a group that is there now aborts; torch 2.15's `nccl2` throws no exception then."""
+    """Call `report` before an existing process group aborts. Torch 2.15's `nccl2` aborts without an exception."""
     for group in torch_parts.groups():
         for device in torch_parts.devices_of(group):
             backend = torch_parts.backend_on(group, device)
@@ -76,7 +76,7 @@ def _hook_abort(report: Callable[[], None]) -> None:
 
 
 def _found() -> Callable[[object], Callable[[], None]] | None:
-    """`std::set_terminate`; None where torch was built with another library."""
+    """Return libstdc++'s `std::set_terminate`, or None if the process cannot load libstdc++."""
     try:
         found = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (AttributeError, OSError):
@@ -87,16 +87,16 @@ def _found() -> Callable[[object], Callable[[], None]] | None:
 
 _HANDLER = ctypes.CFUNCTYPE(None)
 _handler: object = None
-_set_terminate = _found()  # once for all ranks that a fork server starts
+_set_terminate = _found()  # once for all ranks of a fork server
 
 
 def _names_of(group: Any) -> list[str]:
-    """Return a process group's names, one for each backend: each of them counts by itself."""
+    """Return a process group's names, one for each backend. Each backend numbers its collectives by itself."""
     return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
 
 
 def _members() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The ranks of the groups of gloo whose timeout is none that a program waits for."""
+    """Yield the name and the ranks of each gloo group whose timeout is at least `LONG_TIMEOUT`."""
     for group in torch_parts.groups():
         has_gloo = "gloo" in torch_parts.names_of_backends(group)
         if has_gloo and torch_parts.timeout_of(torch_parts.backend_on(group, "cpu")) >= LONG_TIMEOUT:

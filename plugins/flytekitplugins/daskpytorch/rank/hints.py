@@ -1,4 +1,4 @@
-"""Says once what looks forgotten, and would otherwise train on in silence. Runs in a rank."""
+"""Hints of likely mistakes that raise no error, each reported once. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLER = (
 
 
 def of_loss(record: LogRecord) -> Hint | None:
-    """Whether a loss that was logged is no number any more."""
+    """Return a hint if a logged loss is infinite or NaN."""
     for name, value in record.metrics.items():
         if "loss" in name.lower() and isinstance(value, float) and not math.isfinite(value):
             return Hint(
@@ -39,7 +39,7 @@ def of_loss(record: LogRecord) -> Hint | None:
 
 
 def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Hint | None:
-    """Whether a rank has trained on its own; the number is None where nobody knows."""
+    """Return a hint if the rank of a gang has trained without collectives. `num_collectives` is None if unknown."""
     if not has_trained or world_size == 1 or num_collectives != 0:
         return None
     return Hint(
@@ -50,7 +50,7 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
 
 
 def watch_optimizers() -> Callable[[], bool]:
-    """Return what tells whether any optimizer has taken a step from now on: else nothing was trained."""
+    """Return a function that returns True once any optimizer has made a step after this call."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     stepped = threading.Event()
@@ -59,7 +59,12 @@ def watch_optimizers() -> Callable[[], bool]:
 
 
 def of_nccl(before: Mapping[str, str], after: Mapping[str, str]) -> Hint | None:
-    """Return a hint if the function has set variables that NCCL has read before; both are its variables."""
+    """Return a hint if the function has changed NCCL's variables, which NCCL had read before.
+
+    Args:
+        before: NCCL's variables before the call of the function.
+        after: NCCL's variables after the call.
+    """
     late = sorted(name for name, value in after.items() if before.get(name) != value)
     if not late:
         return None
@@ -74,8 +79,8 @@ def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
     """Return a hint if the script has seeded torch, the rank has not, and the rank has drawn random numbers.
 
     Args:
-        seed: The script's; None if it has set none.
-        state: Of this rank's generator when the function began.
+        seed: The script's seed. None if the script has set none.
+        state: State of this rank's random generator when the function began.
     """
     import torch
 
@@ -90,10 +95,10 @@ def of_seed(seed: int | None, state: torch.Tensor) -> Hint | None:
 
 @contextlib.contextmanager
 def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
-    """Tell, in this block, of a shuffling `DistributedSampler` that two epochs train on in the same order.
+    """Report, in this block, a shuffling `DistributedSampler` that gives two epochs of training the same order.
 
-    Its order follows from its seed and its epoch alone. An epoch counts once an optimizer has made a step with a batch
-    of it: not a batch that was only looked at, and no evaluation. A sampler whose `set_epoch` is called is left alone.
+    A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer makes a step after one
+    of its batches, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data.distributed import DistributedSampler
@@ -102,10 +107,10 @@ def watching_samplers(tell: Callable[[Hint], object]) -> Iterator[None]:
     begin, set_epoch, take = DistributedSampler.__iter__, DistributedSampler.set_epoch, batches.__next__
     num_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     trained: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-    """Sampler -> number and epoch of the last pass that an optimizer made a step in."""
+    """Sampler -> number and epoch of the newest pass in which an optimizer made a step."""
     has_epochs: WeakSet[Any] = WeakSet()
     latest: list[Any] = [None]
-    """Sampler of the loader that gave the last batch."""
+    """One element: the sampler of the loader that gave the newest batch."""
 
     def begin_counted(sampler: DistributedSampler[Any]) -> Iterator[Any]:
         num_begun[sampler] = num_begun.get(sampler, 0) + 1

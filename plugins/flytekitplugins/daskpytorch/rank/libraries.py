@@ -1,7 +1,7 @@
-"""Has libraries that guess their place in the world guess right, and refuses what would train beside the gang.
+"""Makes Lightning, Accelerate and Transformers find the gang's ranks, and refuses Trainers that do not fit the gang.
 
-Lightning's default `Trainer()` and Accelerate take a machine without GPUs for a world of one, whatever the process
-group says: each rank would train a model of its own, without a word. Runs in a rank, as the libraries are imported.
+On a machine without GPUs, Lightning's default `Trainer()` and Accelerate assume a world of one rank, despite the
+process group. Each rank would silently train a model of its own. Runs in a rank, when the libraries are imported.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any
 
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
-"""The oldest that the tests have passed with; a callback may ask for more."""
+"""Library -> oldest version that passed the tests. A callback may need a newer version."""
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-"""One library under two names, its Trainer and its Fabric."""
+"""Modules of Trainer and Fabric, under both names of the Lightning library."""
 
 
 def guide() -> None:
-    """Tell them by variables of their own, where these are not set, and each by a few words once it is imported."""
+    """Set the libraries' variables that are not set, and patch each library once it is imported."""
     os.environ.setdefault("PL_TRAINER_NUM_NODES", str(_num_nodes()))
     os.environ.setdefault("LT_NUM_NODES", str(_num_nodes()))
     if not os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -40,7 +40,7 @@ def require(library: str, minimum: str) -> None:
     """Check a library's version.
 
     Raises:
-        ImportError: It is older than what this package has been tested with.
+        ImportError: The library is older than `minimum`.
     """
     from packaging.version import Version
 
@@ -57,7 +57,7 @@ def _world_size() -> int:
 
 
 def _num_devices() -> int:
-    """As Lightning counts them on a node: where each rank sees a GPU of its own alone, a rank is a node to it."""
+    """Return the devices per node as Lightning counts: 1 if the rank sees one GPU, else the ranks of the worker."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return 1 if len(visible) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
 
@@ -67,22 +67,22 @@ def _num_nodes() -> int:
 
 
 def _host_rank() -> int:
-    """Return the rank's index among those of its machine, whatever LOCAL_RANK, the index of its GPU, is."""
+    """Return the rank's index on its host. LOCAL_RANK may differ, as it is the index of the rank's GPU."""
     return int(os.environ["NODE_LOCAL_RANK"])
 
 
 def _count_over_host(module: ModuleType) -> None:
-    """What Transformers asks for the first process of a machine; it takes no device by it."""
+    """Set the index by which Transformers finds the first process of a host, but not its device."""
     module.TrainingArguments.local_process_index = property(lambda _: _host_rank())
 
 
 def _count_ranks_as_devices(module: ModuleType) -> None:
-    """What `devices="auto"`, the default, is on a machine without GPUs."""
+    """Set the number of devices that Lightning's default `devices="auto"` gives on a machine without GPUs."""
     module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
 
 
 def _check_trainers(module: ModuleType) -> None:
-    """At `fit`: a Trainer on one device is what Lightning recommends for a test after the training."""
+    """Check each Trainer in `fit`. Other methods may use one device, as Lightning recommends for tests."""
     fit = module.Trainer.fit
 
     @functools.wraps(fit)
@@ -91,7 +91,7 @@ def _check_trainers(module: ModuleType) -> None:
         fit(trainer, *args, **kwargs)
 
     module.Trainer.fit = fit_checked
-    module.Trainer.local_rank = property(lambda _: _host_rank())  # whose rank 0 calls `prepare_data`
+    module.Trainer.local_rank = property(lambda _: _host_rank())  # index 0 calls `prepare_data`
 
 
 def _check_fabrics(module: ModuleType) -> None:
@@ -103,13 +103,13 @@ def _check_fabrics(module: ModuleType) -> None:
         _check_strategy(module, "Fabric", fabric.strategy)
 
     module.Fabric.__init__ = begin_checked
-    module.Fabric.local_rank = property(lambda _: _host_rank())  # by which `rank_zero_first(local=True)` goes
+    module.Fabric.local_rank = property(lambda _: _host_rank())  # for `rank_zero_first(local=True)`
     _launch_fabrics(module.Fabric)
 
 
 def _launch_fabrics(fabrics: type[Any]) -> None:
-    """When they are first used: a program for `fabric run` leaves that to it, and here the gang has done its work."""
-    check = fabrics._validate_launched  # noqa: SLF001 - which all of its methods call that need processes
+    """Launch each Fabric at its first use. A program for `fabric run` does not call `launch` itself."""
+    check = fabrics._validate_launched  # noqa: SLF001 - called by all methods that need processes
 
     @functools.wraps(check)
     def launch_and_check(fabric: Any) -> None:
@@ -141,7 +141,7 @@ def _check_accelerators(module: ModuleType) -> None:
 
     @functools.wraps(begin)
     def begin_checked(state: Any, cpu: bool = False, **kwargs: Any) -> None:
-        # `Accelerator` and `AcceleratorState` read the variable, and `PartialState` alone does not (Accelerate 1.15).
+        # `Accelerator` and `AcceleratorState` read the variable, `PartialState` alone does not (Accelerate 1.15).
         begin(state, cpu or module.parse_flag_from_env("ACCELERATE_USE_CPU"), **kwargs)
         require("accelerate", MINIMUM_VERSIONS["accelerate"])
         if state.num_processes != _world_size():
@@ -152,12 +152,12 @@ def _check_accelerators(module: ModuleType) -> None:
             )
 
     module.PartialState.__init__ = begin_checked
-    # Not `local_process_index`, by which Accelerate finds the rank's GPU.
+    # `local_process_index` stays, as Accelerate finds the rank's GPU by this index.
     module.PartialState.is_local_main_process = property(lambda _: _host_rank() == 0)
 
 
 def call_after(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call this with a module once it has been imported; now, if it has been already."""
+    """Call `call` with the module once it is imported, at once if it is already."""
     if (module := sys.modules.get(name)) is not None:
         call(module)
     else:
